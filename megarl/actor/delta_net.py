@@ -37,7 +37,7 @@ class ConvolutionTaps(torch.nn.Conv1d):
     (``overlap_param_gather``) and waits for those of a module just before its call.
     """
 
-    def forward(self, widths: list[int], first: int, heads: int) -> torch.Tensor:
+    def forward(self, widths: list[int], first: int, heads: int) -> torch.Tensor:  # type: ignore[override]
         """The taps [C, 1, K] of ``heads`` key heads from ``first`` on: for each its query, its key and its values.
 
         widths: channels of a key head's query, key and values.

@@ -85,7 +85,7 @@ def _refuse_unknown(source: TensorFiles, models: list[PolicyModel], model_dir: P
     known = {source.stored_name(name) for name in names}
     if models[0].share_embeddings_and_output_weights:
         known.add(LM_HEAD)  # some files store it although it equals the embedding
-    unknown = sorted(name for name in set(source.regions) - known if not family_of(hf).carried(hf, name))
+    unknown = sorted(name for name in set(source.regions) - known if not family_of(hf).copies(hf, name))
     if unknown:
         raise UserError(
             f"{model_dir} has {len(unknown)} tensors that a model of its config.json does not have, such as "
@@ -176,9 +176,9 @@ def _write_files(models: list[PolicyModel], directory: Path, like: Path) -> list
     names, bytes and sha256."""
     with TensorFiles.of(weight_files(Path(like))) as source, TensorFiles() as target:
         jobs, hf = list(_jobs(models, source)), models[0].hf
-        carried = sorted(name for name in source.regions if family_of(hf).carried(hf, name))
-        carried = carried[dist.get_rank() :: dist.get_world_size()]
-        mine = [job.stored_name for job in jobs if job.group.rank() == job.writer] + carried
+        copied = sorted(name for name in source.regions if family_of(hf).copies(hf, name))
+        copied = copied[dist.get_rank() :: dist.get_world_size()]
+        mine = [job.stored_name for job in jobs if job.group.rank() == job.writer] + copied
         written = []
         for number, names in enumerate(_by_file(mine, source)):
             path = directory / f"part-{dist.get_rank():05d}-{number:05d}.safetensors"
@@ -189,7 +189,7 @@ def _write_files(models: list[PolicyModel], directory: Path, like: Path) -> list
         for job in jobs:
             for tensor in job.slices:
                 _export(tensor, job, source, target, models[0])
-        for name in carried:
+        for name in copied:
             source.regions[name].copy_to(target.regions[name], BLOCK_BYTES)
     for entry in written:
         entry["sha256"] = file_sha256(directory / str(entry["file"]))

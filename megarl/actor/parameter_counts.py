@@ -1,19 +1,12 @@
 """Counts the parameters on each rank of a layout by building Megatron's model, but without memory for weights.
 
 The model is built on torch's meta device in a fake process group, in one process for all ranks. That patches Megatron
-in the whole process, so `megarl.planner` runs this module as a separate process. Each line on stdin is a question,
-``{"hf": settings of the model, "recipe": TOML, "ranks": n}``; the answer is a line on stdout, the result of
-`count_parameters`.
+in the whole process, so `megarl.planner.parameter_counts` does it in a process of its own.
 """
 
 from __future__ import annotations
 
-import contextlib
-import json
 import re
-import sys
-import tomllib
-import warnings
 from typing import Any
 
 import torch
@@ -21,7 +14,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megarl.actor import cpu_backend, parallel
-from megarl.recipe.load import override_recipe, parse_recipe
+from megarl.recipe.load import override_recipe
 from megarl.recipe.tables import Recipe
 
 _MATRIX = re.compile(r"\.layers\..*\.linear_[a-z0-9_]+\.weight$")  # weights of a layer's linear modules, not experts
@@ -34,6 +27,7 @@ def count_parameters(hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[dic
     have no keys and values to store; expert, dense: parameters of experts, and all others; expert_adapters,
     dense_adapters: parameters of ``[actor.lora]``; matrices: weights of linear modules, without experts.
     """
+    cpu_backend.install(torch.device("meta"))
     settings = (
         "actor.layers=torch",
         "actor.recompute=none",
@@ -51,7 +45,7 @@ def _count(hf: dict[str, Any], recipe: Recipe, ranks: int, rank: int) -> dict[st
     from megatron.core import parallel_state as mpu
 
     from megarl.actor import lora
-    from megarl.actor.delta_net import GatedDeltaNet  # after `main` has replaced Megatron's torch
+    from megarl.actor.delta_net import GatedDeltaNet  # after `install` has replaced Megatron's torch
     from megarl.actor.model import build_model
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
@@ -86,18 +80,3 @@ def _count(hf: dict[str, Any], recipe: Recipe, ranks: int, rank: int) -> dict[st
     finally:
         mpu.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-def main() -> None:
-    warnings.filterwarnings("ignore")
-    cpu_backend.install(torch.device("meta"))
-    for line in sys.stdin:
-        question = json.loads(line)
-        recipe = parse_recipe(tomllib.loads(question["recipe"]))
-        with contextlib.redirect_stdout(sys.stderr):  # Megatron prints, and stdout is for answers
-            answer = count_parameters(question["hf"], recipe, question["ranks"])
-        print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    main()

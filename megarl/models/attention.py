@@ -1,4 +1,4 @@
-"""Attention with rotary positions and grouped key-value heads, as most families have it."""
+"""Attention with rotary positions and grouped key-value heads, as most families have it; with sinks, as gpt-oss."""
 
 from __future__ import annotations
 
@@ -6,13 +6,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megarl.models.family import Hf, Keeping, Kept, keys_attended_to, normalised, tokens_inside
+from megarl.models.family import (
+    ActivationSettings,
+    Attention,
+    Hf,
+    SavedActivations,
+    keys_attended_to,
+    normalised,
+    tokens_inside,
+)
 from megarl.models.tensors import TensorNames
 from megarl.recipe.layout import Layout
 
+_LAYER_TYPES = ("sliding_attention", "full_attention")  # as config.json calls them
+
 
 @dataclass(frozen=True)
-class GroupedQueryAttention:
+class GroupedQueryAttention(Attention):
     """Several query heads share a key-value head (Ainslie et al. 2023, arXiv 2305.13245).
 
     qk_norm: an RMSNorm of the queries and one of the keys, over each head or over all heads of a token.
@@ -85,14 +95,14 @@ class GroupedQueryAttention:
             found["self_attention.k_layernorm.weight"] = TensorNames(("self_attn.k_norm.weight",), split)
         return found
 
-    def kept(self, hf: Hf, layout: Layout, tokens: int, how: Keeping) -> Kept:
+    def saved(self, hf: Hf, layout: Layout, tokens: int, settings: ActivationSettings) -> SavedActivations:
         inside = tokens_inside(layout, tokens)
         heads = hf["num_attention_heads"] / layout.tensor_parallel
         query, key = heads * hf["head_dim"], hf["num_key_value_heads"] / layout.tensor_parallel * hf["head_dim"]
         # with several groups the queries are not contiguous in the fused projection, so contiguous queries are a copy
         copied = query if hf["num_key_value_heads"] > layout.tensor_parallel else 0.0
         elements, float32 = inside * (query + 2 * key), 0.0  # the fused projection
-        if "core_attn" in how.again:
+        if "core_attn" in settings.again:
             # attention's output; and its inputs: the queries, and the keys where a norm made a new tensor of them
             elements += inside * (query + (query + key if self.norms(hf) else copied))
         else:
@@ -107,21 +117,60 @@ class GroupedQueryAttention:
             elements += inside * (query + key)  # normalised, before the weight
             float32 += inside * (query + key)
         elif self.norms(hf):
-            float32 += inside * ((query + key) * how.widened + (query + key) / hf["head_dim"])
-            elements += inside * copied * (not how.widened)
+            float32 += inside * ((query + key) * settings.widened + (query + key) / hf["head_dim"])
+            elements += inside * copied * (not settings.widened)
         # the output projection keeps attention's output, counted above; with delayed scaling a copy in 8 bits as well
-        output = inside * query if how.fp8 == "delayed" else 0.0
-        return Kept(elements, float32, normalised(hf, layout, tokens, how) + output)
-
-    def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
-        return self.flops(hf, length) if "core_attn" in again else 0.0
+        output = inside * query if settings.fp8 == "delayed" else 0.0
+        return SavedActivations(elements, float32, normalised(hf, layout, tokens, settings) + output)
 
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
         heads = max(1, int(hf["num_key_value_heads"]) // tensor_parallel)  # a head is replicated, never split
         return 2 * heads * int(hf["head_dim"])
 
-    def window(self, hf: Hf, layer: int) -> int | None:
-        return None
-
     def flops(self, hf: Hf, length: float) -> float:
         return float(2 * hf["num_attention_heads"] * hf["head_dim"] * length**2)
+
+
+@dataclass(frozen=True)
+class SinkAttention(GroupedQueryAttention):
+    """Attention of gpt-oss (OpenAI 2025, arXiv 2508.10925), whose projections all have biases.
+
+    The softmax of a head includes one more logit, a parameter, without a value. In layers with a window a token attends
+    to the last ``sliding_window`` tokens, itself included.
+    """
+
+    qkv_bias: bool = True
+    rope_types: tuple[str, ...] = ("default", "yarn")
+
+    @property
+    def torch_layers_only(self) -> bool:
+        return True
+
+    def problems(self, hf: Hf) -> Iterator[str]:
+        yield from super().problems(hf)
+        types = hf.get("layer_types")
+        if types is not None and (len(types) != hf["num_hidden_layers"] or set(types) - set(_LAYER_TYPES)):
+            yield f"layer_types = {types!r} must name one of {', '.join(_LAYER_TYPES)} for each of the layers"
+
+        if hf["sliding_window"] is not None and hf["sliding_window"] < 1:
+            yield f"sliding_window = {hf['sliding_window']} must be 1 or more"
+
+    def window(self, hf: Hf, layer: int) -> int | None:
+        types = hf.get("layer_types")
+        kind = types[layer] if types is not None else _LAYER_TYPES[layer % 2]
+        return int(hf["sliding_window"]) if kind == _LAYER_TYPES[0] and hf["sliding_window"] is not None else None
+
+    def megatron_settings(self, hf: Hf) -> dict[str, Any]:
+        settings = super().megatron_settings(hf) | dict(add_bias_linear=True, softmax_type="learnable")
+        windows = [self.window(hf, layer) for layer in range(hf["num_hidden_layers"])]
+        if any(windows):
+            settings |= dict(
+                window_size=(hf["sliding_window"] - 1, 0), window_attn_skip_freq=[int(bool(w)) for w in windows]
+            )
+        return settings
+
+    def tensors(self, hf: Hf) -> dict[str, TensorNames]:
+        return super().tensors(hf) | {
+            "self_attention.linear_proj.bias": TensorNames(("self_attn.o_proj.bias",)),
+            "self_attention.core_attention.softmax_offset": TensorNames(("self_attn.sinks",), 0),
+        }

@@ -7,7 +7,14 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from megarl.models.family import Hf, Keeping, Kept, normalised, tokens_inside
+from megarl.models.family import (
+    ActivationSettings,
+    Hf,
+    LinearAttention,
+    SavedActivations,
+    normalised,
+    tokens_inside,
+)
 from megarl.models.tensors import TensorNames, rows_of
 from megarl.recipe.layout import Layout
 
@@ -15,7 +22,7 @@ CHUNK = 64  # number of tokens whose contributions to the state are computed tog
 
 
 @dataclass(frozen=True)
-class GatedDeltaNet:
+class GatedDeltaNet(LinearAttention):
     """Yang et al. 2024, arXiv 2412.06464, as in Qwen3-Next: several value heads share a key head.
 
     separate: the Hugging Face model has one projection for queries, keys and values of all heads, and one each for
@@ -85,7 +92,7 @@ class GatedDeltaNet:
             "self_attention.in_proj_ba.weight": TensorNames((rates, decays), 0, "groups", (shared_by, shared_by)),
         }
 
-    def kept(self, hf: Hf, layout: Layout, tokens: int, how: Keeping) -> Kept:
+    def saved(self, hf: Hf, layout: Layout, tokens: int, settings: ActivationSettings) -> SavedActivations:
         inside = tokens_inside(layout, tokens)
         heads = hf["linear_num_value_heads"] / layout.tensor_parallel
         width = hf["linear_key_head_dim"]
@@ -95,16 +102,13 @@ class GatedDeltaNet:
         elements = inside * (2 * (2 * keys + values) + 3 * values + heads)
         # the projections' input: with tensor parallelism a gathered copy of the norm's output
         gathered = layout.tensor_parallel > 1
-        elements += inside * hf["hidden_size"] if gathered else normalised(hf, layout, tokens, how)
+        elements += inside * hf["hidden_size"] if gathered else normalised(hf, layout, tokens, settings)
         # queries and keys before they are normalised; gates and their activation
         float32 = 2 * keys + 2 * values
         # in `megarl.actor.delta_rule`: six tensors of the size of the keys (repeated for each value head), three of the
         # values, five matrices [CHUNK, CHUNK], the states between chunks, and a few numbers per head
         float32 += heads * (6 * width + 5 * CHUNK + width * hf["linear_value_head_dim"] / CHUNK + 8) + 3 * values
-        return Kept(elements, inside * float32)
-
-    def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
-        return 0.0  # recomputing ``core_attn`` affects softmax attention only
+        return SavedActivations(elements, inside * float32)
 
     def state_elements(self, hf: Hf, tensor_parallel: int) -> float:
         heads, width = hf["linear_num_value_heads"], hf["linear_key_head_dim"]

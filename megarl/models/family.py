@@ -1,8 +1,8 @@
 """The interface of a model family: settings, tensor names, and the memory and arithmetic that `megarl plan` counts.
 
-A layer has two halves, attention and feed-forward, each with the norm before it. A family names one class for each
-half, and may name a second feed-forward for layers without experts and a linear attention. A new kind of half is a
-class with the methods of the protocols below.
+A layer has two sublayers, attention and feed-forward, each with the norm before it. A family names one class for each,
+and may name a second feed-forward for layers without experts and a linear attention. A new kind of sublayer is a class
+with the methods of the protocols below.
 """
 
 from __future__ import annotations
@@ -17,26 +17,27 @@ from megarl.recipe.layout import Layout
 Hf = dict[str, Any]  # the settings of a model, as `megarl.models.hf_config.read_hf_config` returns them
 
 
-class Kept(NamedTuple):
-    """Number of elements that one rank keeps of one layer for the backward pass."""
+class SavedActivations(NamedTuple):
+    """Number of elements that autograd saves of one layer on one rank, for the backward pass."""
 
     elements: float  # in the dtype of the activations
     float32: float  # of four bytes each, whatever that dtype is
-    inputs: float = 0.0  # further ones, kept only as inputs of matrix products: with fp8 they take 8 bits
+    inputs: float = 0.0  # further ones, saved only as inputs of matrix products: with fp8 they take 8 bits
 
 
 @dataclass(frozen=True)
-class Keeping:
-    """Settings on which depends what layers keep for the backward pass."""
+class ActivationSettings:
+    """The settings of a recipe that decide which activations autograd saves."""
 
-    again: frozenset[str] = frozenset()  # recomputed parts (`megarl.recipe.actor_table`), which keep only their input
+    again: frozenset[str] = frozenset()  # recomputed parts (`megarl.recipe.actor_table`): only their input is saved
     fused: bool = False  # Transformer Engine's layers instead of the torch-native ones
     fp8: str | None = None  # fp8 scaling of matrix products, a name in `megarl.recipe.megatron`; None: no fp8
-    widened: bool = False  # norms compute in float32, and so keep a float32 copy of their input
+    widened: bool = False  # norms compute in float32, and so save a float32 copy of their input
 
 
-class Half(Protocol):
-    """The methods of both halves of a layer."""
+class Sublayer(Protocol):
+    """What both sublayers of a layer have. A class that derives from it or from the protocols below defines the methods
+    that only have a docstring here, and inherits the others."""
 
     def problems(self, hf: Hf) -> Iterator[str]:
         """A message for each setting of config.json that megarl does not support."""
@@ -45,17 +46,17 @@ class Half(Protocol):
         """Fields of Megatron's TransformerConfig that follow from the model alone."""
 
     def tensors(self, hf: Hf) -> dict[str, TensorNames]:
-        """The tensors of this half of a layer, by the parameters' names in Megatron's torch-native modules."""
+        """The tensors of this sublayer, by the parameters' names in Megatron's torch-native modules."""
 
     def divided(self, hf: Hf) -> dict[str, int]:
         """{setting: its value} for each setting whose value ``tensor_parallel`` must divide."""
 
 
-class TokenMixer(Half, Protocol):
-    """A first half, which mixes tokens: softmax or linear attention. Adds to `Half` its memory and arithmetic."""
+class TokenMixer(Sublayer, Protocol):
+    """The first sublayer, which mixes tokens: softmax or linear attention."""
 
-    def kept(self, hf: Hf, layout: Layout, tokens: int, how: Keeping) -> Kept:
-        """What the half keeps of a micro-batch of ``tokens`` for the backward pass, its normalised input included."""
+    def saved(self, hf: Hf, layout: Layout, tokens: int, settings: ActivationSettings) -> SavedActivations:
+        """What is saved of a micro-batch of ``tokens``, the normalised input of the sublayer included."""
 
     def flops(self, hf: Hf, length: float) -> float:
         """Operations of a forward pass over one sequence of ``length`` tokens in one layer, without projections."""
@@ -65,19 +66,15 @@ class TokenMixer(Half, Protocol):
 
 
 class Attention(TokenMixer, Protocol):
-    """Softmax attention. Adds to `TokenMixer` its rotary positions, windows and KV cache."""
+    """Softmax attention."""
 
-    @property
-    def rope_types(self) -> tuple[str, ...]:
-        """The supported values of ``rope_type`` in config.json."""
-
-    @property
-    def partial_rotary(self) -> bool:
-        """Whether config.json may ask that only a part of each head is rotated."""
+    rope_types: tuple[str, ...]  # the supported values of ``rope_type`` in config.json
+    partial_rotary: bool  # whether config.json may ask that only a part of each head is rotated
 
     @property
     def norms_all_heads(self) -> bool:
         """Whether the norm of queries and keys, if there is one, is over all heads of a token."""
+        return False
 
     @property
     def torch_layers_only(self) -> bool:
@@ -86,13 +83,17 @@ class Attention(TokenMixer, Protocol):
 
     def window(self, hf: Hf, layer: int) -> int | None:
         """Number of tokens, itself included, that a token attends to in layer ``layer`` (from 0); None: no window."""
+        return None
+
+    def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
+        return self.flops(hf, length) if "core_attn" in again else 0.0
 
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
         """Elements of the KV cache of one GPU for one token in one layer."""
 
 
 class LinearAttention(TokenMixer, Protocol):
-    """Linear attention. Adds to `TokenMixer` the state that takes the place of keys and values."""
+    """Linear attention, with a state that takes the place of keys and values."""
 
     def state_elements(self, hf: Hf, tensor_parallel: int) -> float:
         """Elements of the state of one response in one layer on one GPU, whatever the response's length."""
@@ -100,30 +101,37 @@ class LinearAttention(TokenMixer, Protocol):
     def context_divided(self, hf: Hf) -> dict[str, int]:
         """{setting: its value} for each setting whose value ``tensor_parallel * context_parallel`` must divide."""
 
+    def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
+        return 0.0  # recomputing "core_attn" affects softmax attention only
 
-class FeedForward(Half, Protocol):
-    """A second half: a dense feed-forward network or a mixture of experts. Adds to `Half` its sizes."""
 
-    @property
-    def undivided(self) -> bool:
-        """Whether expert tensor parallelism is impossible: no routed expert may be divided between ranks."""
+class FeedForward(Sublayer, Protocol):
+    """The second sublayer: a dense feed-forward network or a mixture of experts."""
 
-    def kept(self, hf: Hf, layout: Layout, tokens: int, imbalance: float, how: Keeping) -> Kept:
-        """As `TokenMixer.kept`. imbalance: routed tokens of the fullest expert-parallel rank over the ranks' mean."""
+    undivided: bool  # whether expert tensor parallelism is impossible: no routed expert may be divided between ranks
+
+    def saved(
+        self, hf: Hf, layout: Layout, tokens: int, imbalance: float, settings: ActivationSettings
+    ) -> SavedActivations:
+        """As `TokenMixer.saved`. imbalance: routed tokens of the fullest expert-parallel rank over the
+        ranks' mean."""
 
     def expert_parameters(self, hf: Hf) -> int:
-        """Number of parameters of one routed expert in one layer; 0 in a dense half."""
+        """Number of parameters of one routed expert in one layer; 0 in a dense sublayer."""
 
     def repeated_parameters(self, hf: Hf, again: frozenset[str]) -> int:
         """Number of parameters that a token uses in the parts ``again``, whose forward pass is recomputed."""
 
 
+Sublayers = tuple[TokenMixer, FeedForward]
+
+
 @dataclass(frozen=True)
 class Family:
-    """The models that share a Hugging Face ``model_type``; all have RMSNorm before each half and rotary positions.
+    """The models that share a Hugging Face ``model_type``; all have RMSNorm before each sublayer and rotary positions.
 
-    dense: the feed-forward half of layers without experts, if the family may mix these with layers with experts.
-    linear: the first half of layers with linear attention, if the family may have them.
+    dense: the feed-forward of layers without experts, if the family may mix these with layers with experts.
+    linear: the first sublayer of layers with linear attention, if the family may have them.
     aliases: {megarl's name of a setting: the family's name of it in config.json}.
     defaults: transformers' defaults of settings that change the model, for when config.json leaves them out.
     only: {setting: the only supported value}; megarl ignores the setting, so any other value is refused.
@@ -166,7 +174,7 @@ class Family:
         return hf | {ours: hf[theirs] for ours, theirs in self.aliases.items() if theirs in hf}
 
     def has_experts(self, hf: Hf, layer: int) -> bool:
-        """Whether the feed-forward half of layer ``layer`` (from 0) is a mixture of experts."""
+        """Whether the feed-forward of layer ``layer`` (from 0) is a mixture of experts."""
         return bool(hf["num_experts"])
 
     def sparse_layers(self, hf: Hf) -> int:
@@ -193,27 +201,31 @@ class Family:
         """{setting: its value} for each setting whose value ``tensor_parallel * context_parallel`` must divide."""
         return {} if self.linear is None else self.linear.context_divided(hf)
 
-    def _mixer(self, linear: bool) -> TokenMixer:
-        return self.linear if linear and self.linear is not None else self.attention
+    def sublayers(self, hf: Hf, layer: int) -> Sublayers:
+        """The two sublayers of layer ``layer`` (from 0)."""
+        linear, dense = self.linear, None if self.has_experts(hf, layer) else self.dense
+        return (linear if linear and self.is_linear(hf, layer) else self.attention), dense or self.feed_forward
 
-    def halves(self, hf: Hf) -> list[Half]:
-        """The distinct halves that occur in the layers of a model."""
-        sparse = self.sparse_layers(hf)
-        dense = [self.dense] if self.dense is not None and sparse < hf["num_hidden_layers"] else []
-        linear = [self.linear] if self.linear is not None and self.linear_layers(hf) else []
-        return [self.attention, *linear, *([self.feed_forward] if sparse or not dense else []), *dense]
+    def distinct_sublayers(self, hf: Hf) -> list[Sublayer]:
+        """The sublayers that occur in a model: those of softmax attention and of experts first, where there are any."""
+        there = {
+            self.attention,
+            *(part for layer in range(hf["num_hidden_layers"]) for part in self.sublayers(hf, layer)),
+        }
+        order = (self.attention, self.linear, self.feed_forward, self.dense)
+        return [part for part in order if part in there]
 
     def problems(self, hf: Hf) -> Iterator[str]:
         """A message for each setting that megarl does not support; `read_hf_config` then refuses the model."""
         for name, only in self.only.items():
             if hf.get(name, only) != only:
                 yield f"{name} = {hf[name]!r} is not supported for {hf['model_type']}, only {only!r}"
-        for half in self.halves(hf):
-            yield from half.problems(hf)
+        for part in self.distinct_sublayers(hf):
+            yield from part.problems(hf)
 
     def divided(self, hf: Hf) -> dict[str, int]:
         """{setting: its value} for each setting whose value ``tensor_parallel`` must divide."""
-        return {name: size for half in self.halves(hf) for name, size in half.divided(hf).items()}
+        return {name: size for part in self.distinct_sublayers(hf) for name, size in part.divided(hf).items()}
 
     def megatron_settings(self, hf: Hf) -> dict[str, Any]:
         """Fields of Megatron's TransformerConfig that follow from the model alone."""
@@ -225,8 +237,8 @@ class Family:
             layernorm_zero_centered_gamma=self.zero_centred_norms,
             add_bias_linear=False,
         )
-        for half in self.halves(hf):
-            settings |= half.megatron_settings(hf)
+        for part in self.distinct_sublayers(hf):
+            settings |= part.megatron_settings(hf)
         if 0 < self.sparse_layers(hf) < hf["num_hidden_layers"]:
             settings["moe_layer_freq"] = [int(self.has_experts(hf, i)) for i in range(hf["num_hidden_layers"])]
         if self.linear_layers(hf):
@@ -235,9 +247,8 @@ class Family:
 
     def layer_tensors(self, hf: Hf, layer: int) -> dict[str, TensorNames]:
         """The tensors of a layer, by the names that Megatron's torch-native modules give their parameters."""
-        sparse = self.dense is None or self.has_experts(hf, layer)
-        found = self._mixer(self.is_linear(hf, layer)).tensors(hf)
-        return found | (self.feed_forward if sparse else self.dense).tensors(hf)  # type: ignore[union-attr]
+        mixer, feed_forward = self.sublayers(hf, layer)
+        return mixer.tensors(hf) | feed_forward.tensors(hf)
 
     def tensor_names(self, hf: Hf) -> set[str]:
         """The names of all tensors of the model, each expert's included; with tied embeddings there is no `LM_HEAD`."""
@@ -250,47 +261,41 @@ class Family:
             names |= {f"{self.prefix}layers.{layer}.{name}" for name in each}
         return names
 
-    def carried(self, hf: Hf, name: str) -> bool:
+    def copies(self, hf: Hf, name: str) -> bool:
         """Whether every export copies a tensor unchanged from the base model: those in ``copied``, and layers for
         multi-token prediction, which come after the model's own layers."""
         first = hf["num_hidden_layers"]
         extra = range(first, first + (hf.get("num_nextn_predict_layers") or 0))
         return name.startswith((*self.copied, *(f"{self.prefix}layers.{layer}." for layer in extra)))
 
-    def _half(self, hf: Hf, dense: bool) -> FeedForward:
-        return self.dense if self.dense is not None and (dense or not hf["num_experts"]) else self.feed_forward
-
-    def kept(
+    def saved(
         self,
         hf: Hf,
         layout: Layout,
         tokens: int,
-        imbalance: float = 1.0,
-        dense: bool = False,
-        linear: bool = False,
-        how: Keeping | None = None,
-    ) -> Kept:
-        """What one layer keeps of a micro-batch of ``tokens`` for the backward pass.
-
-        imbalance: as `FeedForward.kept`. dense, linear: whether the layer is one without experts or with linear
-        attention, in a model that has both kinds. how: default, torch-native modules without recomputation.
-        """
-        how = replace(how or Keeping(), widened=self.zero_centred_norms)
+        layer: Sublayers,
+        imbalance: float,
+        settings: ActivationSettings,
+    ) -> SavedActivations:
+        """What is saved of a layer with these sublayers for a micro-batch of ``tokens``, on one rank."""
+        settings = replace(settings, widened=self.zero_centred_norms)
         both = 2 * tokens_between(layout, tokens)
-        norms = both * hf["hidden_size"]  # the norms' inputs; the halves count the outputs
-        if "layernorm" in how.again:
-            before = Kept(norms, 0.0)
+        norms = both * hf["hidden_size"]  # the norms' inputs; the sublayers count the outputs
+        if "layernorm" in settings.again:
+            inputs = SavedActivations(norms, 0.0)
+        elif settings.widened:
+            inputs = SavedActivations(0.0, norms + both)  # and one statistic per token
         else:
-            before = Kept(0.0, norms + both) if how.widened else Kept(norms, both)  # and one statistic per token
-        mixer = self._mixer(linear).kept(hf, layout, tokens, how)
-        half = self._half(hf, dense).kept(hf, layout, tokens, imbalance, how)
-        return Kept(*map(sum, zip(before, mixer, half, strict=True)))
+            inputs = SavedActivations(norms, both)
+        mixer = layer[0].saved(hf, layout, tokens, settings)
+        feed_forward = layer[1].saved(hf, layout, tokens, imbalance, settings)
+        return SavedActivations(*map(sum, zip(inputs, mixer, feed_forward, strict=True)))
 
     def mixing_flops(self, hf: Hf, length: float) -> float:
         """`TokenMixer.flops` summed over all layers, with windows taken into account."""
         total = 0.0
         for layer in range(hf["num_hidden_layers"]):
-            mixer, window = self._mixer(self.is_linear(hf, layer)), self.window(hf, layer)
+            mixer, window = self.sublayers(hf, layer)[0], self.window(hf, layer)
             total += mixer.flops(hf, length)
             if window is not None and window < length:
                 total -= mixer.flops(hf, length - window)  # pairs of a token and one that is before its window
@@ -305,9 +310,9 @@ class Family:
         """Operations over one sequence, in all layers, that recomputing the parts ``again`` repeats."""
         total = 0.0
         for layer in range(hf["num_hidden_layers"]):
-            half = self._half(hf, not self.has_experts(hf, layer))
-            total += self._mixer(self.is_linear(hf, layer)).repeated_flops(hf, length, again)
-            total += 2 * length * half.repeated_parameters(hf, again)
+            mixer, feed_forward = self.sublayers(hf, layer)
+            total += mixer.repeated_flops(hf, length, again)
+            total += 2 * length * feed_forward.repeated_parameters(hf, again)
         return total
 
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
@@ -358,14 +363,14 @@ def keys_attended_to(layout: Layout, tokens: int) -> float:
 
 
 def tokens_between(layout: Layout, tokens: int) -> float:
-    """Number of tokens that a rank holds between the halves of a layer, where sequence parallelism divides them."""
+    """Number of tokens that a rank holds between the sublayers, where sequence parallelism divides them."""
     return tokens_inside(layout, tokens) / layout.tensor_parallel
 
 
-def normalised(hf: Hf, layout: Layout, tokens: int, how: Keeping) -> float:
-    """Number of elements of the norm's output that a half keeps as its input; 0 if the norm is recomputed.
+def normalised(hf: Hf, layout: Layout, tokens: int, settings: ActivationSettings) -> float:
+    """Number of elements of the norm's output that a sublayer saves as its input; 0 if the norm is recomputed.
 
     Transformer Engine fuses the norm into the linear layer after it; recomputing "layernorm" does not affect that.
     """
-    dropped = "layernorm" in how.again and not how.fused
+    dropped = "layernorm" in settings.again and not settings.fused
     return 0.0 if dropped else tokens_between(layout, tokens) * hf["hidden_size"]

@@ -1,12 +1,20 @@
-"""The feed-forward half of a layer: one SwiGLU, or a mixture of experts, each a SwiGLU."""
+"""The feed-forward sublayer of a layer: one SwiGLU, or a mixture of experts, each a SwiGLU."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from megarl.models.family import Hf, Keeping, Kept, normalised, tokens_between, tokens_inside
+from megarl.models.family import (
+    ActivationSettings,
+    FeedForward,
+    Hf,
+    SavedActivations,
+    normalised,
+    tokens_between,
+    tokens_inside,
+)
 from megarl.models.tensors import TensorNames, down, gate_up
 from megarl.recipe.layout import Layout
 
@@ -21,15 +29,15 @@ def _problems(hf: Hf) -> Iterator[str]:
             yield f"{name} = {hf[name]!r} is not supported, only {only!r}"
 
 
-def _kept_per_output(how: Keeping) -> int:
+def _saved_per_output(settings: ActivationSettings) -> int:
     """Elements that a SwiGLU keeps for each of its outputs: gate and up; unfused also two intermediate results."""
-    return 2 if how.fused else 4
+    return 2 if settings.fused else 4
 
 
-class GatedMlp:
+class GatedMlp(FeedForward):
     """A dense SwiGLU (Shazeer 2020, arXiv 2002.05202)."""
 
-    undivided: ClassVar[bool] = False
+    undivided = False
 
     def problems(self, hf: Hf) -> Iterator[str]:
         return _problems(hf)
@@ -43,12 +51,14 @@ class GatedMlp:
     def tensors(self, hf: Hf) -> dict[str, TensorNames]:
         return NORM | {"mlp.linear_fc1.weight": gate_up("mlp"), "mlp.linear_fc2.weight": down("mlp")}
 
-    def kept(self, hf: Hf, layout: Layout, tokens: int, imbalance: float, how: Keeping) -> Kept:
-        outside = normalised(hf, layout, tokens, how)
-        if "mlp" in how.again:
-            return Kept(0.0 if how.fused else outside, 0.0)  # fused: the norm is recomputed too
+    def saved(
+        self, hf: Hf, layout: Layout, tokens: int, imbalance: float, settings: ActivationSettings
+    ) -> SavedActivations:
+        outside = normalised(hf, layout, tokens, settings)
+        if "mlp" in settings.again:
+            return SavedActivations(0.0 if settings.fused else outside, 0.0)  # fused: the norm is recomputed too
         inside = tokens_inside(layout, tokens) * hf["intermediate_size"] / layout.tensor_parallel
-        return Kept(_kept_per_output(how) * inside, 0.0, outside + inside)
+        return SavedActivations(_saved_per_output(settings) * inside, 0.0, outside + inside)
 
     def repeated_parameters(self, hf: Hf, again: frozenset[str]) -> int:
         return 3 * int(hf["hidden_size"]) * int(hf["intermediate_size"]) if "mlp" in again else 0
@@ -58,7 +68,7 @@ class GatedMlp:
 
 
 @dataclass(frozen=True)
-class MixtureOfExperts:
+class MixtureOfExperts(FeedForward):
     """SwiGLU experts, of which a linear router chooses some for each token.
 
     sigmoid: the router's scores are sigmoids, normalised over the chosen experts, and each expert has a bias that
@@ -152,29 +162,31 @@ class MixtureOfExperts:
                 found["mlp.shared_experts.gate_weight"] = TensorNames((self.shared_gate,))
         return NORM | found
 
-    def kept(self, hf: Hf, layout: Layout, tokens: int, imbalance: float, how: Keeping) -> Kept:
+    def saved(
+        self, hf: Hf, layout: Layout, tokens: int, imbalance: float, settings: ActivationSettings
+    ) -> SavedActivations:
         between = tokens_between(layout, tokens)
         # the norm's output, which the router reads too: so Transformer Engine does not fuse this norm
-        elements = 0.0 if "layernorm" in how.again else between * hf["hidden_size"]
-        if "moe" in how.again:
-            return Kept(elements, 0.0)
+        elements = 0.0 if "layernorm" in settings.again else between * hf["hidden_size"]
+        if "moe" in settings.again:
+            return SavedActivations(elements, 0.0)
         routed = between * hf["num_experts_per_tok"] * layout.expert_tensor_parallel * imbalance
         width = hf["moe_intermediate_size"] / layout.expert_tensor_parallel
-        elements += routed * _kept_per_output(how) * width
-        inputs = routed * (hf["hidden_size"] + (0 if "moe_act" in how.again else width))
+        elements += routed * _saved_per_output(settings) * width
+        inputs = routed * (hf["hidden_size"] + (0 if "moe_act" in settings.again else width))
         float32 = between * hf["num_experts"] * (3 if self.sigmoid else 1)
-        if not how.fused:
+        if not settings.fused:
             # source and target index of each row (8 bytes each) and its weight; once more if ranks exchange rows
             float32 += 10 * between * hf["num_experts_per_tok"]
             float32 += 4 * routed * (layout.expert_parallel * layout.expert_tensor_parallel > 1)
         else:
             float32 += between * (2 * hf["num_experts"] + 1)  # the row map of the fused permutation
-        if "shared_experts" not in how.again:
+        if "shared_experts" not in settings.again:
             shared = tokens_inside(layout, tokens) * self.shared_width(hf) / layout.tensor_parallel
-            elements, inputs = elements + _kept_per_output(how) * shared, inputs + shared
+            elements, inputs = elements + _saved_per_output(settings) * shared, inputs + shared
             if self.shared_gate is not None:
                 elements += between * (hf["hidden_size"] + 1)  # the shared expert's output, and its gate
-        return Kept(elements, float32, inputs)
+        return SavedActivations(elements, float32, inputs)
 
     def repeated_parameters(self, hf: Hf, again: frozenset[str]) -> int:
         hidden, shared = int(hf["hidden_size"]), 3 * int(hf["hidden_size"]) * self.shared_width(hf)
@@ -186,3 +198,58 @@ class MixtureOfExperts:
 
     def expert_parameters(self, hf: Hf) -> int:
         return 3 * int(hf["hidden_size"]) * int(hf["moe_intermediate_size"])
+
+
+@dataclass(frozen=True)
+class ClampedExperts(MixtureOfExperts):
+    """Experts of gpt-oss: the activation is (clamp(up) + 1) clamp(gate) sigmoid(1.702 clamp(gate)), and router and
+    projections have biases.
+
+    OpenAI 2025, arXiv 2508.10925. Routing probabilities are a softmax over the logits of the chosen experts. The
+    Hugging Face tensors are transposed (a row for each input), and columns of gate and up projection alternate.
+    """
+
+    undivided: bool = True
+
+    def problems(self, hf: Hf) -> Iterator[str]:
+        yield from super().problems(hf)
+        if not hf["swiglu_limit"]:
+            yield f"swiglu_limit = {hf['swiglu_limit']!r} must be more than 0"
+
+    def megatron_settings(self, hf: Hf) -> dict[str, Any]:
+        return super().megatron_settings(hf) | dict(
+            add_bias_linear=True,
+            activation_func="quick_gelu",
+            activation_func_clamp_value=float(hf["swiglu_limit"]),
+            glu_linear_offset=1.0,
+        )
+
+    def tensors(self, hf: Hf) -> dict[str, TensorNames]:
+        def of_experts(name: str, split: int | None, packing: Any) -> TensorNames:
+            return TensorNames((f"mlp.experts.{{}}.{name}",), split, packing)
+
+        return NORM | {
+            "mlp.router.weight": TensorNames(("mlp.router.weight",)),
+            "mlp.router.bias": TensorNames(("mlp.router.bias",)),
+            "mlp.experts.linear_fc1.weight": of_experts("gate_up_proj", 1, "alternate_columns"),
+            "mlp.experts.linear_fc1.bias": of_experts("gate_up_proj_bias", 0, "alternate_columns"),
+            "mlp.experts.linear_fc2.weight": of_experts("down_proj", 0, "columns"),
+            "mlp.experts.linear_fc2.bias": of_experts("down_proj_bias", None, "columns"),
+        }
+
+    def saved(
+        self, hf: Hf, layout: Layout, tokens: int, imbalance: float, settings: ActivationSettings
+    ) -> SavedActivations:
+        elements, float32, inputs = super().saved(hf, layout, tokens, imbalance, settings)
+        if "moe" in settings.again:
+            return SavedActivations(elements, float32, inputs)
+        between = tokens_between(layout, tokens)
+        routed = between * hf["num_experts_per_tok"] * imbalance
+        # in addition to a SwiGLU's: gate and up, clamped, and up with its offset; and the one-hot matrix of each row's
+        # expert, once plain and once multiplied by the probabilities
+        elements += routed * (3 * hf["moe_intermediate_size"] + 2 * hf["num_experts"] / layout.expert_parallel)
+        return SavedActivations(elements, float32, inputs)
+
+    def expert_parameters(self, hf: Hf) -> int:
+        biases = 2 * hf["moe_intermediate_size"] + hf["hidden_size"]
+        return super().expert_parameters(hf) + int(biases)

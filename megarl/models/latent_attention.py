@@ -4,25 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
-from megarl.models.family import Hf, Keeping, Kept, keys_attended_to, normalised, tokens_between, tokens_inside
+from megarl.models.family import (
+    ActivationSettings,
+    Attention,
+    Hf,
+    SavedActivations,
+    keys_attended_to,
+    normalised,
+    tokens_between,
+    tokens_inside,
+)
 from megarl.models.tensors import TensorNames
 from megarl.recipe.layout import Layout
 
 
 @dataclass(frozen=True)
-class MultiHeadLatentAttention:
+class MultiHeadLatentAttention(Attention):
     """Attention whose keys and values are projected from one small vector (latent) per token, which engines cache.
 
     DeepSeek-AI 2024, arXiv 2405.04434, section 2.1. The key of a head is a part of its own and a rotated part that all
     heads share.
     """
 
-    rope_types: ClassVar[tuple[str, ...]] = ("default", "yarn")
-    partial_rotary: ClassVar[bool] = False
-    norms_all_heads: ClassVar[bool] = False
-    torch_layers_only: ClassVar[bool] = True  # never compared with Transformer Engine's
+    rope_types = ("default", "yarn")
+    partial_rotary = False
+    torch_layers_only = True  # never compared with Transformer Engine's
 
     def problems(self, hf: Hf) -> Iterator[str]:
         for name, only in (("attention_bias", False), ("rope_interleave", True)):
@@ -94,23 +102,17 @@ class MultiHeadLatentAttention:
             "self_attention.linear_q_up_proj.weight": one("q_b_proj", 0),
         }
 
-    def kept(self, hf: Hf, layout: Layout, tokens: int, how: Keeping) -> Kept:
+    def saved(self, hf: Hf, layout: Layout, tokens: int, settings: ActivationSettings) -> SavedActivations:
         inside, between = tokens_inside(layout, tokens), tokens_between(layout, tokens)
         heads = hf["num_attention_heads"] / layout.tensor_parallel
         width, latent = self.query_dim(hf), hf["kv_lora_rank"]
         # outputs of both down-projections; the normalised latents; queries, keys, values padded to their width; outputs
         elements = between * (2 * latent + hf["qk_rope_head_dim"] + 2 * (hf["q_lora_rank"] or 0))
-        elements += normalised(hf, layout, tokens, how)
-        if "core_attn" in how.again:  # the values are padded inside the recomputed part
-            return Kept(elements + inside * heads * (2 * width + 2 * hf["v_head_dim"]), 0.0)
+        elements += normalised(hf, layout, tokens, settings)
+        if "core_attn" in settings.again:  # the values are padded inside the recomputed part
+            return SavedActivations(elements + inside * heads * (2 * width + 2 * hf["v_head_dim"]), 0.0)
         elements += heads * (inside * (2 * width + hf["v_head_dim"]) + 2 * keys_attended_to(layout, tokens) * width)
-        return Kept(elements, inside * heads)  # log-sum-exp
-
-    def window(self, hf: Hf, layer: int) -> int | None:
-        return None
-
-    def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
-        return self.flops(hf, length) if "core_attn" in again else 0.0
+        return SavedActivations(elements, inside * heads)  # log-sum-exp
 
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
         return int(hf["kv_lora_rank"] + hf["qk_rope_head_dim"])  # replicated on every rank

@@ -15,11 +15,11 @@ from megarl.models import family_of
 from megarl.models.hf_config import read_hf_config
 from megarl.models.lora import check_lora
 from megarl.models.settings import check_layers
-from megarl.planner import sizes
 from megarl.planner.assumptions import GIB, Assumptions
 from megarl.planner.parameter_counts import ParameterCounter, StageParameters
 from megarl.planner.plan import Plan
 from megarl.planner.sizes import GPUS
+from megarl.planner.table import table
 from megarl.recipe.layout import Layout, check_layout
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.recipe.megatron import scaling_of
@@ -41,7 +41,7 @@ class Fit:
 
     def text(self) -> str:
         """The plan, its misfit and the alternatives, as text for a terminal."""
-        lines = [f"{self.title}\n\n{self.plan.table()}"]
+        lines = [f"{self.title}\n\n{table(self.plan)}"]
         if self.misfit is not None:
             lines.append(f"\ndoes not fit: {self.misfit}")
             quoted = [" ".join(f"--set {shlex.quote(change)}" for change in changes) for changes in self.layouts]
@@ -127,8 +127,8 @@ def alternatives(plan: Plan, counter: ParameterCounter) -> Iterator[list[str]]:
 
 def _memory_that_fits(plan: Plan) -> Iterator[list[str]]:
     """The largest ``rollout.memory_fraction`` with which an engine fits beside trainers that stay in memory."""
-    table, memory = plan.recipe.rollout, plan.device.memory
-    beyond = plan.engine_share - (table.memory_fraction or 0) * memory if table.engine == "sglang" else 0.0
+    engine, memory = plan.recipe.rollout, plan.device.memory
+    beyond = plan.engine_share - (engine.memory_fraction or 0) * memory if engine.engine == "sglang" else 0.0
     hundredths = int(100 * (plan.left_to_engines - beyond) / memory)
     if hundredths > 0:
         changes = [f"rollout.memory_fraction={hundredths / 100}"]
@@ -137,8 +137,8 @@ def _memory_that_fits(plan: Plan) -> Iterator[list[str]]:
 
 
 def _rollout_that_fits(plan: Plan) -> list[str] | None:
-    table = plan.recipe.rollout
-    available = table.workers * table.tensor_parallel if plan.side_by_side else plan.recipe.actor.processes_per_node
+    engine = plan.recipe.rollout
+    available = engine.workers * engine.tensor_parallel if plan.side_by_side else plan.recipe.actor.processes_per_node
     for tensor in _divisors(available):
         changes = [f"rollout.tensor_parallel={tensor}", f"rollout.workers={available // tensor}"]
         recipe = override_recipe(plan.recipe, changes)
@@ -154,20 +154,20 @@ def _layouts(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
     parts of layers recomputed, whole layers recomputed, also smaller micro-batches, also the optimizer on the host, and
     also gradients in bfloat16.
     """
-    ranks, table, names = plan.layout.ranks, plan.recipe.actor, ("tensor", "pipeline", "expert", "expert_tensor")
+    ranks, actor, names = plan.layout.ranks, plan.recipe.actor, ("tensor", "pipeline", "expert", "expert_tensor")
     layers, asked = plan.hf["num_hidden_layers"], plan.layout.first_layers + plan.layout.last_layers > 0
     found = []
-    for tensor, pipeline, expert in itertools.product(_divisors(table.processes_per_node), *[_divisors(ranks)] * 2):
+    for tensor, pipeline, expert in itertools.product(_divisors(actor.processes_per_node), *[_divisors(ranks)] * 2):
         for expert_tensor in {1, tensor} if plan.hf["num_experts"] else {tensor}:
-            layout = Layout(ranks, tensor, pipeline, table.context_parallel, expert, expert_tensor).balanced(layers)
+            layout = Layout(ranks, tensor, pipeline, actor.context_parallel, expert, expert_tensor).balanced(layers)
             if asked:  # the recipe sets the sizes of the stages, which fit only its own layout
                 stages = layout.stage_layers(layers)
                 layout = replace(layout, first_layers=stages[0], last_layers=stages[-1])
             if not any(layout.problems(plan.hf)):
                 found.append(layout)
     found.sort(key=lambda x: (x.tensor_parallel * x.pipeline_parallel, x.pipeline_parallel, x.expert_tensor_parallel))
-    budget, least = table.tokens_per_micro_batch, sizes.longest_sequence(plan.recipe)
-    full = [] if table.recompute == "full" else ["actor.recompute=full"]
+    budget, least = actor.tokens_per_micro_batch, plan.longest_sequence
+    full = [] if actor.recompute == "full" else ["actor.recompute=full"]
     steps = [[], *_parts(plan), *([full] if full else []), *([[*full, _budget(least)]] if least < budget else [])]
     for setting, changes in _LESS_MEMORY.items():
         section, _, key = setting.partition(".")
@@ -186,7 +186,7 @@ def _parts(plan: Plan) -> Iterator[list[str]]:
     """Changes that recompute parts of layers, the cheapest first; none unless the recipe recomputes nothing."""
     if plan.recipe.actor.recompute != "none":
         return
-    family, length = family_of(plan.hf), sizes.mean_sequence(plan.recipe, plan.assume)
+    family, length = family_of(plan.hf), plan.mean_sequence
     known = [
         name for name in ("shared_experts", "mlp", "moe") if family.repeated_flops(plan.hf, length, frozenset({name}))
     ]

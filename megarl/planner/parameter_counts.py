@@ -1,24 +1,24 @@
-"""Parameters of each rank of a layout; `megarl.actor.parameter_counts` counts them in a process with Megatron."""
+"""How many parameters each rank of a layout has, as Megatron builds the model (`megarl.actor.parameter_counts`)."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import subprocess
-import sys
-import tempfile
+import os
+import signal
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from typing import IO, Any
+from multiprocessing import get_context
+from typing import Any
 
 from megarl.errors import UserError
 from megarl.recipe.layout import Layout
-from megarl.recipe.load import dump_recipe, override_recipe
+from megarl.recipe.load import override_recipe
 from megarl.recipe.tables import Recipe
 
 
 @dataclass(frozen=True)
 class StageParameters:
-    """Parameters on the fullest rank of a pipeline stage, as Megatron builds it (`megarl.actor.parameter_counts`)."""
+    """Parameters on the fullest rank of a pipeline stage."""
 
     layers: int
     dense: int
@@ -48,21 +48,15 @@ class StageParameters:
 
 
 class ParameterCounter:
-    """Runs `megarl.actor.parameter_counts` as a separate process, which ends with the context."""
+    """Counts in a process of its own, since that patches Megatron; the process ends with the context."""
 
     def __enter__(self) -> ParameterCounter:
         self._counted: dict[str, list[StageParameters]] = {}
-        self._errors = tempfile.TemporaryFile("w+")
-        command = [sys.executable, "-W", "ignore", "-m", "megarl.actor.parameter_counts"]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
-        )
+        self._process = ProcessPoolExecutor(1, get_context("spawn"), _be_quiet)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.communicate()
-        self._errors.close()
+        self._process.shutdown()
 
     def count(self, hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[StageParameters]:
         """Parameters of each pipeline stage; `UserError` if Megatron-Core cannot build the layout."""
@@ -70,19 +64,12 @@ class ParameterCounter:
         adapters = recipe.actor.lora and recipe.actor.lora.model_dump()
         asked = json.dumps([hf, layout, recipe.megatron, adapters])  # everything on which the numbers depend
         if asked not in self._counted:
-            self._counted[asked] = self._count(hf, recipe, ranks)
+            try:
+                found = self._process.submit(_count, hf, recipe, ranks).result()
+            except Exception as error:
+                raise UserError(f"Megatron-Core cannot build this layout: {type(error).__name__}: {error}") from error
+            self._counted[asked] = [StageParameters(**stage) for stage in found]
         return self._counted[asked]
-
-    def _count(self, hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[StageParameters]:
-        question, answer = self._process.stdin, self._process.stdout
-        assert question is not None and answer is not None
-        with contextlib.suppress(BrokenPipeError):  # it has ended; its stderr, reported below, says why
-            question.write(json.dumps({"hf": hf, "recipe": dump_recipe(recipe), "ranks": ranks}) + "\n")
-            question.flush()
-        line = answer.readline()
-        if not line:
-            raise UserError(f"Megatron-Core cannot build this layout: {_last_line(self._errors)}")
-        return [StageParameters(**stage) for stage in json.loads(line)]
 
     def whole(self, hf: dict[str, Any], recipe: Recipe) -> StageParameters:
         """All parameters of the model, on one rank."""
@@ -91,6 +78,15 @@ class ParameterCounter:
         return self.count(hf, override_recipe(plain, one), 1)[0]
 
 
-def _last_line(errors: IO[str]) -> str:
-    errors.seek(0)
-    return ([line for line in errors.read().splitlines() if line.strip()] or ["its process ended"])[-1]
+def _be_quiet() -> None:
+    """In the counting process: no output, since Megatron prints, and no report of Ctrl-C, which ends the plan."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    nothing = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nothing, 1)
+    os.dup2(nothing, 2)
+
+
+def _count(hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[dict[str, int]]:
+    from megarl.actor.parameter_counts import count_parameters
+
+    return count_parameters(hf, recipe, ranks)

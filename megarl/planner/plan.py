@@ -1,10 +1,13 @@
-"""Memory and time of every phase of a recipe on some GPUs, or the first thing that does not fit."""
+"""Memory and time of every phase of a recipe on some GPUs, or the first thing that does not fit.
+
+Sizes of the optimize phase are for float32 gradients unless the recipe says otherwise, and Megatron's distributed
+optimizer. What depends on the model alone comes from `megarl.planner.sizes`.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,7 +18,8 @@ from megarl.planner.disk import disk_bytes
 from megarl.planner.parameter_counts import ParameterCounter, StageParameters
 from megarl.planner.sizes import GPUS, Gpu
 from megarl.recipe.layout import Layout
-from megarl.recipe.optimizer import OptimizerBytes
+from megarl.recipe.megatron import SCALINGS, scaling_of
+from megarl.recipe.optimizer import OptimizerBytes, offloaded
 from megarl.recipe.tables import Recipe
 
 
@@ -60,6 +64,44 @@ class Plan:
     def parameters(self) -> int:
         return self.whole.dense + self.whole.expert
 
+    @property
+    def active_parameters(self) -> int:
+        return sizes.active_parameters(self.hf, self.parameters)
+
+    # ------------------------------------------------------------------------------------------------ sequences
+
+    @property
+    def longest_sequence(self) -> int:
+        """Tokens of a prompt and response of the greatest length that the recipe allows."""
+        return self.recipe.data.max_prompt_tokens + self.recipe.rollout.max_response_tokens
+
+    @property
+    def mean_response(self) -> float:
+        """Tokens of a response, on average."""
+        return self.assume.mean_response * self.recipe.rollout.max_response_tokens
+
+    @property
+    def mean_sequence(self) -> float:
+        """Tokens of a prompt and response, on average."""
+        return self.assume.mean_prompt * self.recipe.data.max_prompt_tokens + self.mean_response
+
+    @property
+    def responses_per_update(self) -> int:
+        return self.recipe.schedule.prompts_per_update * self.recipe.rollout.responses_per_prompt
+
+    @property
+    def micro_batch_tokens(self) -> int:
+        """Tokens of the largest micro-batch: a sequence longer than the budget gets a micro-batch to itself."""
+        return max(self.recipe.actor.tokens_per_micro_batch, self.longest_sequence)
+
+    @property
+    def micro_batches_per_rank(self) -> int:
+        """Micro-batches of one update on each data-parallel rank."""
+        tokens = self.responses_per_update * self.mean_sequence / self.layout.data_parallel
+        return max(1, math.ceil(tokens / self.recipe.actor.tokens_per_micro_batch))
+
+    # ------------------------------------------------------------------------------------------- the optimize phase
+
     @cached_property
     def frozen(self) -> int:
         """Number of frozen policies that the objective needs; each is one more model on the same ranks."""
@@ -83,13 +125,56 @@ class Plan:
         return max(map(self.optimize_stage, range(len(self.stages))), key=lambda items: sum(items.values()))
 
     def optimize_stage(self, stage: int) -> dict[str, float]:
-        counts, gpu = self.stages[stage], self.device
-        return sizes.optimize_memory(self.hf, self.recipe, self.layout, stage, counts, self.frozen, gpu, self.assume)
+        """Bytes on one GPU of a pipeline stage at the peak of an update, by what holds them."""
+        hf, recipe, layout, counts = self.hf, self.recipe, self.layout, self.stages[stage]
+        tokens, parameters = self.micro_batch_tokens, counts.dense + counts.expert
+        in_flight = sizes.micro_batches_in_flight(layout, stage, self.micro_batches_per_rank)
+        saved = sizes.stage_bytes(hf, recipe, layout, stage, tokens, in_flight, self.assume.expert_imbalance)
+        last = stage == layout.pipeline_parallel - 1
+        head = sizes.head_bytes(hf, layout, tokens, self.device, frozen=bool(counts.adapters)) if last else 0.0
+        wide = recipe.megatron_ddp.get("grad_reduce_in_fp32", True)
+        return {
+            "CUDA, NCCL and workspaces": self.assume.runtime_bytes,
+            "weights, bf16": 2.0 * (parameters + counts.adapters),
+            f"gradients, {'fp32' if wide else 'bf16'}": (4.0 if wide else 2.0) * counts.trained,
+            "optimizer, fp32 master and two moments": OptimizerBytes.of(recipe).gpu * self._owned_parameters(counts),
+            "frozen policies, bf16": 2.0 * parameters * self.frozen,
+            "weights, fp8 and transposed": self._fp8_copies * (counts.matrices + counts.expert) * (1 + self.frozen),
+            "activations": saved,  # also with adapters: they save the inputs that frozen matrices do not
+            "log-probs, chunked, and the head's gradient": head,
+            # when the optimizer steps, activations and log-probs have been freed
+            "widened gradients, beyond activations": max(0.0, self.widened_bytes(counts) - saved - head),
+        }
+
+    @property
+    def _fp8_copies(self) -> float:
+        """Bytes of the 8-bit copies that Transformer Engine caches of each weight; 0 without fp8."""
+        name = scaling_of(self.recipe.megatron)
+        if name is None:
+            return 0.0
+        scaling = SCALINGS[name]
+        return scaling.weight * (2 if scaling.transposes or self.device.fp8_transposes else 1)
+
+    def _owned_parameters(self, counts: StageParameters) -> float:
+        """Number of parameters whose optimizer state a rank of a stage with these parameters holds."""
+        dense = counts.trained_dense / (self.layout.data_parallel * self.layout.context_parallel)
+        return dense + counts.trained_expert / self.layout.expert_data_parallel
+
+    def widened_bytes(self, counts: StageParameters) -> float:
+        """Bytes of the float32 copies that the optimizer makes of bfloat16 gradients when it steps.
+
+        The precision-aware optimizer on the GPU needs no copies.
+        """
+        host = offloaded(self.recipe)
+        aware = self.recipe.megatron_optimizer.get("use_precision_aware_optimizer", False) and not host
+        if aware or self.recipe.megatron_ddp.get("grad_reduce_in_fp32", True):
+            return 0.0
+        return 4 * (1 - host) * self._owned_parameters(counts)
 
     @cached_property
     def optimizer_on_host(self) -> float:
         """Bytes of host memory for the optimizer, on the node that needs most."""
-        owned = max(sizes.owned_parameters(self.layout, stage) for stage in self.stages)
+        owned = max(map(self._owned_parameters, self.stages))
         return OptimizerBytes.of(self.recipe).host * owned * self.recipe.actor.processes_per_node
 
     @property
@@ -97,20 +182,186 @@ class Plan:
         """Bytes of a GPU that the optimize phase can fill."""
         return self.device.memory * (1 - self.assume.fragmentation)
 
+    @property
+    def left_to_engines(self) -> float:
+        """Bytes of a GPU that trainers in memory leave to an engine on the same GPU."""
+        return self.usable - sum(self.optimize.values())
+
+    @property
+    def update_seconds(self) -> float:
+        return self.seconds_of_update(0.0)
+
+    def seconds_of_update(self, more: float) -> float:
+        """Seconds of an update: forward, backward, recompute and forward-only passes, with the pipeline's bubble.
+
+        The stage with the most layers sets the pace of all. Frozen weights need only half of the backward pass, since
+        they have no gradients; the arithmetic of adapters is not counted.
+
+        more: forward passes in addition to those that the objective needs.
+        """
+        hf, layout, length = self.hf, self.layout, self.mean_sequence
+        one = sizes.forward_flops(hf, self.active_parameters, length)
+        again = sizes.repeated_share(hf, self.recipe, layout, one, length)
+        passes = (3 if self.recipe.actor.lora is None else 2) + again + self.extra_passes + more
+        stages = layout.stage_layers(hf["num_hidden_layers"])
+        slowest = max(stages) * len(stages) / sum(stages)
+        bubble = (1 + (layout.pipeline_parallel - 1) / layout.virtual_stages / self.micro_batches_per_rank) * slowest
+        mfu = self.assume.mfu_experts if hf["num_experts"] else self.assume.mfu_dense
+        return self.responses_per_update * one * passes * bubble / (layout.ranks * self.device.flops * mfu)
+
+    # ------------------------------------------------------------------------------------------- the rollout phase
+
     @cached_property
     def rollout(self) -> dict[str, float]:
-        return sizes.rollout_memory(self.hf, self.recipe, self.parameters, self.device, self.assume)
+        """Bytes on one GPU of an engine replica; the KV cache gets what remains of the engine's share, at least 0."""
+        items = {
+            f"weights, {'fp8' if self._in_8_bits else 'bf16'}": self.engine_weights(self.parameters)
+            / self.recipe.rollout.tensor_parallel,
+            "activations and CUDA graphs": self.assume.engine_bytes,
+            "logits and log-probs of a step": self._decoding_logit_bytes,
+        }
+        items["KV cache"] = max(0.0, self.engine_share - sum(items.values()))
+        return items
 
     @property
     def engine_share(self) -> float:
-        """Bytes of a GPU that an engine fills."""
-        return sizes.engine_share(self.hf, self.recipe, self.device, self.assume)
+        """Bytes of a GPU that an engine fills.
+
+        ``rollout.memory_fraction`` is the share of the whole engine, but in SGLang of weights and KV cache alone.
+        Without it vLLM 0.32 takes .92, and SGLang 0.5.23 leaves 10 GiB to everything else on GPUs of more than 60 GiB.
+        """
+        fraction, memory = self.recipe.rollout.memory_fraction, self.device.memory
+        if self.recipe.rollout.engine == "sglang":
+            rest = self.assume.engine_bytes + self._decoding_logit_bytes
+            return memory - 10 * GIB + rest if fraction is None else fraction * memory + rest
+        return (fraction or 0.92) * memory
+
+    @property
+    def _in_8_bits(self) -> bool:
+        """Whether the recipe tells the engine to quantise the bfloat16 weights to 8 bits."""
+        options = getattr(self.recipe.rollout, self.recipe.rollout.engine, {})
+        return bool(options) and options.get("quantization") == "fp8"
+
+    def engine_weights(self, parameters: float) -> float:
+        """Bytes of ``parameters`` weights in an engine.
+
+        In 8 bits, embeddings and head stay bfloat16. Routers and norms do too, but are not counted, nor are scales.
+        (vLLM 0.32 converts layer by layer while it loads, so it needs no more memory then.)
+        """
+        if not self._in_8_bits:
+            return 2.0 * parameters
+        tables = 1 if self.hf.get("tie_word_embeddings") else 2
+        return parameters + tables * float(self.hf["vocab_size"] * self.hf["hidden_size"])
+
+    @property
+    def _decoding_logit_bytes(self) -> float:
+        """Bytes of logits and log-probs in a decoding step, for one token of every response.
+
+        These are the logits as the head gives them, of this rank's share and of all ranks; a copy in float32 if the
+        head gives bf16; and log-probs in float32.
+        """
+        tensor, width = self.recipe.rollout.tensor_parallel, 4 if self.recipe.rollout.float32_head else 2
+        share = width / tensor if tensor > 1 else 0
+        return self.engine_responses * self.hf["vocab_size"] * (width + share + 4 * (width == 2) + 4)
+
+    @property
+    def _cache_bytes(self) -> tuple[int, float]:
+        """Bytes on a GPU of an engine's cache for one token, and for a response whatever its length."""
+        tensor = self.recipe.rollout.tensor_parallel
+        return sizes.kv_bytes_per_token(self.hf, tensor), sizes.state_bytes(self.hf, tensor)
 
     @property
     def kv_tokens(self) -> int:
         """Tokens that fit in the KV cache of a replica."""
-        per_token = sizes.kv_bytes_per_token(self.hf, self.recipe.rollout.tensor_parallel)
-        return int(self.rollout["KV cache"] / per_token)
+        return int(self.rollout["KV cache"] / self._cache_bytes[0])
+
+    def responses_that_fit(self, tokens: float) -> float:
+        """Number of responses of ``tokens`` tokens each that the cache of a replica holds."""
+        per_token, per_response = self._cache_bytes
+        return self.rollout["KV cache"] / (tokens * per_token + per_response)
+
+    @property
+    def cached_tokens(self) -> float:
+        """Tokens that a running response has in the KV cache, on average: its prompt and half of itself."""
+        return self.mean_sequence - self.mean_response / 2
+
+    @property
+    def replicas(self) -> int:
+        return self.nodes * self.recipe.rollout.workers
+
+    @property
+    def engine_responses(self) -> int:
+        """Responses that a replica decodes together at most: the limit with which `megarl.rollout` starts it."""
+        return self.recipe.rollout.groups_per_chunk * self.recipe.rollout.responses_per_prompt
+
+    @property
+    def groups_of_version(self) -> int:
+        """Groups that one policy generates; in a live run as many of a stage as the schedule allows."""
+        schedule = self.recipe.schedule
+        if schedule.kind == "staged":
+            return self.recipe.candidates_per_stage
+        rule = schedule.lag_rule
+        updates = rule.max_lag + 1 if rule.delay is None else rule.sync_every
+        return min(self.recipe.groups_per_stage, updates * schedule.prompts_per_update)
+
+    @property
+    def responses_of_version(self) -> float:
+        """Responses that a replica generates with one policy."""
+        return self.groups_of_version * self.recipe.rollout.responses_per_prompt / self.replicas
+
+    @property
+    def running_responses(self) -> float:
+        """Responses that a replica decodes together: the least of its limit, the room in its KV cache, and its work."""
+        fit = self.responses_that_fit(self.cached_tokens)
+        return max(1.0, min(fit, self.engine_responses, self.responses_of_version))
+
+    @property
+    def responses_per_replica(self) -> float:
+        """Responses of a stage that each replica generates.
+
+        With a token budget this is the number that a stage trains, on average: each stage also begins responses that
+        later stages finish.
+        """
+        partial = self.recipe.rollout.token_budget is not None
+        groups = self.recipe.groups_per_stage if partial else self.recipe.candidates_per_stage
+        return groups * self.recipe.rollout.responses_per_prompt / self.replicas
+
+    def decode_step_seconds(self, running: float) -> float:
+        """Seconds in which a replica generates one token of each of ``running`` responses.
+
+        The step is limited by reading weights and KV cache, or by arithmetic, whichever takes longer.
+        """
+        tensor, (per_token, per_response) = self.recipe.rollout.tensor_parallel, self._cache_bytes
+        touched = sizes.touched_parameters(self.hf, self.parameters, running)
+        read = self.engine_weights(touched) / tensor + running * (self.cached_tokens * per_token + per_response)
+        work = 2 * self.active_parameters * running / tensor
+        return max(read / self.device.bandwidth, work / self.device.flops) / self.assume.decode_efficiency
+
+    @property
+    def rollout_seconds(self) -> float:
+        """Seconds for all responses of a stage."""
+        running = self.running_responses
+        return self.responses_per_replica / running * self.mean_response * self.decode_step_seconds(running)
+
+    @property
+    def versions_of_stage(self) -> int:
+        """Number of policies that trainers export and engines load in a stage."""
+        schedule = self.recipe.schedule
+        return schedule.updates_per_stage // (schedule.sync_every or schedule.updates_per_stage)
+
+    @property
+    def load_seconds(self) -> float:
+        """Seconds for starting a stage's engines and loading weights, which every replica reads from shared storage.
+
+        Engines that share their GPUs with trainers start anew each time that the trainers have used up the rollouts.
+        """
+        schedule, starts = self.recipe.schedule, 1
+        if schedule.colocate:
+            starts = math.ceil(schedule.updates_per_stage / (schedule.lag_rule.max_lag + 1))
+        read = 2.0 * self.parameters * self.replicas / self.assume.storage
+        return starts * self.assume.engine_start + self.versions_of_stage * read
+
+    # ---------------------------------------------------------------------------------------------- the whole run
 
     @property
     def side_by_side(self) -> bool:
@@ -121,6 +372,33 @@ class Plan:
     def overlaps(self) -> bool:
         """Whether engines generate while trainers train; in lock-step each waits for the other."""
         return self.side_by_side and not self.recipe.schedule.lockstep
+
+    @cached_property
+    def disk(self) -> dict[str, float]:
+        """Bytes on disk, by kind of file."""
+        return disk_bytes(self.hf, self.recipe, self.parameters, self.assume, self.whole.trained)
+
+    @cached_property
+    def seconds(self) -> dict[str, float]:
+        """Estimated seconds of each part of a stage."""
+        update, updates, disk = self.update_seconds, self.recipe.schedule.updates_per_stage, self.disk
+        checkpoints = math.ceil(updates / self.recipe.actor.checkpoint_every)
+        versions, storage = self.versions_of_stage, self.assume.storage
+        return {
+            "load of the engines" if versions == 1 else f"{versions} loads of the engines": self.load_seconds,
+            "rollouts": self.rollout_seconds,
+            f"{updates} updates of {update:.1f} s": update * updates,
+            f"{checkpoints} checkpoints": checkpoints * disk["one checkpoint"] / storage,
+            "export" if versions == 1 else f"{versions} exports": versions * disk["one export"] / storage,
+        }
+
+    @property
+    def stage_seconds(self) -> float:
+        load, rollouts, *training = self.seconds.values()
+        both = load + rollouts, sum(training)
+        return max(both) if self.overlaps else sum(both)
+
+    # ----------------------------------------------------------------------------------------- what does not fit
 
     def misfit(self) -> str | None:
         """The first item that does not fit, in the order in which a run allocates memory; None if everything fits."""
@@ -138,17 +416,16 @@ class Plan:
         if memory > whole:
             return (
                 f"rollout.memory_fraction = {table.memory_fraction}: SGLang's share is of weights and KV cache alone; "
-                f"with activations and CUDA graphs an engine takes {_gib(memory)} of a GPU's {_gib(whole)}"
+                f"with activations and CUDA graphs an engine takes {gib(memory)} of a GPU's {gib(whole)}"
             )
         used = sum(self.rollout.values()) - self.rollout["KV cache"]
         if used > memory:
-            share = f"{memory / whole:.0%} of a GPU are {_gib(memory)}"
-            return f"weights of a rollout engine: {_gib(used)} with its activations, but {share}"
-        longest = sizes.longest_sequence(self.recipe)
-        if self.kv_tokens < longest:
+            share = f"{memory / whole:.0%} of a GPU are {gib(memory)}"
+            return f"weights of a rollout engine: {gib(used)} with its activations, but {share}"
+        if self.kv_tokens < self.longest_sequence:
             return (
                 f"KV cache of a rollout engine: room for {self.kv_tokens} tokens, but one response of full length "
-                f"with its prompt has {longest}"
+                f"with its prompt has {self.longest_sequence}"
             )
         return None
 
@@ -156,44 +433,32 @@ class Plan:
         total, memory = 0.0, self.usable
         for name, size in self.optimize.items():
             if total + size > memory:
-                left = f"only {_gib(memory - total)} of {_gib(memory)} are left"
-                return f"optimize phase, {name}: {_gib(size)} on a GPU, but {left}"
+                left = f"only {gib(memory - total)} of {gib(memory)} are left"
+                return f"optimize phase, {name}: {gib(size)} on a GPU, but {left}"
             total += size
         return None
-
-    @property
-    def left_to_engines(self) -> float:
-        """Bytes of a GPU that trainers in memory leave to an engine on the same GPU."""
-        return self.usable - sum(self.optimize.values())
 
     def shared_misfit(self) -> str | None:
         """Why engines do not fit in the memory that trainers leave with ``schedule.colocate``; None if they do."""
         if not self.recipe.schedule.colocate or self.engine_share <= self.left_to_engines:
             return None
         return (
-            f"schedule.colocate: engines have {_gib(self.engine_share)} of a GPU, but trainers, which stay in memory, "
-            f"leave {_gib(self.left_to_engines)}: lower rollout.memory_fraction"
-        )
-
-    def table(self) -> str:
-        """The whole plan as text."""
-        return "\n".join(
-            [*self._heading(), "", *self._memory(), "", *self._disk(), "", *self._time(), "", *self._assumed()]
+            f"schedule.colocate: engines have {gib(self.engine_share)} of a GPU, but trainers, which stay in memory, "
+            f"leave {gib(self.left_to_engines)}: lower rollout.memory_fraction"
         )
 
     def record(self) -> dict[str, Any]:
         """The plan for programs, as JSON values: bytes on a GPU or disk, seconds of a stage."""
-        table = self.recipe.rollout
         return {
             "model_type": self.hf["model_type"],
             "parameters": self.parameters,
-            "active_parameters": sizes.active_parameters(self.hf, self.parameters),
+            "active_parameters": self.active_parameters,
             "gpu": self.gpu,
             "nodes": self.nodes,
             "layout": asdict(self.layout),
             "pipeline_stages": [asdict(stage) for stage in self.stages],
             "rollout": {
-                "replicas": self.nodes * table.workers,
+                "replicas": self.replicas,
                 "bytes": self.rollout,
                 "engine_bytes": self.engine_share,
                 "kv_tokens": self.kv_tokens,
@@ -206,133 +471,6 @@ class Plan:
             "misfit": self.misfit(),
         }
 
-    def _heading(self) -> Iterator[str]:
-        active = sizes.active_parameters(self.hf, self.parameters)
-        routed = f", {active / 1e9:.1f} B active" if self.hf["num_experts"] else ""
-        ranks, actor = f"{self.nodes} x {self.recipe.actor.processes_per_node} {self.gpu}", self.layout
-        if self.side_by_side:
-            engines = self.recipe.rollout.workers * self.recipe.rollout.tensor_parallel
-            ranks += f" of trainers, {self.nodes} x {engines} of engines"
-        again = self.recipe.actor.recompute
-        yield f"{self.hf['model_type']}, {self.parameters / 1e9:.2f} B parameters{routed}; {ranks}"
-        yield (
-            f"layout: tensor {actor.tensor_parallel}, pipeline {actor.pipeline_parallel}, "
-            f"context {actor.context_parallel}, expert {actor.expert_parallel} x {actor.expert_tensor_parallel}, "
-            f"data {sizes.data_parallel(actor)} (experts {sizes.expert_data_parallel(actor)}); "
-            f"recompute {again if isinstance(again, str) else ', '.join(again)}"
-        )
-        for number, stage in enumerate(self.stages):
-            count = f"{(stage.dense + stage.expert) / 1e6:.1f} M parameters a rank"
-            experts = f", {stage.expert / 1e6:.1f} M of them experts" if stage.expert else ""
-            adapters = f", and {stage.adapters / 1e6:.1f} M of adapters" if stage.adapters else ""
-            yield f"  pipeline stage {number}: {stage.layers} layers, {count}{experts}{adapters}"
 
-    def _memory(self) -> Iterator[str]:
-        table = self.recipe.rollout
-        yield f"rollout, GiB on each GPU ({self.nodes * table.workers} replicas of {table.tensor_parallel})"
-        yield from _rows(self.rollout, "share of the engine", self.engine_share)
-        longest = sizes.longest_sequence(self.recipe)
-        yield f"  room for {self.kv_tokens:,} tokens, {self.kv_tokens / longest:.1f} responses of full length"
-        allowed, gpu = sizes.engine_responses(self.recipe), self.device
-        running = sizes.running_responses(self.hf, self.recipe, self.parameters, self.nodes, gpu, self.assume)
-        yield f"  {running:,.0f} responses decode together, on average; groups_per_chunk allows {allowed:,}"
-        yield from self._preemption(allowed)
-        yield ""
-        yield f"optimize, GiB on each GPU ({sizes.micro_batch_tokens(self.recipe):,} tokens in the largest micro-batch)"
-        yield from _rows(self.optimize, f"of this GPU, {1 - self.assume.fragmentation:.0%}", self.usable)
-        if self.optimizer_on_host:
-            yield _row("and in a node's host memory: optimizer", self.optimizer_on_host)
-            yield "  (the time of Adam on the host is not in the estimate below)"
-
-    def _preemption(self, allowed: int) -> Iterator[str]:
-        """Whether the KV cache holds all responses that a replica is asked for.
-
-        If they do not fit at the mean length, some wait; if they grow longer than the mean, the engine evicts some.
-        """
-        recipe, gpu = self.recipe, self.device
-        asked = min(allowed, math.ceil(sizes.responses_of_version(recipe, self.nodes)))
-        mean, longest = sizes.mean_sequence(recipe, self.assume), sizes.longest_sequence(recipe)
-        fit, at_worst = (
-            int(sizes.responses_that_fit(self.hf, recipe, self.parameters, gpu, self.assume, tokens))
-            for tokens in (mean, longest)
-        )
-        if asked <= at_worst:
-            yield "  all of them fit at full length: none is evicted from the cache and computed again"
-        elif asked <= fit:
-            yield f"  {at_worst:,} fit at full length: beyond the mean length some are evicted and computed again"
-        else:
-            groups = max(1, fit // recipe.rollout.responses_per_prompt)
-            yield f"  warning: of {asked:,} responses {fit:,} fit in the cache at the mean length; the others wait"
-            yield f"  rollout.groups_per_chunk={groups} fits; with more tensor_parallel or another GPU more would fit"
-
-    def _disk(self) -> Iterator[str]:
-        yield "disk, GiB"
-        for name, size in self.disk.items():
-            yield _row(name, size)
-
-    @property
-    def update_seconds(self) -> float:
-        return self.seconds_of_update(0.0)
-
-    def seconds_of_update(self, more: float) -> float:
-        """Seconds of an update with ``more`` forward passes in addition to those that the objective needs."""
-        recipe, passes = self.recipe, self.extra_passes + more
-        return sizes.optimize_seconds(self.hf, recipe, self.layout, self.parameters, passes, self.device, self.assume)
-
-    @cached_property
-    def disk(self) -> dict[str, float]:
-        """Bytes on disk, by kind of file."""
-        return disk_bytes(self.hf, self.recipe, self.parameters, self.assume, self.whole.trained)
-
-    @cached_property
-    def seconds(self) -> dict[str, float]:
-        """Estimated seconds of each part of a stage."""
-        recipe, gpu, assume = self.recipe, self.device, self.assume
-        update, updates, disk = self.update_seconds, recipe.schedule.updates_per_stage, self.disk
-        checkpoints = math.ceil(updates / recipe.actor.checkpoint_every)
-        replicas = self.nodes * recipe.rollout.workers
-        versions = sizes.versions_of_stage(recipe)
-        load = sizes.load_seconds(recipe, self.parameters, replicas, assume)
-        return {
-            "load of the engines" if versions == 1 else f"{versions} loads of the engines": load,
-            "rollouts": sizes.rollout_seconds(self.hf, recipe, self.parameters, self.nodes, gpu, assume),
-            f"{updates} updates of {update:.1f} s": update * updates,
-            f"{checkpoints} checkpoints": checkpoints * disk["one checkpoint"] / assume.storage,
-            "export" if versions == 1 else f"{versions} exports": versions * disk["one export"] / assume.storage,
-        }
-
-    @property
-    def stage_seconds(self) -> float:
-        load, rollouts, *training = self.seconds.values()
-        both = load + rollouts, sum(training)
-        return max(both) if self.overlaps else sum(both)
-
-    def _time(self) -> Iterator[str]:
-        stages = self.recipe.schedule.stages
-        beside = "; rollouts beside the rest" if self.overlaps else ""
-        yield f"time of a stage, hours (an estimate{beside})"
-        yield from (f"  {name:<48}{seconds / 3600:9.2f}" for name, seconds in self.seconds.items())
-        total = self.stage_seconds * stages
-        yield f"  {f'the run of {stages} stages, without evaluations':<48}{total / 3600:9.2f}"
-
-    def _assumed(self) -> Iterator[str]:
-        yield "assumed (each an option: megarl plan --help)"
-        yield f"  {'hbm':<30}{_gib(self.device.memory):>12}  of a GPU that a process can allocate"
-        for item in fields(self.assume):
-            value = getattr(self.assume, item.name)
-            shown = _gib(value) if item.name.endswith("_bytes") else f"{value:g}"
-            yield f"  {item.name.replace('_', ' '):<30}{shown:>12}  {item.metadata['of']}"
-
-
-def _rows(items: dict[str, float], limit_name: str, limit: float) -> Iterator[str]:
-    yield from (_row(name, size) for name, size in items.items() if size)
-    yield _row("sum", sum(items.values()))
-    yield _row(limit_name, limit)
-
-
-def _row(name: str, size: float) -> str:
-    return f"  {name:<48}{size / GIB:9.2f}"
-
-
-def _gib(size: float) -> str:
+def gib(size: float) -> str:
     return f"{size / GIB:.1f} GiB"

@@ -15,7 +15,6 @@ from pathlib import Path
 import numpy as np
 
 from megarl.errors import UserError
-from megarl.planner import sizes
 from megarl.planner.assumptions import Assumptions
 from megarl.planner.cluster import Lengths, decode_seconds, ends_of_batches, pauses, with_failures
 from megarl.planner.fit import make_plan
@@ -115,12 +114,12 @@ class Simulation:
     @cached_property
     def lengths(self) -> Lengths:
         longest = self.plan.recipe.rollout.max_response_tokens
-        return Lengths.of_mean(self.plan.assume.mean_response * longest, longest, self.scenario.spread)
+        return Lengths.of_mean(self.plan.mean_response, longest, self.scenario.spread)
 
     @cached_property
     def step(self) -> np.ndarray:
         """Seconds of a decoding step, by the number of responses that a replica decodes together."""
-        return self._steps(self.plan.recipe)
+        return self._steps(self.plan)
 
     @cached_property
     def beside_trainers(self) -> np.ndarray | None:
@@ -130,22 +129,13 @@ class Simulation:
         if share <= 0:
             return None
         small = table.model_copy(update={"memory_fraction": share, "engine": "vllm"})
-        recipe = self.plan.recipe.model_copy(update={"rollout": small})
-        if replace(self.plan, recipe=recipe).rollout_misfit() is not None:
-            return None
-        return self._steps(recipe)
+        beside = replace(self.plan, recipe=self.plan.recipe.model_copy(update={"rollout": small}))
+        return None if beside.rollout_misfit() is not None else self._steps(beside)
 
-    def _steps(self, recipe: Recipe) -> np.ndarray:
-        plan = self.plan
-        tokens = sizes.cached_tokens(recipe, plan.assume)
-        fit = sizes.responses_that_fit(plan.hf, recipe, plan.parameters, plan.device, plan.assume, tokens)
-        slots = max(1, min(int(fit), sizes.engine_responses(recipe)))
-        args = plan.hf, recipe, plan.parameters
-        return np.array([sizes.decode_step_seconds(*args, n, plan.device, plan.assume) for n in range(slots + 1)])
-
-    @property
-    def replicas(self) -> int:
-        return self.plan.nodes * self.plan.recipe.rollout.workers
+    @staticmethod
+    def _steps(plan: Plan) -> np.ndarray:
+        slots = max(1, min(int(plan.responses_that_fit(plan.cached_tokens)), plan.engine_responses))
+        return np.array([plan.decode_step_seconds(running) for running in range(slots + 1)])
 
     @property
     def export(self) -> float:
@@ -161,8 +151,8 @@ class Simulation:
 
     def batch(self, rng: np.random.Generator, updates: int) -> np.ndarray:
         """[replicas, responses] random lengths of the responses of ``updates`` updates, shared evenly (rounded up)."""
-        each = math.ceil(updates * sizes.responses_per_update(self.plan.recipe) / self.replicas)
-        return self.lengths.draw(rng, (self.replicas, each))
+        each = math.ceil(updates * self.plan.responses_per_update / self.plan.replicas)
+        return self.lengths.draw(rng, (self.plan.replicas, each))
 
     # -------------------------------------------------------------------------------------------------- the schedules
 
@@ -200,8 +190,8 @@ class Simulation:
             handover: seconds to give engines new weights; None: through shared storage.
         """
         scenario, every = self.scenario, self.plan.recipe.actor.checkpoint_every
-        exchange = self.export + self.load(self.replicas) if handover is None else handover
-        mean_end = float(step[-1]) * self.plan.assume.mean_response * self.plan.recipe.rollout.max_response_tokens
+        exchange = self.export + self.load(self.plan.replicas) if handover is None else handover
+        mean_end = float(step[-1]) * self.plan.mean_response
         segments, generating, saved = [], 0.0, 0
         pending = 0.0  # seconds of short turns since the last checkpoint
         for first in range(0, scenario.updates, size):
@@ -232,7 +222,7 @@ class Simulation:
         devices = plan.recipe.actor.processes_per_node
         replicas = max(1, plan.nodes * engines // plan.recipe.rollout.tensor_parallel)
         update = plan.update_seconds * devices / (devices - engines)
-        each = sizes.responses_per_update(plan.recipe)
+        each = plan.responses_per_update
         sync = self.load(replicas) if scenario.handover is None else scenario.handover
         export = self.export if scenario.handover is None else 0.0
         ended = np.zeros(scenario.updates + 1)  # [n]: the second at which n updates are done, and published

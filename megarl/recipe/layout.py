@@ -117,6 +117,16 @@ class Layout:
             *(recipe.megatron.get(name, 0) for name in _ENDS.values()),
         )
 
+    @property
+    def data_parallel(self) -> int:
+        """Replicas of the weights outside experts."""
+        return self.ranks // (self.tensor_parallel * self.pipeline_parallel * self.context_parallel)
+
+    @property
+    def expert_data_parallel(self) -> int:
+        """Replicas of the experts' weights."""
+        return self.ranks // (self.expert_parallel * self.expert_tensor_parallel * self.pipeline_parallel)
+
     def stage_layers(self, layers: int) -> list[int]:
         """How many of a model's ``layers`` each pipeline stage has.
 
@@ -135,16 +145,20 @@ class Layout:
         ends = list(itertools.accumulate(sizes))
         return [range(end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
+    def layers_of_stage(self, stage: int, layers: int) -> list[int]:
+        """The layers, counted from 0, of all model chunks of a pipeline rank."""
+        return [layer for chunk in self.chunks(layers)[stage :: self.pipeline_parallel] for layer in chunk]
+
     def balanced(self, layers: int) -> Layout:
         """This layout with stages as equal as possible even if ``pipeline_parallel`` does not divide the layers.
 
         The first and the last stage then have fewer layers than the others: the first has the most micro-batches in
-        flight, and the last has the head.
+        flight, and the last has the head. With too few layers for that, the stages are left unequal to `problems`.
         """
         stages = self.pipeline_parallel
-        if layers % stages == 0 or self.virtual_stages > 1:
-            return replace(self, first_layers=0, last_layers=0)
         left = layers - (stages - 2) * -(-layers // stages)
+        if layers % stages == 0 or self.virtual_stages > 1 or left < 2:
+            return replace(self, first_layers=0, last_layers=0)
         return replace(self, first_layers=left // 2, last_layers=left - left // 2)
 
     def problems(self, hf: dict[str, Any]) -> Iterator[str]:

@@ -19,7 +19,7 @@ import torch
 from megarl.errors import UserError
 from megarl.heartbeats import beat
 from megarl.models import family_of
-from megarl.models.clamped_experts import ClampedExperts
+from megarl.models.feed_forward import ClampedExperts
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.tables import Recipe
 from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_table, checked_experts, out_of_memory

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.models.family import Keeping
-from megarl.planner import activations
+from megarl.models import family_of
+from megarl.models.family import ActivationSettings
+from megarl.planner import sizes
 from megarl.recipe.layout import Layout
 from tests.actor.conftest import SHAPE, make_recipe
 
@@ -66,9 +67,11 @@ OTHERS = {
 def test_dense_layer_of_a_moe_model_is_estimated_like_a_layer_of_a_dense_model():
     hf = HF | OTHERS["glm4_moe"] | {"model_type": "glm4_moe", "num_experts": 8, "first_k_dense_replace": 1}
     dense = HF | {"model_type": "qwen3", "num_experts": None}
-    sizes_of = [activations.layer_bytes(hf, Layout(1), TOKENS, dense=True)]
-    sizes_of.append(activations.layer_bytes(dense, Layout(1), TOKENS))
-    assert sizes_of[0] == sizes_of[1] < activations.layer_bytes(hf, Layout(1), TOKENS)
+    assert layer_bytes(hf, layer=0) == layer_bytes(dense) < layer_bytes(hf, layer=1)
+
+
+def layer_bytes(hf, layer=0, **options):
+    return sizes.layer_bytes(hf, Layout(1), TOKENS, family_of(hf).sublayers(hf, layer), **options)
 
 
 def expected_bytes(family, again=(), **settings):
@@ -84,8 +87,7 @@ def expected_bytes(family, again=(), **settings):
         norms -= 32  # the estimate, in bfloat16, has float32 copies of queries and keys; float32 keys are not copied
     if family != "deepseek_v3" and "core_attn" not in again:
         norms += 128  # on the CPU each run of equal lengths is attended to by itself, and the outputs are concatenated
-    how = Keeping(frozenset(again))
-    return activations.layer_bytes(hf, Layout(1), TOKENS, width=4, how=how) + 4 * norms * TOKENS
+    return layer_bytes(hf, width=4, settings=ActivationSettings(frozenset(again))) + 4 * norms * TOKENS
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3", "qwen3_moe", *OTHERS])
@@ -126,9 +128,9 @@ def test_full_recomputation_keeps_only_the_input_of_a_layer():
 
 
 def test_estimate_of_a_layer_with_linear_attention_agrees_with_autograd():
-    hf = HF | OTHERS["qwen3_next"] | {"model_type": "qwen3_next", "num_experts": 8}
+    hf = HF | OTHERS["qwen3_next"] | {"model_type": "qwen3_next", "num_experts": 8, "full_attention_interval": 9}
     measured = [saved_bytes("qwen3_next", layers, "none", full_attention_interval=9) for layers in (1, 2)]
     norms = 2 * 128 + 8 * 24  # normalised inputs, as in `expected_bytes`
     norms += 8 * 24  # float32 queries and keys are views of a tensor that has the values too; bfloat16 ones are copied
-    expected = activations.layer_bytes(hf, Layout(1), TOKENS, width=4, linear=True) + 4 * norms * TOKENS
+    expected = layer_bytes(hf, width=4) + 4 * norms * TOKENS
     assert expected == pytest.approx(measured[1] - measured[0], rel=0.02)

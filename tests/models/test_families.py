@@ -197,7 +197,7 @@ def test_tensor_names_are_those_of_transformers(tmp_path, name, tied):
         theirs = {key.replace(".mlp.", ".block_sparse_moe.") for key in theirs}
     fused = {key for key in theirs if ".experts." in key}  # in transformers a tensor has all experts of a layer
     family = FAMILIES[hf["model_type"]]
-    theirs = {key for key in theirs if not family.carried(hf, key)}
+    theirs = {key for key in theirs if not family.copies(hf, key)}
     ours = {re.sub(r"\[.*\]", "", key) for key in family.tensor_names(hf)}  # without a range of rows
     experts = {key for key in ours if ".experts." in key}
     assert ours - experts == theirs - fused - ({"lm_head.weight"} if tied else set())

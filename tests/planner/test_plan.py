@@ -10,10 +10,12 @@ import pytest
 from megarl.cli import main
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
-from megarl.planner import sizes
+from megarl.planner.assumptions import GIB
 from megarl.planner.fit import Fit, alternatives, make_plan
 from megarl.planner.parameter_counts import ParameterCounter
 from megarl.planner.plan import Plan
+from megarl.planner.sizes import GPUS
+from megarl.planner.table import memory, table
 from megarl.recipe.load import load_recipe, override_recipe
 from tests.planner.moe import EXAMPLES, MOE, staged
 
@@ -135,9 +137,9 @@ def test_only_adapters_have_gradients_optimizer_state_and_checkpoints(counter):
     assert plan.disk["one export"] == without.disk["one export"]
     passes = [p.seconds[next(key for key in p.seconds if "updates of" in key)] for p in (plan, without)]
     assert passes[0] == pytest.approx(passes[1] * 3 / 4)  # forward, recompute, and one of the two passes of backward
-    assert f"and {stage.adapters / 1e6:.1f} M of adapters" in plan.table()
+    assert f"and {stage.adapters / 1e6:.1f} M of adapters" in table(plan)
     small = Plan.of(load_recipe(MOE.parent / "mu_grpo-lora.toml"), hf, 1, "h100", counter)
-    assert sum(small.optimize.values()) == pytest.approx(19.5 * sizes.GIB, rel=0.005)  # docs/scale.md
+    assert sum(small.optimize.values()) == pytest.approx(19.5 * GIB, rel=0.005)  # docs/scale.md
 
 
 def test_every_model_has_an_example_and_the_30b_model_one_per_objective():
@@ -158,7 +160,7 @@ def test_examples_fit_the_gpus_of_examples_readme(counter, whole, path):
             plan.recipe.data.max_prompt_tokens + plan.recipe.rollout.max_response_tokens
             <= plan.hf["max_position_embeddings"]
         )
-        assert plan.kv_tokens > 8 * sizes.longest_sequence(plan.recipe)
+        assert plan.kv_tokens > 8 * plan.longest_sequence
 
 
 def test_an_example_has_the_objective_of_its_file_name():
@@ -194,11 +196,11 @@ def test_the_first_misfit_is_named_and_the_alternatives_fit(counter, whole, chan
 def test_more_groups_than_the_kv_cache_holds_are_a_warning_that_names_a_number_that_fits(counter, whole):
     def said(*changes):
         plan = moe_plan(counter, whole, 4, "h100", changes)
-        return "\n".join(plan._memory()), plan
+        return "\n".join(memory(plan)), plan
 
     text, plan = said("rollout.groups_per_chunk=1000", "rollout.tensor_parallel=2", "rollout.workers=4")
     (groups,) = map(int, re.findall(r"rollout.groups_per_chunk=(\d+) fits", text))
-    mean, longest = sizes.mean_sequence(plan.recipe, sizes.Assumptions()), sizes.longest_sequence(plan.recipe)
+    mean, longest = plan.mean_sequence, plan.longest_sequence
     samples = plan.recipe.rollout.responses_per_prompt
     fit = int(re.search(r"warning: of [\d,]+ responses ([\d,]+) fit in the cache at the mean length", text)[1])
     assert fit * mean <= plan.kv_tokens < (fit + 1) * mean and groups == fit // samples > 1
@@ -245,7 +247,7 @@ def test_parts_of_layers_are_recomputed_before_whole_ones(counter, whole):
         again = moe_plan(counter, whole, 2, "h100", [*layout, changes[-1]])
         full = moe_plan(counter, whole, 2, "h100", [*layout, "actor.recompute=full"])
         assert again.misfit() is None and again.update_seconds < full.update_seconds
-        assert "recompute layernorm, moe" in again.table()
+        assert "recompute layernorm, moe" in table(again)
     text = Fit("", plan, found).text()
     assert '--set \'actor.recompute=["layernorm", "moe"]\'' in text  # quoted for a shell
 
@@ -271,8 +273,8 @@ def test_deepseek_v3_does_not_fit_on_gpus_of_80_gb(counter, whole):
     most = max(range(8), key=lambda stage: sum(plan.optimize_stage(stage).values()))
     assert plan.optimize == plan.optimize_stage(most)
     wide = override_recipe(plan.recipe, ["rollout.vllm={}"])
-    said = [sizes.engine_weights(plan.hf, recipe, plan.parameters) / sizes.GIB for recipe in (wide, plan.recipe)]
-    said += [8 * sizes.GPUS[gpu].memory / sizes.GIB for gpu in ("h100", "h200")]
+    said = [replace(plan, recipe=r).engine_weights(plan.parameters) / GIB for r in (wide, plan.recipe)]
+    said += [8 * GPUS[gpu].memory / GIB for gpu in ("h100", "h200")]
     assert [round(size) for size in said] == [1250, 627, 633, 1118]
     for text in (path.read_text(), (EXAMPLES / "README.md").read_text()):
         assert all(f"{round(size)} GiB" in text.replace("\n# ", " ").replace("\n", " ") for size in said[:3])
@@ -291,17 +293,17 @@ def test_the_optimizer_on_the_host_and_bf16_gradients_are_the_last_alternatives(
         "megatron_optimizer.optimizer_offload_fraction=1.0",
     ]
     again = moe_plan(counter, whole, gpu="a100", changes=[*few, *first])
-    assert again.misfit() is None and again.optimizer_on_host > 450 * sizes.GIB
+    assert again.misfit() is None and again.optimizer_on_host > 450 * GIB
     # where even that is too much, gradients become bfloat16
-    smaller = replace(plan, hbm=52 * sizes.GIB)
+    smaller = replace(plan, hbm=52 * GIB)
     found = next(iter(alternatives(smaller, counter)))
     assert found[-4:] == [*first[-3:], "megatron_ddp.grad_reduce_in_fp32=false"]
-    less = replace(moe_plan(counter, whole, gpu="a100", changes=[*few, *found]), hbm=52 * sizes.GIB)
+    less = replace(moe_plan(counter, whole, gpu="a100", changes=[*few, *found]), hbm=52 * GIB)
     assert less.misfit() is None
     # a setting that the recipe has itself is not proposed, and nothing is where nothing would help
     decided = [*few, "megatron_optimizer.use_precision_aware_optimizer=false"]
     assert list(alternatives(moe_plan(counter, whole, gpu="a100", changes=decided), counter)) == []
-    assert list(alternatives(replace(plan, hbm=20 * sizes.GIB), counter)) == []
+    assert list(alternatives(replace(plan, hbm=20 * GIB), counter)) == []
 
 
 def test_fp8_adds_copies_of_weights_and_shrinks_activations(counter, whole):
@@ -314,7 +316,7 @@ def test_fp8_adds_copies_of_weights_and_shrinks_activations(counter, whole):
     assert plan.optimize["weights, fp8 and transposed"] == 2 * (matrices + 3_623_878_656)
     kept = moe_plan(counter, whole, 4, "h100", ["actor.recompute=none", *fp8]).optimize["activations"]
     assert plan.optimize["activations"] < kept < plain.optimize["activations"]
-    assert "weights, fp8 and transposed" in plan.table() and "fp8" not in plain.table()
+    assert "weights, fp8 and transposed" in table(plan) and "fp8" not in table(plain)
 
 
 def test_figures_of_scale_md_on_memory_recomputation_and_fp8(counter, whole):
@@ -322,16 +324,16 @@ def test_figures_of_scale_md_on_memory_recomputation_and_fp8(counter, whole):
     for said in ('"none"', '["layernorm"]', '["moe"]', '["layernorm", "moe"]', '"full"'):
         plan = moe_plan(counter, whole, 4, "h100", [f"actor.recompute={said}"])
         fits = "" if plan.misfit() is None else ", which does not fit"
-        size = plan.optimize["activations"] / sizes.GIB
+        size = plan.optimize["activations"] / GIB
         assert f"| `{said}` | {size:.1f}{fits} | {plan.update_seconds:.1f} |" in document
     fp8 = moe_plan(counter, whole, 4, "h100", ["megatron.fp8=hybrid", "megatron.fp8_recipe=blockwise"])
-    copies, less = (fp8.optimize[name] / sizes.GIB for name in ("weights, fp8 and transposed", "activations"))
+    copies, less = (fp8.optimize[name] / GIB for name in ("weights, fp8 and transposed", "activations"))
     said = f"copies are {copies:.1f} GiB and activations {less:.1f} instead of {size:.1f}"
     assert said in document.replace("\n", " ")
     for nodes in (1, 4):
         items = moe_plan(counter, whole, nodes).optimize
-        row = [size / sizes.GIB for size in items.values() if size][1:]
-        total = sum(items.values()) / sizes.GIB
+        row = [size / GIB for size in items.values() if size][1:]
+        total = sum(items.values()) / GIB
         assert f"| {nodes} x 8 H200 | {' | '.join(f'{size:.1f}' for size in row)} | {total:.1f} of 132.8 |" in document
 
 
@@ -350,7 +352,7 @@ def test_objective_and_nodes_change_memory_and_passes(counter, whole):
 
 
 def test_table(counter, whole):
-    text = moe_plan(counter, whole, nodes=4).table()
+    text = table(moe_plan(counter, whole, nodes=4))
     for expected in (
         "qwen3_moe, 30.53 B parameters, 3.0 B active; 4 x 8 h200",
         "tensor 4, pipeline 1, context 1, expert 8 x 1, data 8 (experts 4); recompute full",
@@ -398,12 +400,12 @@ def test_devices_that_trainers_and_engines_share(counter, whole):
     full = plan_of(MOE, counter, whole, changes=["rollout.memory_fraction=0.9"])
     assert full.misfit().startswith("schedule.colocate: engines have 125.8 GiB of a GPU, but trainers, which stay in ")
     (remedy,) = alternatives(full, counter)
-    assert remedy == [f"rollout.memory_fraction={int(100 * full.left_to_engines / (139.8 * sizes.GIB)) / 100}"]
+    assert remedy == [f"rollout.memory_fraction={int(100 * full.left_to_engines / (139.8 * GIB)) / 100}"]
     again = plan_of(MOE, counter, whole, changes=remedy)
-    assert again.misfit() is None and again.left_to_engines - again.engine_share < 0.01 * 139.8 * sizes.GIB
+    assert again.misfit() is None and again.left_to_engines - again.engine_share < 0.01 * 139.8 * GIB
     apart = plan_of(MOE, counter, whole, changes=["rollout.memory_fraction=0.9", "schedule.colocate=false"])
     assert apart.misfit() is None
-    assert "; 1 x 8 h200 of trainers, 1 x 8 of engines\n" in apart.table()
+    assert "; 1 x 8 h200 of trainers, 1 x 8 of engines\n" in table(apart)
 
 
 def test_time_of_a_live_stage(counter, whole):
@@ -470,7 +472,7 @@ def test_30b_on_one_node_of_80_gb_with_its_optimizer_on_the_host(counter, whole)
     owned = 3_623_878_656 + 394_868_736 / 2
     name = "optimizer, fp32 master and two moments"
     assert plan.optimize[name] == 0 and plan.optimizer_on_host == 16 * owned * 8  # master, moments and gradient
-    assert re.search(r"node's host memory: optimizer +455\.54", plan.table())
+    assert re.search(r"node's host memory: optimizer +455\.54", table(plan))
     half = plan_of(path, counter, whole, gpu="h100", changes=["megatron_optimizer.optimizer_offload_fraction=0.5"])
     assert half.optimize[name] == 0.5 * 12 * owned and half.optimizer_on_host == 0.5 * 16 * owned * 8
     changes = [f"megatron_optimizer.{moment}_dtype='bfloat16'" for moment in ("exp_avg", "exp_avg_sq")]
@@ -478,4 +480,4 @@ def test_30b_on_one_node_of_80_gb_with_its_optimizer_on_the_host(counter, whole)
     aware = plan_of(path, counter, whole, gpu="h100", changes=changes)
     assert aware.optimize[name] == 8 * owned and aware.optimizer_on_host == 0
     plain = plan_of(MOE.parent / "mu_grpo.toml", counter, whole, gpu="h100")
-    assert plain.usable - sum(plain.optimize.values()) < sizes.GIB < 0.05 * (plan.usable - sum(plan.optimize.values()))
+    assert plain.usable - sum(plain.optimize.values()) < GIB < 0.05 * (plan.usable - sum(plan.optimize.values()))

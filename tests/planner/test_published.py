@@ -31,7 +31,7 @@ def plan(nodes, gpu, sequence, sequences, *changes, mean=1.0):
 
 def trained(found):
     """Tokens that updates train per second and GPU."""
-    tokens = sizes.responses_per_update(found.recipe) * sizes.mean_sequence(found.recipe, found.assume)
+    tokens = found.responses_per_update * found.mean_sequence
     return tokens / found.update_seconds / found.layout.ranks
 
 
@@ -45,8 +45,8 @@ def step(found, updates):
 
 def model_flops(found):
     """Operations per trained token: forward and backward pass, without recompute."""
-    length = sizes.mean_sequence(found.recipe, found.assume)
-    return 3 * sizes.forward_flops(found.hf, sizes.active_parameters(found.hf, found.parameters), length) / length
+    length = found.mean_sequence
+    return 3 * sizes.forward_flops(found.hf, found.active_parameters, length) / length
 
 
 def in_document(name, predicted, published, digits=0):

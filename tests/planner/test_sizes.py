@@ -8,11 +8,13 @@ from dataclasses import replace
 
 import pytest
 
+from megarl.models import family_of
 from megarl.models.hf_config import read_hf_config
-from megarl.planner import activations, sizes
+from megarl.planner import sizes
+from megarl.planner.assumptions import GIB, Assumptions
 from megarl.planner.disk import disk_bytes
 from megarl.planner.parameter_counts import ParameterCounter, StageParameters
-from megarl.planner.sizes import GIB, Assumptions
+from megarl.planner.plan import Plan
 from megarl.recipe.layout import Layout
 from megarl.recipe.load import load_recipe, override_recipe
 from tests.actor.conftest import make_recipe, read_settings
@@ -26,12 +28,24 @@ LAYOUT = Layout.of(RECIPE, 32)
 DENSE = 2 * 37_984 * 2048 + 48 * (1280 * 2048 + 1024 * 2048 + 128 * 2048 + 2 * 2048 + 2 * 128) + 2048
 EXPERT = 48 * 16 * 3 * 2048 * 768
 COUNTS = StageParameters(48, DENSE, EXPERT)
+TOTAL = 30_532_122_624
 H200 = sizes.GPUS["h200"]
+EVEN = Assumptions(expert_imbalance=1.0)
+
+
+def plan(recipe=RECIPE, hf=HF, gpu="h200", nodes=4, layout=LAYOUT, counts=COUNTS, total=TOTAL, assume=None):
+    """The plan of a recipe with these numbers of parameters, which Megatron does not count."""
+    whole = StageParameters(hf["num_hidden_layers"], total, 0)
+    return Plan(recipe, hf, nodes, gpu, layout, whole, [counts] * layout.pipeline_parallel, assume or Assumptions())
+
+
+def layer_bytes(hf, layout, tokens, layer=0):
+    return sizes.layer_bytes(hf, layout, tokens, family_of(hf).sublayers(hf, layer))
 
 
 def test_weights_gradients_and_optimizer_by_hand():
     assert (DENSE, EXPERT) == (394_868_736, 3_623_878_656)
-    items = sizes.optimize_memory(HF, RECIPE, LAYOUT, 0, COUNTS, 1, H200, Assumptions())
+    items = plan(override_recipe(RECIPE, ["objective.kl.coefficient=0.1"])).optimize
     assert items["weights, bf16"] == 2 * 4_018_747_392
     assert items["gradients, fp32"] == 4 * 4_018_747_392
     # 32 ranks: 8 replicas of the dense weights, 4 of the experts
@@ -50,16 +64,15 @@ def test_activations_by_hand():
     # weight, twice, four positions of 8 bytes, and two more of them because ranks exchange tokens
     layer = 2 * (attention + experts) + 4 * (24576 * (8 + 9) + 6144 * (128 + 2 + 8 * (2 + 8 + 4)))
     behind = 6144 * 2048 * 2  # the final norm's input
-    assert activations.layer_bytes(HF, LAYOUT, 24576) == layer
-    assume = Assumptions(expert_imbalance=1.0)
-    full = sizes.optimize_memory(HF, RECIPE, LAYOUT, 0, COUNTS, 0, H200, assume)["activations"]
+    assert layer_bytes(HF, LAYOUT, 24576) == layer
+    full = plan(assume=EVEN).optimize["activations"]
     assert full == 48 * 6144 * 2048 * 2 + 2 * layer + behind
     recipe = RECIPE.model_copy(update={"actor": RECIPE.actor.model_copy(update={"recompute": "none"})})
-    assert sizes.optimize_memory(HF, recipe, LAYOUT, 0, COUNTS, 0, H200, assume)["activations"] == 49 * layer + behind
+    assert plan(recipe, assume=EVEN).optimize["activations"] == 49 * layer + behind
     # experts keep only the output of the norm before them; one layer at a time computes its experts again
     recipe = override_recipe(recipe, ['actor.recompute=["moe"]'])
     less = layer - 2 * experts - 4 * 6144 * (128 + 8 * (2 + 8 + 4))
-    selective = sizes.optimize_memory(HF, recipe, LAYOUT, 0, COUNTS, 0, H200, assume)["activations"]
+    selective = plan(recipe, assume=EVEN).optimize["activations"]
     assert selective == 48 * less + (layer - less) + layer + behind
     # uniform keeps the input of every second layer and recomputes two at a time; block recomputes twelve, one at a time
     for method, layers, expected in (
@@ -68,33 +81,29 @@ def test_activations_by_hand():
     ):
         finer = [f"megatron.recompute_method={method}", f"megatron.recompute_num_layers={layers}"]
         finer = override_recipe(RECIPE, finer)
-        found = sizes.optimize_memory(HF, finer, LAYOUT, 0, COUNTS, 0, H200, assume)["activations"]
+        found = plan(finer, assume=EVEN).optimize["activations"]
         assert found == pytest.approx(expected + behind)
 
 
 def test_activations_of_pipeline_stages():
     """The first of two has two micro-batches in flight and keeps the outputs it sent; the last has the final norm."""
     layout = replace(LAYOUT, pipeline_parallel=2, expert_parallel=4)
-    counts, hidden = StageParameters(24, 0, 0), 6144 * 2048 * 2
-    kept, beside = activations.kept_bytes(HF, RECIPE, layout, counts, 24576, 1.0)
-    first, last = (activations.stage_bytes(HF, RECIPE, layout, i, counts, 24576, 2 - i, 1.0) for i in (0, 1))
-    assert kept == 24 * hidden and first == 2 * (kept + hidden) + beside and last == kept + beside + hidden
+    hidden = 6144 * 2048 * 2
+    saved, beside = sizes.saved_bytes(HF, RECIPE, layout, 0, 24576, 1.0)
+    first, last = (sizes.stage_bytes(HF, RECIPE, layout, i, 24576, 2 - i, 1.0) for i in (0, 1))
+    assert saved == 24 * hidden and first == 2 * (saved + hidden) + beside and last == saved + beside + hidden
     virtual = replace(layout, virtual_stages=2)
-    assert (
-        activations.stage_bytes(HF, RECIPE, virtual, 1, counts, 24576, 2, 1.0) == 2 * (kept + hidden) + beside + hidden
-    )
+    assert sizes.stage_bytes(HF, RECIPE, virtual, 1, 24576, 2, 1.0) == 2 * (saved + hidden) + beside + hidden
 
 
 def test_recomputed_parts_cost_their_share_of_a_forward_pass():
     """moe: two operations per token and weight of eight experts and the router; core_attn: those of attention."""
 
     def seconds(*changes):
-        return sizes.optimize_seconds(
-            HF, override_recipe(RECIPE, changes), LAYOUT, 30_532_122_624, 0, H200, Assumptions()
-        )
+        return plan(override_recipe(RECIPE, changes)).update_seconds
 
-    length = sizes.mean_sequence(RECIPE, Assumptions())
-    one = sizes.forward_flops(HF, sizes.active_parameters(HF, 30_532_122_624), length)
+    length = plan().mean_sequence
+    one = sizes.forward_flops(HF, plan().active_parameters, length)
     plain, full = seconds("actor.recompute=none"), seconds()
     assert full == pytest.approx(4 / 3 * plain)
     experts = 48 * 2 * length * (8 * 3 * 2048 * 768 + 128 * 2048)
@@ -110,10 +119,10 @@ def test_the_pipeline_stage_with_the_most_layers_sets_the_pace():
     even, uneven = (
         replace(LAYOUT, ranks=256, pipeline_parallel=8, first_layers=a, last_layers=b) for a, b in ((0, 0), (6, 7))
     )
-    args = 30_532_122_624, 0, H200, Assumptions()
-    length, models = sizes.mean_sequence(RECIPE, Assumptions()), [HF | {"num_hidden_layers": n} for n in (64, 61)]
-    seconds = [sizes.optimize_seconds(hf, RECIPE, x, *args) for hf, x in zip(models, (even, uneven), strict=True)]
-    one = [sizes.forward_flops(hf, sizes.active_parameters(hf, 30_532_122_624), length) for hf in models]
+    models = [HF | {"num_hidden_layers": n} for n in (64, 61)]
+    plans = [plan(hf=hf, layout=layout) for hf, layout in zip(models, (even, uneven), strict=True)]
+    seconds = [each.update_seconds for each in plans]
+    one = [sizes.forward_flops(each.hf, each.active_parameters, each.mean_sequence) for each in plans]
     assert seconds[1] / seconds[0] == pytest.approx(one[1] / one[0] * 8 * 8 / 61)
 
 
@@ -130,14 +139,13 @@ def test_fp8_by_hand():
     recipe = override_recipe(RECIPE, ["actor.recompute=none", *FP8])
     copies = "weights, fp8 and transposed"
 
-    def items(*changes, gpu=H200):
-        changed = override_recipe(recipe, changes)
-        return sizes.optimize_memory(HF, changed, LAYOUT, 0, counts, 0, gpu, Assumptions(expert_imbalance=1.0))
+    def items(*changes, gpu="h200"):
+        return plan(override_recipe(recipe, changes), gpu=gpu, counts=counts, assume=EVEN).optimize
 
     weights = counts.matrices + EXPERT
     assert items()[copies] == 2 * weights
-    assert items(gpu=sizes.GPUS["b200"])[copies] == weights  # needs no transposes
-    mxfp8 = items("megatron.fp8_recipe=mxfp8", gpu=sizes.GPUS["b200"])
+    assert items(gpu="b200")[copies] == weights  # needs no transposes
+    mxfp8 = items("megatron.fp8_recipe=mxfp8", gpu="b200")
     assert mxfp8[copies] == 2 * (1 + 1 / 32) * weights
     assert items("megatron.fp8_recipe=blockwise")[copies] == pytest.approx(2 * weights, rel=1e-3)
     assert items()["weights, bf16"] == 2 * (DENSE + EXPERT)
@@ -158,9 +166,9 @@ def test_an_engine_in_8_bits_has_smaller_weights_and_faster_steps():
     """All weights but embeddings and head take one byte, so a decoding step reads less."""
     recipe = override_recipe(RECIPE, ["rollout.engine=vllm"])
     narrow = override_recipe(recipe, ['rollout.vllm.quantization="fp8"'])
-    items = sizes.rollout_memory(HF, narrow, 30_532_122_624, H200, Assumptions())
+    items = plan(narrow).rollout
     assert items["weights, fp8"] == (30_532_122_624 + 2 * 151_936 * 2048) / 2
-    steps = [sizes.decode_step_seconds(HF, r, 30_532_122_624, 1, H200, Assumptions()) for r in (recipe, narrow)]
+    steps = [plan(r).decode_step_seconds(1) for r in (recipe, narrow)]
     assert 0.5 < steps[1] / steps[0] < 0.7
 
 
@@ -174,13 +182,16 @@ def test_layers_with_a_state(tmp_path):
     flops = 2 * (2 * 4 * 16 * 100**2) + 2 * (6 * 4 * 8 * 12 * 100)
     assert sizes.forward_flops(hf, 1000, 100) == 2 * 1000 * 100 + flops
     # a response takes its state and its tokens from the memory for the cache
-    room = sizes.rollout_memory(hf, RECIPE, 10**9, H200, Assumptions())["KV cache"]
-    fit = sizes.responses_that_fit(hf, RECIPE, 10**9, H200, Assumptions(), 50)
+    small = plan(hf=hf, total=10**9)
+    room, fit = small.rollout["KV cache"], small.responses_that_fit(50)
     tensor = RECIPE.rollout.tensor_parallel
     assert fit == room / (50 * sizes.kv_bytes_per_token(hf, tensor) + sizes.state_bytes(hf, tensor))
-    plain, state = (activations.layer_bytes(hf, Layout(1), 64, linear=linear) for linear in (False, True))
-    counts = StageParameters(4, 0, 0, linear_layers=3)
-    assert activations.all_layers_bytes(hf, Layout(1), 64, counts, 1.0) == (plain + 3 * state, max(plain, state))
+    linear = [family_of(hf).is_linear(hf, layer) for layer in range(4)]
+    plain, state = (layer_bytes(hf, Layout(1), 64, linear.index(kind)) for kind in (False, True))
+    assert linear.count(True) == 2 and plain != state
+    assert sizes.all_layers_bytes(hf, Layout(1), 64, range(4), 1.0) == (2 * plain + 2 * state, max(plain, state))
+    of_state = [layer for layer in range(4) if linear[layer]]
+    assert sizes.all_layers_bytes(hf, Layout(1), 64, of_state, 1.0) == (2 * state, state)
 
 
 def test_layers_with_windows(tmp_path):
@@ -244,7 +255,7 @@ def test_gpt_oss_as_published(tmp_path, layers, experts, total, active):
 
 def test_candidates_of_dynamic_sampling_take_time_and_disk():
     twice = override_recipe(RECIPE, ["rollout.oversample=2"])
-    seconds = [sizes.rollout_seconds(HF, r, 30_500_000_000, 4, H200, Assumptions()) for r in (RECIPE, twice)]
+    seconds = [plan(r).rollout_seconds for r in (RECIPE, twice)]
     disks = [disk_bytes(HF, r, 30_500_000_000, Assumptions()) for r in (RECIPE, twice)]
     stored = [disk["rollout store of a stage"] for disk in disks]
     assert seconds[1] == pytest.approx(2 * seconds[0]) and stored[1] == 2 * stored[0] > 0
@@ -253,7 +264,7 @@ def test_candidates_of_dynamic_sampling_take_time_and_disk():
 def test_with_a_token_budget_a_stage_generates_as_much_as_it_trains():
     partial = override_recipe(RECIPE, ["rollout.oversample=2", "rollout.token_budget=1024"])
     twice = override_recipe(RECIPE, ["rollout.oversample=2"])
-    seconds = [sizes.rollout_seconds(HF, r, 30_500_000_000, 4, H200, Assumptions()) for r in (RECIPE, partial)]
+    seconds = [plan(r).rollout_seconds for r in (RECIPE, partial)]
     disks = [disk_bytes(HF, r, 30_500_000_000, Assumptions()) for r in (twice, partial)]
     assert seconds[0] == pytest.approx(seconds[1]) and disks[0] == disks[1]
 
@@ -261,10 +272,10 @@ def test_with_a_token_budget_a_stage_generates_as_much_as_it_trains():
 def test_micro_batches_in_flight():
     two = replace(LAYOUT, pipeline_parallel=2)
     four = replace(LAYOUT, pipeline_parallel=4)
-    assert [activations.micro_batches_in_flight(four, stage, 100) for stage in range(4)] == [4, 3, 2, 1]
-    assert [activations.micro_batches_in_flight(four, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
+    assert [sizes.micro_batches_in_flight(four, stage, 100) for stage in range(4)] == [4, 3, 2, 1]
+    assert [sizes.micro_batches_in_flight(four, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
     # two chunks a rank: Megatron warms up 2 (p - stage - 1) + (v - 1) p chunks and starts one more
-    assert activations.micro_batches_in_flight(replace(two, virtual_stages=2), 0, 100) == 5 / 2
+    assert sizes.micro_batches_in_flight(replace(two, virtual_stages=2), 0, 100) == 5 / 2
 
 
 def test_head_buffer():
@@ -279,7 +290,7 @@ def test_memory_of_an_engine():
     assert sizes.kv_bytes_per_token(HF, 1) == 2 * 48 * 4 * 128 * 2 == 98_304
     assert sizes.kv_bytes_per_token(HF, 2) == 49_152
     assert sizes.kv_bytes_per_token(HF, 8) == 24_576  # a head is never split
-    items = sizes.rollout_memory(HF, RECIPE, 30_532_122_624, H200, Assumptions())
+    items = plan().rollout
     assert items["weights, bf16"] == 30_532_122_624  # two bytes each, on two GPUs
     assert sum(items.values()) == pytest.approx(0.92 * 139.8 * GIB)
     # per response and word: float32 logits of all ranks (4) and of this one's half (2), and log-probs (4);
@@ -287,7 +298,7 @@ def test_memory_of_an_engine():
     step = "logits and log-probs of a step"
     assert items[step] == 1024 * 151_936 * (4 + 2 + 4)
     rounded = override_recipe(RECIPE, ["rollout.float32_head=false"])
-    assert sizes.rollout_memory(HF, rounded, 30_532_122_624, H200, Assumptions())[step] == 1024 * 151_936 * (3 + 4 + 4)
+    assert plan(rounded).rollout[step] == 1024 * 151_936 * (3 + 4 + 4)
 
 
 def test_share_of_an_engine():
@@ -295,7 +306,7 @@ def test_share_of_an_engine():
     h100, rest = sizes.GPUS["h100"], 6 * GIB + 1024 * 151_936 * 10
 
     def share(*changes):
-        return sizes.engine_share(HF, override_recipe(RECIPE, changes), h100, Assumptions())
+        return plan(override_recipe(RECIPE, changes), gpu="h100").engine_share
 
     assert share() == pytest.approx(0.92 * h100.memory)
     assert share("rollout.memory_fraction=0.5") == 0.5 * h100.memory
@@ -307,8 +318,7 @@ def test_responses_that_decode_together():
     """The least of what the KV cache holds at mean length, the engine's limit, and the replica's share of responses."""
 
     def running(nodes, *changes):
-        recipe = override_recipe(RECIPE, changes)
-        return sizes.running_responses(HF, recipe, 30_532_122_624, nodes, H200, Assumptions())
+        return plan(override_recipe(RECIPE, changes), nodes=nodes).running_responses
 
     cache = 0.92 * 139.8 * GIB - 30_532_122_624 - 6 * GIB - 1024 * 151_936 * 10
     assert running(1) == pytest.approx(cache / (49_152 * (2048 / 4 + 20480 / 2 / 2)))
@@ -318,8 +328,7 @@ def test_responses_that_decode_together():
     assert running(4, short) == 48 * 32 * 8 / 16  # 16 replicas
     # a limit below what fits makes decoding slower
     few, all_that_fit = (
-        sizes.rollout_seconds(HF, override_recipe(RECIPE, c), 30_532_122_624, 1, H200, Assumptions())
-        for c in (["rollout.groups_per_chunk=8"], [])
+        plan(override_recipe(RECIPE, c), nodes=1).rollout_seconds for c in (["rollout.groups_per_chunk=8"], [])
     )
     assert few > 1.5 * all_that_fit
 
@@ -327,23 +336,21 @@ def test_responses_that_decode_together():
 def test_a_version_of_a_live_run_generates_what_its_schedule_allows():
     """With MinPRO's delay a version generates for 16 updates; without a delay it may generate until max_lag."""
     live = load_recipe(MOE)
-    assert sizes.groups_of_version(live) == 16 * 32
-    assert sizes.groups_of_version(RECIPE) == 48 * 32
+    assert plan(live).groups_of_version == 16 * 32
+    assert plan(RECIPE).groups_of_version == 48 * 32
     free = override_recipe(live, ["schedule.delay=0", "schedule.max_lag=63"])
-    assert sizes.groups_of_version(free) == 64 * 32
-    assert sizes.groups_of_version(override_recipe(free, ["schedule.max_lag=1000"])) == 160 * 32  # all of the stage
+    assert plan(free).groups_of_version == 64 * 32
+    assert plan(override_recipe(free, ["schedule.max_lag=1000"])).groups_of_version == 160 * 32  # all of the stage
     few = override_recipe(live, ["rollout.max_response_tokens=64", "rollout.memory_fraction=0.9"])
-    running = sizes.running_responses(HF, few, 30_532_122_624, 4, H200, Assumptions())
-    assert running == 16 * 32 * 8 / 16  # 16 replicas
+    assert plan(few).running_responses == 16 * 32 * 8 / 16  # 16 replicas
 
 
 def test_operations_and_passes_of_an_update():
     """Two operations per weight and token; attention adds 2 x layers x width x length^2 with a causal mask."""
-    active = sizes.active_parameters(HF, 30_532_122_624)
+    active = plan().active_parameters
     embedding, idle = 151_936 * 2048, 48 * 120 * 3 * 2048 * 768
     assert active == 30_532_122_624 - embedding - idle
     assert sizes.forward_flops(HF, active, 1000) == 2 * active * 1000 + 2 * 48 * 4096 * 1000**2
     assert sizes.touched_parameters(HF, 30_532_122_624, 1) == pytest.approx(active + embedding)
-    one = sizes.optimize_seconds(HF, RECIPE, LAYOUT, 30_532_122_624, 0, H200, Assumptions())
-    two = sizes.optimize_seconds(HF, RECIPE, LAYOUT, 30_532_122_624, 4, H200, Assumptions())
-    assert two == pytest.approx(2 * one)  # four passes (forward, recompute, and two of backward), and four more
+    # four passes (forward, recompute, and two of backward), and four more
+    assert plan().seconds_of_update(4) == pytest.approx(2 * plan().update_seconds)

@@ -146,6 +146,16 @@ def test_the_nearest_layout_is_valid_and_has_the_same_ranks(ranks):
     assert valid.nearest(MOE) == valid
 
 
+def test_stages_that_cannot_be_balanced_are_left_to_problems():
+    """36 layers in 16 stages: with 3 in each of the middle stages none would remain for the first and the last."""
+    uneven = Layout(16, pipeline_parallel=16).balanced(36)
+    assert (uneven.first_layers, uneven.last_layers) == (0, 0)
+    hf = MOE | {"num_hidden_layers": 36}
+    assert list(uneven.problems(hf))
+    nearest = Layout(16, expert_parallel=32).nearest(hf)
+    assert nearest is not None and not list(nearest.problems(hf))
+
+
 def test_ranks_of_all_nodes_count_unless_the_number_of_nodes_is_unknown():
     recipe = make_recipe(actor={"processes_per_node": 8, "tensor_parallel": 4, "pipeline_parallel": 4})
     check_layout(recipe, MOE, nodes=2)

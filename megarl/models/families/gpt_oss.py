@@ -1,8 +1,8 @@
 """gpt-oss: attention with sinks, windows in every second layer, experts with biases and a clamped activation."""
 
-from megarl.models.clamped_experts import ClampedExperts
+from megarl.models.attention import SinkAttention
 from megarl.models.family import Family
-from megarl.models.sink_attention import SinkAttention
+from megarl.models.feed_forward import ClampedExperts
 
 FAMILY = Family(
     SinkAttention(),

@@ -23,9 +23,9 @@ from megarl.data.tokenizer import end_of_sequence
 from megarl.errors import UserError
 from megarl.heartbeats import beat
 from megarl.models import family_of
+from megarl.models.attention import SinkAttention
 from megarl.models.feed_forward import MixtureOfExperts
 from megarl.models.hf_config import read_hf_config
-from megarl.models.sink_attention import SinkAttention
 from megarl.recipe.tables import Recipe
 from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_table, checked_experts, out_of_memory
 from megarl.rollout.engine import Completion, Request, RolloutEngine, Sampling, check_request, response_seed, section

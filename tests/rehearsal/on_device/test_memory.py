@@ -16,9 +16,10 @@ import pytest
 import torch
 
 from megarl.actor import sinks as sinks_module
-from megarl.planner import activations, sizes
+from megarl.planner import sizes
 from megarl.planner.assumptions import Assumptions
 from megarl.planner.parameter_counts import StageParameters
+from megarl.planner.plan import Plan
 from megarl.recipe.layout import Layout
 from tests.actor.conftest import make_recipe
 from tests.actor.test_activation_sizes import HF, OTHERS, WITH_EXPERTS
@@ -85,7 +86,6 @@ def one_rank(rank: int, ranks: int, family: str, recompute: Any, table: dict[str
     """
     join(rank, ranks, "cuda", folder / "meeting")
     from megarl.actor import lora, parallel
-    from megarl.actor.delta_net import GatedDeltaNet
     from megarl.actor.model import build_model
     from megarl.actor.optimizer import wrap
     from megarl.actor.packing import Sample, micro_batches
@@ -133,7 +133,6 @@ def one_rank(rank: int, ranks: int, family: str, recompute: Any, table: dict[str
         "sinks": sinks,
         "expert": sum(p.numel() for name, p in named if ".experts." in name),
         "dense": sum(p.numel() for name, p in named if ".experts." not in name),
-        "linear_layers": sum(isinstance(layer.self_attention, GatedDeltaNet) for layer in models[0].decoder.layers),
     }
 
 
@@ -148,16 +147,14 @@ def test_activations_agree_with_the_plan(tmp_path: Path, family: str, recompute:
     if "expert_tensor_parallel" not in table:
         layout = Layout(ranks, *(getattr(layout, f"{name}_parallel") for name in names[:4]), layout.tensor_parallel)
     hf, first = settings_of(family), found[0]
-    counts = StageParameters(LAYERS, first["dense"], first["expert"], linear_layers=first["linear_layers"])
+    counts = StageParameters(LAYERS, first["dense"], first["expert"])
     actor = {"backend": "cuda", "layers": "torch", "recompute": recompute, "tokens_per_micro_batch": TOKENS}
     recipe = make_recipe(actor=actor | table, rollout={"max_response_tokens": 8}, data={"max_prompt_tokens": 8})
-    kept, _ = activations.kept_bytes(hf, recipe, layout, counts, TOKENS, 1.0)
+    kept, _ = sizes.saved_bytes(hf, recipe, layout, 0, TOKENS, 1.0)
     # after the layers: the input of the final norm, and its output, which the head keeps
-    behind = activations.hidden_bytes(hf, layout, TOKENS) + 2 * TOKENS / layout.context_parallel * hf["hidden_size"]
+    behind = sizes.hidden_bytes(hf, layout, TOKENS) + 2 * TOKENS / layout.context_parallel * hf["hidden_size"]
     measured = sum(rank["kept"] for rank in found) / ranks
-    items = sizes.optimize_memory(
-        hf, recipe, layout, 0, counts, 0, sizes.GPUS["h100"], Assumptions(expert_imbalance=1.0)
-    )
+    items = Plan(recipe, hf, 1, "h100", layout, counts, [counts], Assumptions(expert_imbalance=1.0)).optimize
     planned = items["activations"] + items["log-probs, chunked, and the head's gradient"]
     peak = max(rank["peak"] for rank in found)
     print(f"\n{family} {recompute} {table}: kept {(kept + behind) / measured:.3f}, at most {planned / peak:.3f}")

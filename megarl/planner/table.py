@@ -1,0 +1,107 @@
+"""The text of a plan, for a terminal."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import fields
+
+from megarl.planner.assumptions import GIB
+from megarl.planner.plan import Plan, gib
+
+
+def table(plan: Plan) -> str:
+    """The whole plan as text."""
+    parts = (_heading, memory, _disk, _time, _assumed)
+    return "\n\n".join("\n".join(part(plan)) for part in parts)
+
+
+def _heading(plan: Plan) -> Iterator[str]:
+    routed = f", {plan.active_parameters / 1e9:.1f} B active" if plan.hf["num_experts"] else ""
+    ranks, actor = f"{plan.nodes} x {plan.recipe.actor.processes_per_node} {plan.gpu}", plan.layout
+    if plan.side_by_side:
+        engines = plan.recipe.rollout.workers * plan.recipe.rollout.tensor_parallel
+        ranks += f" of trainers, {plan.nodes} x {engines} of engines"
+    again = plan.recipe.actor.recompute
+    yield f"{plan.hf['model_type']}, {plan.parameters / 1e9:.2f} B parameters{routed}; {ranks}"
+    yield (
+        f"layout: tensor {actor.tensor_parallel}, pipeline {actor.pipeline_parallel}, "
+        f"context {actor.context_parallel}, expert {actor.expert_parallel} x {actor.expert_tensor_parallel}, "
+        f"data {actor.data_parallel} (experts {actor.expert_data_parallel}); "
+        f"recompute {again if isinstance(again, str) else ', '.join(again)}"
+    )
+    for number, stage in enumerate(plan.stages):
+        count = f"{(stage.dense + stage.expert) / 1e6:.1f} M parameters a rank"
+        experts = f", {stage.expert / 1e6:.1f} M of them experts" if stage.expert else ""
+        adapters = f", and {stage.adapters / 1e6:.1f} M of adapters" if stage.adapters else ""
+        yield f"  pipeline stage {number}: {stage.layers} layers, {count}{experts}{adapters}"
+
+
+def memory(plan: Plan) -> Iterator[str]:
+    """The lines about memory of the rollout and optimize phases."""
+    yield f"rollout, GiB on each GPU ({plan.replicas} replicas of {plan.recipe.rollout.tensor_parallel})"
+    yield from _rows(plan.rollout, "share of the engine", plan.engine_share)
+    longest = plan.kv_tokens / plan.longest_sequence
+    yield f"  room for {plan.kv_tokens:,} tokens, {longest:.1f} responses of full length"
+    yield (
+        f"  {plan.running_responses:,.0f} responses decode together, on average; groups_per_chunk allows "
+        f"{plan.engine_responses:,}"
+    )
+    yield from _preemption(plan)
+    yield ""
+    yield f"optimize, GiB on each GPU ({plan.micro_batch_tokens:,} tokens in the largest micro-batch)"
+    yield from _rows(plan.optimize, f"of this GPU, {1 - plan.assume.fragmentation:.0%}", plan.usable)
+    if plan.optimizer_on_host:
+        yield _row("and in a node's host memory: optimizer", plan.optimizer_on_host)
+        yield "  (the time of Adam on the host is not in the estimate below)"
+
+
+def _preemption(plan: Plan) -> Iterator[str]:
+    """Whether the KV cache holds all responses that a replica is asked for.
+
+    If they do not fit at the mean length, some wait; if they grow longer than the mean, the engine evicts some.
+    """
+    asked = min(plan.engine_responses, math.ceil(plan.responses_of_version))
+    fit, at_worst = (int(plan.responses_that_fit(tokens)) for tokens in (plan.mean_sequence, plan.longest_sequence))
+    if asked <= at_worst:
+        yield "  all of them fit at full length: none is evicted from the cache and computed again"
+    elif asked <= fit:
+        yield f"  {at_worst:,} fit at full length: beyond the mean length some are evicted and computed again"
+    else:
+        groups = max(1, fit // plan.recipe.rollout.responses_per_prompt)
+        yield f"  warning: of {asked:,} responses {fit:,} fit in the cache at the mean length; the others wait"
+        yield f"  rollout.groups_per_chunk={groups} fits; with more tensor_parallel or another GPU more would fit"
+
+
+def _disk(plan: Plan) -> Iterator[str]:
+    yield "disk, GiB"
+    for name, size in plan.disk.items():
+        yield _row(name, size)
+
+
+def _time(plan: Plan) -> Iterator[str]:
+    stages = plan.recipe.schedule.stages
+    beside = "; rollouts beside the rest" if plan.overlaps else ""
+    yield f"time of a stage, hours (an estimate{beside})"
+    yield from (f"  {name:<48}{seconds / 3600:9.2f}" for name, seconds in plan.seconds.items())
+    total = plan.stage_seconds * stages
+    yield f"  {f'the run of {stages} stages, without evaluations':<48}{total / 3600:9.2f}"
+
+
+def _assumed(plan: Plan) -> Iterator[str]:
+    yield "assumed (each an option: megarl plan --help)"
+    yield f"  {'hbm':<30}{gib(plan.device.memory):>12}  of a GPU that a process can allocate"
+    for item in fields(plan.assume):
+        value = getattr(plan.assume, item.name)
+        shown = gib(value) if item.name.endswith("_bytes") else f"{value:g}"
+        yield f"  {item.name.replace('_', ' '):<30}{shown:>12}  {item.metadata['of']}"
+
+
+def _rows(items: dict[str, float], limit_name: str, limit: float) -> Iterator[str]:
+    yield from (_row(name, size) for name, size in items.items() if size)
+    yield _row("sum", sum(items.values()))
+    yield _row(limit_name, limit)
+
+
+def _row(name: str, size: float) -> str:
+    return f"  {name:<48}{size / GIB:9.2f}"
