@@ -109,16 +109,16 @@ def _phase_store() -> dist.Store:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if PHASE_ID not in os.environ:
         return dist.HashStore()
-    store = _agents_store(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), os.environ[SECRET])
-    return dist.PrefixStore(os.environ[PHASE_ID], store)
+    names = ("MASTER_ADDR", "MASTER_PORT", SECRET, PHASE_ID)
+    return _agents_store(*(os.environ[name] for name in names))
 
 
 @functools.cache  # torch keeps only the C++ half of a store alive
-def _agents_store(address: str, port: int, secret: str) -> dist.Store:
+def _agents_store(address: str, port: str, secret: str, phase: str) -> dist.Store:
     deadline = time.monotonic() + CONNECT_SECONDS
     while True:
         try:
-            return StoreClient(address, port, bytes.fromhex(secret), collective_timeout())
+            return StoreClient(address, int(port), bytes.fromhex(secret), collective_timeout(), f"{phase}/")
         except OSError:  # the agent is alive, or this process would have been killed; but its machine may be busy
             if time.monotonic() > deadline:
                 raise

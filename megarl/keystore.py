@@ -2,7 +2,9 @@
 
 torch's own TCPStore obeys whoever reaches its port. Here both ends prove that they know the run's secret before
 anything else is read, and every message carries an HMAC with the connection's key over direction, sequence number and
-content: a forged, repeated, omitted or reordered message ends its connection and changes nothing.
+content: a forged, repeated, omitted, reordered or malformed message ends its connection and changes nothing.
+(`multiprocessing.connection` proves the secret too, but its messages are pickles without an HMAC, and a client that
+never answers its challenge keeps all others out.)
 
     client -> server    16 random bytes c
     server -> client    16 random bytes s, HMAC(secret, "server" c s)
@@ -16,17 +18,15 @@ Values are not encrypted.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import hmac
 import json
 import secrets
-import selectors
 import socket
 import struct
 import threading
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
 
@@ -34,9 +34,12 @@ import torch.distributed as dist
 
 NONCE, DIGEST = 16, 32  # bytes
 LENGTH = struct.Struct(">I")
+HEAD = LENGTH.size + DIGEST  # bytes of a message before its body
 SECRET = "MEGARL_STORE_SECRET"  # environment variable by which an agent gives its processes the secret, hexadecimal
 HANDSHAKE_SECONDS = 10.0
+GONE_SECONDS = 5.0  # how often the server looks whether a client that waits for keys is still there
 MAX_UNAUTHENTICATED = 64  # connections whose handshake is not complete; beyond that the oldest ones are closed
+BACKLOG = 256  # connections that wait to be accepted
 
 
 def new_secret() -> bytes:
@@ -56,41 +59,19 @@ class _Session:
     def __init__(self, secret: bytes, nonces: bytes, ours: bytes, theirs: bytes) -> None:
         self._key, self._ours, self._theirs = _mac(secret, b"session", nonces), ours, theirs
         self._sent = self._received = 0
-        self._data = bytearray()
 
     def pack(self, message: Any) -> bytes:
         body = json.dumps(message).encode()
         number, self._sent = self._sent, self._sent + 1
         return LENGTH.pack(len(body)) + _mac(self._key, self._ours, number.to_bytes(8), body) + body
 
-    def unpack(self, data: bytes) -> list[Any]:
-        """The messages that ``data`` completes. ConnectionError if one is not the next message of the other end."""
-        self._data += data
-        messages, start = [], LENGTH.size + DIGEST
-        while len(self._data) >= start:
-            end = start + LENGTH.unpack_from(self._data)[0]
-            if len(self._data) < end:
-                break
-            mac, body = self._data[LENGTH.size : start], bytes(self._data[start:end])
-            if not hmac.compare_digest(mac, _mac(self._key, self._theirs, self._received.to_bytes(8), body)):
-                raise ConnectionError("received a message with a wrong HMAC: the other end did not send it, or not now")
-            self._received += 1
-            del self._data[:end]
-            messages.append(json.loads(body))
-        return messages
-
-
-@dataclass(eq=False)
-class _Peer:
-    """The server's end of a connection."""
-
-    socket: socket.socket
-    since: float = field(default_factory=time.monotonic)
-    nonces: bytes = b""  # c s, once the client has sent c
-    received: bytes = b""  # what has arrived of the handshake
-    session: _Session | None = None  # once the client is authenticated
-    unsent: bytearray = field(default_factory=bytearray)
-    awaits: list[str] = field(default_factory=list)  # keys of a "wait" that is unanswered because some are not set
+    def unpack(self, head: bytes, body: bytes) -> Any:
+        """The message; ConnectionError if it is not the next one of the other end."""
+        mac = _mac(self._key, self._theirs, self._received.to_bytes(8), body)
+        if not hmac.compare_digest(head[LENGTH.size :], mac):
+            raise ConnectionError("received a message with a wrong HMAC: the other end did not send it, or not now")
+        self._received += 1
+        return json.loads(body)
 
 
 class StoreServer:
@@ -100,128 +81,84 @@ class StoreServer:
     """
 
     def __init__(self, secret: bytes, host: str = "127.0.0.1", port: int = 0) -> None:
-        if host:
-            self._listener = socket.create_server((host, port), backlog=1024)
-        else:
-            both = socket.has_dualstack_ipv6()
-            family = socket.AF_INET6 if both else socket.AF_INET
-            self._listener = socket.create_server(("", port), family=family, backlog=1024, dualstack_ipv6=both)
+        both = not host and socket.has_dualstack_ipv6()
+        family = socket.AF_INET6 if both else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=both)
         self.port = self._listener.getsockname()[1]
         self._secret = secret
         self._values: dict[str, str] = {}
-        self._peers: dict[Any, _Peer] = {}  # by socket
-        self._wake, self._woken = socket.socketpair()
-        self._selector = selectors.DefaultSelector()
-        for readable in (self._listener, self._woken):
-            readable.setblocking(False)
-            self._selector.register(readable, selectors.EVENT_READ)
-        self._thread = threading.Thread(target=self._serve, name="store", daemon=True)
+        self._strangers: dict[asyncio.StreamWriter, None] = {}  # clients that are not authenticated, oldest first
+        self._loop = asyncio.new_event_loop()
+        self._changed, self._closed = asyncio.Event(), asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="store", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        self._wake.close()
-        self._thread.join()
+        if self._thread.is_alive():
+            self._loop.call_soon_threadsafe(self._closed.set)
+            self._thread.join()
 
-    def _serve(self) -> None:
-        while True:
-            for key, _ in self._selector.select(HANDSHAKE_SECONDS):
-                if key.fileobj is self._woken:
-                    for end in (self._listener, self._woken, *self._peers):
-                        end.close()
-                    return
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif (peer := self._peers.get(key.fileobj)) is not None:
-                    self._receive(peer)
-            self._drop_unauthenticated()
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:  # in the end it cancels what serves clients
+            runner.run(self._serve())
 
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):  # the client has gone, or too many files are open
-            connection, _ = self._listener.accept()
-            connection.setblocking(False)
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            self._peers[connection] = _Peer(connection)
-            self._selector.register(connection, selectors.EVENT_READ)
+    async def _serve(self) -> None:
+        server = await asyncio.start_server(self._serve_client, sock=self._listener, backlog=BACKLOG)
+        await self._closed.wait()
+        server.close()
 
-    def _drop_unauthenticated(self) -> None:
-        """Close connections whose handshake takes too long, and the oldest of too many."""
-        waiting = [peer for peer in self._peers.values() if not peer.session]
-        expired = time.monotonic() - HANDSHAKE_SECONDS
-        for number, peer in enumerate(waiting):
-            if peer.since < expired or number < len(waiting) - MAX_UNAUTHENTICATED:
-                self._drop(peer)
-
-    def _drop(self, peer: _Peer) -> None:
-        del self._peers[peer.socket]
-        self._selector.unregister(peer.socket)
-        peer.socket.close()
-
-    def _receive(self, peer: _Peer) -> None:
+    async def _serve_client(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
-            self._flush(peer)
-            data = peer.socket.recv(1 << 20)
-            if not data:
-                raise ConnectionError
-            if peer.session is None:
-                data = self._handshake(peer, data)
-            for request in peer.session.unpack(data) if peer.session else ():
-                self._answer(peer, request)
-        except BlockingIOError:
-            pass
-        except (OSError, ValueError):
-            if peer.socket in self._peers:
-                self._drop(peer)
+            # whatever is wrong with a client ends its connection alone; asyncio would print a cancellation by `close`
+            with contextlib.suppress(Exception, asyncio.CancelledError):
+                session = await self._authenticate(reader, writer)
+                while True:
+                    head = await reader.readexactly(HEAD)
+                    request = session.unpack(head, await reader.readexactly(LENGTH.unpack_from(head)[0]))
+                    if request[0] == "wait":
+                        await self._wait(request[1], reader, writer)
+                    writer.write(session.pack(self._answer(*request)))
+                    await writer.drain()
+        finally:
+            self._strangers.pop(writer, None)
+            writer.transport.abort()
 
-    def _handshake(self, peer: _Peer, data: bytes) -> bytes:
-        """Continue the handshake with ``data``; returns the bytes that follow it, b"" while it is not complete."""
-        peer.received += data
-        if not peer.nonces and len(peer.received) >= NONCE:
-            peer.nonces = peer.received[:NONCE] + secrets.token_bytes(NONCE)
-            peer.unsent += peer.nonces[NONCE:] + _mac(self._secret, b"server", peer.nonces)
-            self._flush(peer)
-        if len(peer.received) < NONCE + DIGEST:
-            return b""
-        proof, rest = peer.received[NONCE : NONCE + DIGEST], peer.received[NONCE + DIGEST :]
-        if not hmac.compare_digest(proof, _mac(self._secret, b"client", peer.nonces)):
+    async def _authenticate(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> _Session:
+        self._strangers[writer] = None
+        if len(self._strangers) > MAX_UNAUTHENTICATED:
+            oldest = next(iter(self._strangers))
+            del self._strangers[oldest]
+            oldest.transport.abort()
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
+            nonces = await reader.readexactly(NONCE) + secrets.token_bytes(NONCE)
+            writer.write(nonces[NONCE:] + _mac(self._secret, b"server", nonces))
+            proof = await reader.readexactly(DIGEST)
+        if not hmac.compare_digest(proof, _mac(self._secret, b"client", nonces)):
             raise ConnectionError("the client does not know the secret")
-        peer.session, peer.received = _Session(self._secret, peer.nonces, b"server", b"client"), b""
-        return rest
+        del self._strangers[writer]
+        return _Session(self._secret, nonces, b"server", b"client")
 
-    def _answer(self, peer: _Peer, request: list[Any]) -> None:
-        name, *arguments = request
-        if name == "wait":
-            peer.awaits = arguments[0]
-            self._answer_wait(peer)
-            return
-        self._reply(peer, getattr(self, f"_do_{name}")(*arguments))
+    async def _wait(self, keys: list[str], reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Return once all keys are set; ConnectionError if the client has gone."""
+        while not all(key in self._values for key in keys):
+            if reader.at_eof() or writer.is_closing():
+                raise ConnectionError
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(GONE_SECONDS):
+                    await self._changed.wait()
+
+    def _answer(self, name: str, *arguments: Any) -> Any:
+        answer = getattr(self, f"_do_{name}")(*arguments)
         if name in ("set", "add", "compare_set"):
-            for other in [other for other in self._peers.values() if other.awaits]:
-                self._answer_wait(other)
-
-    def _answer_wait(self, peer: _Peer) -> None:
-        """Answer the peer's "wait" if all of its keys are set by now."""
-        if all(key in self._values for key in peer.awaits):
-            keys, peer.awaits = peer.awaits, []
-            self._reply(peer, [self._values[key] for key in keys])
-
-    def _reply(self, peer: _Peer, answer: Any) -> None:
-        assert peer.session
-        peer.unsent += peer.session.pack(answer)
-        try:
-            self._flush(peer)
-        except OSError:  # a waiting peer that has gone: dropped when its own socket is read, not in another's request
-            peer.unsent.clear()
-
-    def _flush(self, peer: _Peer) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while peer.unsent:
-                del peer.unsent[: peer.socket.send(peer.unsent)]
-        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if peer.unsent else 0)
-        if self._selector.get_key(peer.socket).events != events:
-            self._selector.modify(peer.socket, events)
+            self._changed.set()
+            self._changed = asyncio.Event()
+        return answer
 
     def _do_set(self, key: str, value: str) -> None:
         self._values[key] = value
+
+    def _do_wait(self, keys: list[str]) -> list[str]:
+        return [self._values[key] for key in keys]
 
     def _do_find(self, keys: list[str]) -> list[str | None]:
         return [self._values.get(key) for key in keys]
@@ -246,32 +183,32 @@ class StoreServer:
 class StoreClient(dist.Store):
     """A connection to a `StoreServer` with the methods of torch's stores. Thread-safe; one request is sent at a time.
 
+    prefix: put before every key. torch asks a PrefixStore for the store below it and writes there too: the report of an
+    NCCL error, which every NCCL group polls. So processes that must not see each other's keys need another prefix here.
+
     Raises ConnectionError if the server cannot be reached, belongs to another run, or has gone. Keep a reference to it
     as long as torch uses it: torch keeps only the C++ half alive.
     """
 
-    def __init__(
-        self, address: str, port: int, secret: bytes, timeout: timedelta, connect_seconds: float = HANDSHAKE_SECONDS
-    ) -> None:
+    def __init__(self, address: str, port: int, secret: bytes, timeout: timedelta, prefix: str = "") -> None:
         super().__init__()
-        self._arguments = (address, port, secret, timeout)
-        self._timeout, self._lock = timeout, threading.Lock()
+        self._arguments = (address, port, secret, timeout, prefix)
+        self._timeout, self._prefix, self._lock = timeout, prefix, threading.Lock()
         self._clones: list[StoreClient] = []
-        self._socket = socket.create_connection((address, port), timeout=connect_seconds)
+        self._socket = socket.create_connection((address, port), timeout=HANDSHAKE_SECONDS)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._received = self._socket.makefile("rb")
         nonce = secrets.token_bytes(NONCE)
         self._socket.sendall(nonce)
-        answer = b""
-        while len(answer) < NONCE + DIGEST:
-            answer += self._receive()
+        answer = self._receive(NONCE + DIGEST)
         nonces = nonce + answer[:NONCE]
-        if len(answer) > NONCE + DIGEST or not hmac.compare_digest(answer[NONCE:], _mac(secret, b"server", nonces)):
+        if not hmac.compare_digest(answer[NONCE:], _mac(secret, b"server", nonces)):
             raise ConnectionError(f"{address}:{port} is not the store of this run: it does not know the run's secret")
         self._socket.sendall(_mac(secret, b"client", nonces))
         self._session = _Session(secret, nonces, b"client", b"server")
 
-    def _receive(self) -> bytes:
-        if not (data := self._socket.recv(1 << 20)):
+    def _receive(self, size: int) -> bytes:
+        if len(data := self._received.read(size)) < size:
             raise ConnectionError(
                 "the run's store closed the connection: the agent of node 0 has ended, or its run has another secret"
             )
@@ -280,38 +217,40 @@ class StoreClient(dist.Store):
     def _ask(self, *request: Any, timeout: timedelta | None = None) -> Any:
         with self._lock:
             self._socket.settimeout((timeout or self._timeout).total_seconds())
-            self._socket.sendall(self._session.pack(request))
             try:
-                while not (answers := self._session.unpack(self._receive())):
-                    pass
+                self._socket.sendall(self._session.pack(request))
+                head = self._receive(HEAD)
+                return self._session.unpack(head, self._receive(LENGTH.unpack_from(head)[0]))
             except TimeoutError as error:
-                self._socket.close()  # the late answer must not be taken for that of the next request
+                self.abort()  # the late answer must not be taken for that of the next request
                 raise dist.DistStoreError(f"timed out: {request}") from error
-            return answers[0]
+
+    def _keys(self, keys: Sequence[str]) -> list[str]:
+        return [self._prefix + key for key in keys]
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask("set", key, _text(value))
+        self._ask("set", self._prefix + key, _text(value))
 
     def get(self, key: str) -> bytes:
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return [_bytes(value) for value in self._ask("wait", list(keys))]
+        return [_bytes(value) for value in self._ask("wait", self._keys(keys))]
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._ask("wait", list(keys), timeout=timeout)
+        self._ask("wait", self._keys(keys), timeout=timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
-        return None not in self._ask("find", list(keys))
+        return None not in self._ask("find", self._keys(keys))
 
     def add(self, key: str, amount: int) -> int:
-        return self._ask("add", key, amount)
+        return self._ask("add", self._prefix + key, amount)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        return _bytes(self._ask("compare_set", key, _text(expected), _text(desired)))
+        return _bytes(self._ask("compare_set", self._prefix + key, _text(expected), _text(desired)))
 
     def delete_key(self, key: str) -> bool:
-        return self._ask("delete", key)
+        return self._ask("delete", self._prefix + key)
 
     def num_keys(self) -> int:
         return self._ask("count")

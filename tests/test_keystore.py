@@ -11,7 +11,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.keystore import DIGEST, MAX_UNAUTHENTICATED, NONCE, StoreClient, StoreServer, _Session, new_secret
+from megarl import distributed, keystore
+from megarl.distributed import PHASE_ID
+from megarl.keystore import (
+    DIGEST,
+    MAX_UNAUTHENTICATED,
+    NONCE,
+    SECRET,
+    StoreClient,
+    StoreServer,
+    _Session,
+    new_secret,
+)
 
 TIMEOUT = timedelta(seconds=60)
 
@@ -94,6 +105,43 @@ def test_torchs_process_groups_can_use_it(server, secret):
     assert [results.get(timeout=120) for _ in ranks] == [6.0, 6.0]
     for rank in ranks:
         rank.join()
+
+
+def test_what_torch_writes_below_its_prefixes_stays_within_an_attempt_at_a_phase(server, secret, monkeypatch):
+    """An NCCL error is written to the store below all prefixes, where every NCCL group of a later attempt polls it."""
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", str(server.port))
+    monkeypatch.setenv(SECRET, secret.hex())
+    stores = []
+    for attempt in ("phase1", "phase2"):
+        monkeypatch.setenv(PHASE_ID, attempt)
+        stores.append(dist.PrefixStore("torch", distributed._phase_store()))
+    stores[0]._underlying_non_prefix_store.set("exception_dump", "1")
+    assert stores[0]._underlying_non_prefix_store.check(["exception_dump"])
+    assert not stores[1]._underlying_non_prefix_store.check(["exception_dump"])
+    stores[1].set("a", "1")
+    assert stores[1].check(["a"]) and not stores[0].check(["a"])
+
+
+def test_a_malformed_request_ends_the_connection_of_its_client_alone(server, client):
+    for request in (["unknown"], ["set"], [], 1, ["add", "a", "x"], ["wait", 1], ["set", [], 1], {"a": 1}):
+        with pytest.raises(ConnectionError):
+            client.clone()._ask(*request) if isinstance(request, list) else send(client.clone(), request)
+    client.set("a", "1")
+    assert client.get("a") == b"1"
+
+
+def send(client, message):
+    client._socket.sendall(client._session.pack(message))
+    client._receive(1)
+
+
+def test_a_client_that_dies_while_it_waits_is_let_go(server, client, monkeypatch):
+    monkeypatch.setattr(keystore, "GONE_SECONDS", 0.01)
+    waits = client.clone()
+    waits._socket.sendall(waits._session.pack(["wait", ["never"]]))
+    waits._socket.shutdown(socket.SHUT_WR)
+    assert closed(waits._socket) == b""
 
 
 def closed(connection):

@@ -3,12 +3,18 @@
 The agent of the first node, the leader, publishes an order for each phase; it alone writes events. Every agent starts
 the processes of the phase on its own node and reports how they ended. When an agent reports a failure, or its
 heartbeats stop, all others kill their processes of the phase at once.
+
+Agents of several nodes find the leader's store through two files in the run directory. ``secret``: 32 random bytes,
+created once per run, which only their owner can read. ``leader.json``: address and port of the leader's store; one of
+an earlier start is harmless: nothing listens there, or a store with another secret.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
 import json
+import os
 import socket
 import threading
 import time
@@ -18,14 +24,11 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Self
 
-import torch.distributed as dist
-
-from megarl.errors import PhaseFailed
-from megarl.keystore import StoreClient, StoreServer, new_secret
-from megarl.workers.activity import Activity
+from megarl.errors import PhaseFailed, UserError
+from megarl.keystore import DIGEST, StoreClient, StoreServer, new_secret
+from megarl.storage.files import make_directory, write_atomic
 from megarl.workers.node_rank import NodeRank
 from megarl.workers.processes import Starter
-from megarl.workers.rendezvous import join, make_secret, publish
 
 HEARTBEAT_SECONDS = 0.5
 DEAD_AFTER_SECONDS = 15.0  # without a heartbeat; less than Slurm's KillWait, so the cause is logged before a job dies
@@ -33,6 +36,7 @@ LEADER_LOST_SECONDS = 60.0  # timeout of a request to the leader's store: more t
 JOIN_TIMEOUT = timedelta(minutes=10)  # nodes of one job start seconds apart, but may have to pull a container first
 POLL_SECONDS = 0.05
 STALLED = "stalled"  # value of an order's "abort" key if a process stalled; "1" for any other failure
+HANGS_SECONDS = 600.0  # without CPU time the main thread counts as hanging; a healthy one polls all the time
 LOOPBACK = "127.0.0.1"
 LOST = (RuntimeError, OSError)  # what a request raises once the store's server is gone
 
@@ -66,23 +70,18 @@ class Nodes:
         self._orders = 0
         self._kill: Callable[[bool], None] | None = None  # see `killable`
         self._lock = threading.Lock()  # guards `_kill`, so that it is not called once its phase has ended
-        self._last_heartbeat: dict[int, tuple[bytes, float]] = {}  # rank -> (value, `Activity.time` when it changed)
+        self._last_heartbeat: dict[int, tuple[bytes, int]] = {}  # rank -> (value, number of checks when it changed)
         self.dead: dict[int, str] = {}  # rank -> message about the agent's death
         self.leader_lost = False
-        self._activity = Activity()  # of this thread, the main one
         self._closing = threading.Event()
         if self.count > 1:
             self._meet()
-        loop = self._exchange_heartbeats if self.count > 1 else self._check_activity
-        threading.Thread(target=loop, daemon=True).start()
+        clock = time.pthread_getcpuclockid(threading.get_ident())
+        threading.Thread(target=self._check, args=(clock,), daemon=True).start()
 
     def _open(self, run_dir: Path | None) -> StoreClient:
         """Leader: start the store's server, on loopback if there is only one node, and connect to it."""
-        if self.count == 1:
-            self.secret = new_secret()
-        else:
-            assert run_dir is not None
-            self.secret = make_secret(run_dir)
+        self.secret = new_secret() if run_dir is None or self.count == 1 else make_secret(run_dir)
         try:
             self._server = StoreServer(self.secret, LOOPBACK if self.address == LOOPBACK else "", self.port)
         except OSError as error:
@@ -91,15 +90,29 @@ class Nodes:
                 "a free port, or unset it to have one chosen"
             ) from error
         self.port = self._server.port
-        if self.count > 1:
-            assert run_dir is not None
-            publish(run_dir, self.address, self.port)
+        if run_dir is not None and self.count > 1:
+            write_atomic(run_dir / "leader.json", json.dumps({"address": self.address, "port": self.port}))
         return StoreClient(LOOPBACK, self.port, self.secret, JOIN_TIMEOUT)
 
     def _join(self, run_dir: Path | None) -> StoreClient:
+        """Others: connect to the leader's store, waiting until it listens; `PhaseFailed` after `JOIN_TIMEOUT`."""
         assert run_dir is not None
-        store, self.address, self.port, self.secret = join(run_dir, self.address, self.port, JOIN_TIMEOUT)
-        return store
+        deadline, fixed = time.monotonic() + JOIN_TIMEOUT.total_seconds(), self.port != 0
+        while True:
+            try:
+                self.secret = read_secret(run_dir)
+                if not fixed:
+                    leader = json.loads((run_dir / "leader.json").read_text())
+                    self.address, self.port = leader["address"], leader["port"]
+                return StoreClient(self.address, self.port, self.secret, JOIN_TIMEOUT)
+            except (OSError, ValueError, KeyError) as error:  # no files yet, or those of an earlier start
+                if time.monotonic() > deadline:
+                    where = f"{self.address}:{self.port}" if fixed else f"the address in {run_dir / 'leader.json'}"
+                    raise PhaseFailed(
+                        f"cannot reach node 0 at {where}: {error}; the run directory must lie on a file system that "
+                        "all nodes share, and MASTER_ADDR, if set, must name the first node"
+                    ) from error
+            time.sleep(POLL_SECONDS)
 
     def _meet(self) -> None:
         """Wait until all agents have joined; `PhaseFailed` names one that has not within `JOIN_TIMEOUT`."""
@@ -201,53 +214,66 @@ class Nodes:
             self.leader_lost = True
             return True
 
-    def _check_activity(self) -> None:
-        """Thread of an agent without others: reports on stderr when the main thread hangs."""
-        while not self._closing.wait(HEARTBEAT_SECONDS):
-            self._activity.check()
+    def _check(self, clock: int) -> None:
+        """Thread: checks that the main thread, whose CPU time ``clock`` shows, does not hang, and exchanges heartbeats.
 
-    def _exchange_heartbeats(self) -> None:
-        """Thread: sends this agent's heartbeats, checks those of others, and calls `_kill` when an order is aborted.
-
-        The heartbeat does not change while the main thread hangs, so that the other agents count this one as dead.
+        Time is counted in checks, so that it does not pass while the whole process is suspended. The heartbeat does not
+        change while the main thread hangs, so that the other agents count this one as dead.
         """
-        store = self._store.clone()  # the main thread may have a request pending on the other connection
-        store.set_timeout(timedelta(seconds=LEADER_LOST_SECONDS))
-        beats = 0
+        store = self._store.clone() if self.count > 1 else None  # the other connection may have a request pending
+        if store:
+            store.set_timeout(timedelta(seconds=LEADER_LOST_SECONDS))
+        spent, active, beats, number = 0.0, 0, 0, 0  # ``active``: the check at which the main thread last used the CPU
         while not self._closing.wait(HEARTBEAT_SECONDS):
-            beats += self._activity.check()
-            try:
-                store.set(f"alive/{self.rank}", str(beats))
-                self._find_dead(store)
-                key, gone = f"abort/{self._orders}", self.dead or self.leader_lost
-                reason = store.get(key).decode() if store.check([key]) else "1" if gone else ""
-            except LOST:
-                self.leader_lost, reason = True, "1"
-            with self._lock:
-                if reason and self._kill:
-                    self._kill(reason == STALLED)
-            if self.leader_lost:
-                self._store.abort()  # with a hanging leader the main thread's request would go on waiting
+            number += 1
+            before, spent = spent, time.clock_gettime(clock)
+            if spent != before:
+                active = number
+            idle = (number - active) * HEARTBEAT_SECONDS
+            if idle < HANGS_SECONDS:
+                beats += 1
+            elif idle < HANGS_SECONDS + HEARTBEAT_SECONDS:
+                _print_stacks(idle)
+            if store and not self._exchange_heartbeats(store, str(beats), number):
                 return
 
-    def _find_dead(self, store: dist.Store) -> None:
+    def _exchange_heartbeats(self, store: StoreClient, heartbeat: str, number: int) -> bool:
+        """Check ``number``: send a heartbeat, check those of others, call `_kill` if the order is aborted.
+
+        False once the leader is lost.
+        """
+        try:
+            store.set(f"alive/{self.rank}", heartbeat)
+            self._find_dead(store, number)
+            key, gone = f"abort/{self._orders}", self.dead or self.leader_lost
+            reason = store.get(key).decode() if store.check([key]) else "1" if gone else ""
+        except LOST:
+            self.leader_lost, reason = True, "1"
+        with self._lock:
+            if reason and self._kill:
+                self._kill(reason == STALLED)
+        if self.leader_lost:
+            self._store.abort()  # with a hanging leader the main thread's request would go on waiting
+        return not self.leader_lost
+
+    def _find_dead(self, store: StoreClient, number: int) -> None:
         """The leader checks the heartbeats of all other agents; the others check the leader's.
 
         That the leader's store still answers says nothing: it has a thread of its own, but the main thread may hang.
         """
-        now = self._activity.time
         for rank in range(1, self.count) if self.rank == 0 else (0,):
             key = f"alive/{rank}"
             heartbeat = store.get(key) if store.check([key]) else b""
-            last, since = self._last_heartbeat.get(rank, (None, now))
+            last, since = self._last_heartbeat.get(rank, (None, number))
+            silent = (number - since) * HEARTBEAT_SECONDS
             if heartbeat != last:
-                self._last_heartbeat[rank] = heartbeat, now
-            elif now - since <= DEAD_AFTER_SECONDS:
+                self._last_heartbeat[rank] = heartbeat, number
+            elif silent <= DEAD_AFTER_SECONDS:
                 continue
             elif rank == 0:
                 self.leader_lost = True
             elif rank not in self.dead and not store.check([f"left/{rank}"]):
-                self.dead[rank] = f"the agent of {self.name(rank)} died or hangs: no heartbeat for {now - since:.0f} s"
+                self.dead[rank] = f"the agent of {self.name(rank)} died or hangs: no heartbeat for {silent:.0f} s"
                 store.set(f"abort/{self._orders}", "1")
 
     def __enter__(self) -> Self:
@@ -277,3 +303,40 @@ class Nodes:
 
     def _left(self, rank: int) -> bool:
         return rank in self.dead or self._store.check([f"left/{rank}"])
+
+
+def _print_stacks(idle: float) -> None:
+    text = (
+        f"megarl: no progress for {idle:.0f} s: this node agent hangs, most often because a file system "
+        "does not respond. It continues as soon as the file system does. Its stack:\n"
+    )
+    os.write(2, text.encode())  # bypasses the progress display, in which the thread may hang
+    faulthandler.dump_traceback(2)
+
+
+def make_secret(run_dir: Path) -> bytes:
+    """The run's secret, which is created if there is none yet. Called by the leader."""
+    make_directory(run_dir)
+    path = run_dir / "secret"
+    if not path.exists():
+        write_atomic(path, new_secret(), 0o600)
+    return read_secret(run_dir)
+
+
+def read_secret(run_dir: Path) -> bytes:
+    """The run's secret.
+
+    FileNotFoundError if the leader has not created it yet; `UserError` if the file is damaged, is another user's, or
+    can be read or written by other users.
+    """
+    path = run_dir / "secret"
+    about = path.stat()
+    if about.st_mode & 0o077 or about.st_uid != os.geteuid():
+        raise UserError(
+            f"{path} must belong to the user who starts the run and be readable by nobody else: chmod 600 it, or "
+            "delete it while the run is stopped"
+        )
+    secret = path.read_bytes()
+    if len(secret) != DIGEST:
+        raise UserError(f"{path} is damaged: delete it while the run is stopped, and start the run again")
+    return secret

@@ -1,6 +1,7 @@
 """The agents of several nodes, as threads of one process: no agent waits for one that has ended or hangs."""
 
 import contextlib
+import json
 import os
 import re
 import threading
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from megarl.distributed import ReplicaGroup
 from megarl.errors import PhaseFailed, UserError
 from megarl.keystore import StoreServer, new_secret
-from megarl.workers import activity, nodes, rendezvous
+from megarl.workers import nodes
 from megarl.workers.nodes import NodeRank, Nodes, Report
 
 
@@ -76,27 +77,27 @@ def test_a_replica_that_waits_for_others_can_be_interrupted():
 
 def test_the_secret_is_readable_by_its_owner_alone_and_the_same_for_all_starts(tmp_path):
     run = tmp_path / "run"
-    secret = rendezvous.make_secret(run)
+    secret = nodes.make_secret(run)
     assert (run / "secret").stat().st_mode & 0o777 == 0o600
-    assert rendezvous.make_secret(run) == rendezvous.read_secret(run) == secret
+    assert nodes.make_secret(run) == nodes.read_secret(run) == secret
     os.chmod(run / "secret", 0o640)
     with pytest.raises(UserError, match="readable by nobody else"):
-        rendezvous.make_secret(run)
+        nodes.make_secret(run)
     os.chmod(run / "secret", 0o600)
     if os.geteuid() == 0:
         os.chown(run / "secret", 65534, 65534)
         with pytest.raises(UserError, match="readable by nobody else"):
-            rendezvous.read_secret(run)
+            nodes.read_secret(run)
         os.chown(run / "secret", 0, 0)
     (run / "secret").write_bytes(b"short")
     with pytest.raises(UserError, match="damaged"):
-        rendezvous.read_secret(run)
+        nodes.read_secret(run)
 
 
 def test_a_follower_ignores_an_address_that_an_earlier_start_left(tmp_path):
-    rendezvous.make_secret(tmp_path)
+    nodes.make_secret(tmp_path)
     other = StoreServer(new_secret())  # another run's store, on the port that an earlier start of this run had
-    rendezvous.publish(tmp_path, "127.0.0.1", other.port)
+    (tmp_path / "leader.json").write_text(json.dumps({"address": "127.0.0.1", "port": other.port}))
     joined = []
 
     def follow():
@@ -121,7 +122,13 @@ def test_a_follower_without_a_leader_says_where_it_looked(tmp_path, monkeypatch)
 def test_a_leader_whose_store_does_not_answer_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(nodes, "LEADER_LOST_SECONDS", 0.3)
     still, answer, causes = threading.Event(), StoreServer._answer, []
-    monkeypatch.setattr(StoreServer, "_answer", lambda *request: None if still.is_set() else answer(*request))
+
+    def hangs(*request):
+        while still.is_set():
+            time.sleep(0.01)
+        return answer(*request)
+
+    monkeypatch.setattr(StoreServer, "_answer", hangs)
 
     def follow():
         try:
@@ -141,7 +148,7 @@ def test_a_leader_whose_store_does_not_answer_is_noticed(tmp_path, monkeypatch):
 
 
 def test_an_agent_whose_main_thread_hangs_counts_as_dead(tmp_path, monkeypatch):
-    monkeypatch.setattr(activity, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(nodes, "HANGS_SECONDS", 0.5)
     monkeypatch.setattr(nodes, "DEAD_AFTER_SECONDS", 2.0)
     told = threading.Event()
 
@@ -162,7 +169,7 @@ def test_an_agent_whose_main_thread_hangs_counts_as_dead(tmp_path, monkeypatch):
 
 
 def test_a_leader_whose_main_thread_hangs_is_noticed_though_its_store_answers(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(activity, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(nodes, "HANGS_SECONDS", 0.5)
     monkeypatch.setattr(nodes, "DEAD_AFTER_SECONDS", 2.0)
     noticed, causes = threading.Event(), []
 
@@ -183,7 +190,7 @@ def test_a_leader_whose_main_thread_hangs_is_noticed_though_its_store_answers(tm
 
 
 def test_the_agent_of_a_single_node_prints_its_stack_when_it_hangs(monkeypatch, capfd):
-    monkeypatch.setattr(activity, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(nodes, "HANGS_SECONDS", 0.5)
     with Nodes(NodeRank(0, 1, "127.0.0.1")):
         threading.Event().wait(3)
         assert_stack_was_printed(capfd)
@@ -200,18 +207,10 @@ def assert_stack_was_printed(capfd):
 
 
 def test_a_suspended_agent_does_not_count_as_hanging(monkeypatch):
-    now = [0.0]
-    clocks = {
-        "monotonic": lambda: now[0],
-        "pthread_getcpuclockid": lambda thread: 0,
-        "clock_gettime": lambda clock: 1.0,
-    }
-    monkeypatch.setattr(activity, "time", SimpleNamespace(**clocks))
-    mine = activity.Activity()
-    for seconds in (0.5, 1e6, 0.5):  # between two checks, all of the process was suspended
-        now[0] += seconds
-        assert mine.check()
-    for _ in range(2 * int(activity.IDLE_SECONDS)):
-        now[0] += 0.5
-        running = mine.check()
-    assert not running
+    """While the process is suspended no check takes place, however much time passes."""
+    printed, steps = [], iter([False, False, *[False] * int(nodes.HANGS_SECONDS / nodes.HEARTBEAT_SECONDS), True])
+    monkeypatch.setattr(nodes, "_print_stacks", printed.append)
+    monkeypatch.setattr(nodes, "time", SimpleNamespace(clock_gettime=lambda clock: 1.0))
+    agent = SimpleNamespace(count=1, _closing=SimpleNamespace(wait=lambda seconds: next(steps)))
+    Nodes._check(agent, 0)
+    assert printed == [nodes.HANGS_SECONDS]
