@@ -12,48 +12,44 @@ import itertools
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
-import warnings
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from megarl.linux import die_with_parent
 from megarl.workers.processes import WarmProcess
-from megarl.workers.warm import WarmProcess as Server
-from megarl.workers.warm import become, import_generation, serve
+from megarl.workers.warm import CHECK, Imports, be_warm_process, become, first_imports, serve
 from tests.helpers import ROOT
 
 
-class CommandServer(Server):
-    """A warm process that is ordered to run command lines of `megarl`."""
+def run_command(order: dict[str, Any]) -> int:
+    """Run a command line of `megarl` in a fork; returns its exit code."""
+    from megarl import cli
+    from megarl.workers import processes
 
-    def run_child(self, order: dict[str, Any]) -> int:
-        from megarl import cli
-        from megarl.workers import processes
-
-        become(order["log"], {})
-        os.environ.clear()
-        os.environ.update(order["environment"])
-        os.dup2(os.open(order["errors"], os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
-        os.chdir(ROOT)
-        processes.WarmProcess = ForkedWarmProcess
-        if order["hold"]:
-            hold(*order["hold"])
-        if order["mutant"]:
-            getattr(importlib.import_module("tests.phases.mutants"), order["mutant"])()
-        sys.argv = ["megarl", *order["arguments"]]
-        try:
-            cli.main(order["arguments"])
-        except SystemExit as end:
-            if isinstance(end.code, str):
-                print(end.code, file=sys.stderr)
-                return 1
-            return end.code or 0
-        return 0
+    become(order["log"], {})
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    os.dup2(os.open(order["errors"], os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
+    os.chdir(ROOT)
+    processes.WarmProcess = ForkedWarmProcess
+    if order["hold"]:
+        hold(*order["hold"])
+    if order["mutant"]:
+        getattr(importlib.import_module("tests.phases.mutants"), order["mutant"])()
+    sys.argv = ["megarl", *order["arguments"]]
+    try:
+        cli.main(order["arguments"])
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+            return 1
+        return end.code or 0
+    return 0
 
 
 def hold(pattern: str, count: int, marker: str) -> None:
@@ -86,16 +82,16 @@ def hold(pattern: str, count: int, marker: str) -> None:
 class ForkedWarmProcess(WarmProcess):
     """The agent's end of a warm process that is a fork of the agent, where everything is imported already."""
 
-    def _start(self, theirs: socket.socket, _: str) -> Any:
+    def _start(self, theirs: Connection, _: str) -> Any:
         agent = os.getpid()
         if pid := os.fork():
             return Child(pid)
         code = 1
         try:
-            self._socket.close()
+            self._connection.close()
             os.setsid()
             os.environ["MEGARL_AGENT_PID"] = str(agent)
-            serve(theirs)
+            be_warm_process(theirs, Imports(first_imports()))
             code = 0
         finally:
             os._exit(code)
@@ -140,7 +136,7 @@ class Command:
         order = {"log": str(self.outputs[0]), "errors": str(self.outputs[1])}
         order |= {"arguments": list(map(str, arguments)), "environment": environment}
         order |= {"hold": hold, "mutant": mutant}
-        (self.pid,) = zygote.fork([order])
+        (self.pid,) = zygote.fork(CHECK, [(run_command, (order,))], 900.0)
 
     def poll(self, seconds: float = 0.0) -> int | None:
         if self.returncode is None:
@@ -177,11 +173,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     die_with_parent(int(os.environ["MEGARL_AGENT_PID"]))
     os.register_at_fork(after_in_child=die_with_parent)
-    shown = warnings.filters[:]
-    warnings.simplefilter("ignore")
-    server = CommandServer(socket.socket(fileno=int(sys.argv[1])), shown)
-    server.generation = itertools.chain(import_generation(), import_rest())
-    server.serve()
+    serve(Connection(int(sys.argv[1])), Imports(itertools.chain(first_imports(), import_rest())))
 
 
 def import_rest() -> Any:

@@ -25,7 +25,7 @@ from megarl.storage.files import INTACT
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.workers.nodes import Nodes, Report
 from megarl.workers.processes import Ended, Process, Processes, kill, stop_signals_noted, supervise
-from megarl.workers.watch import FIRST, MOST, Watch, Watched
+from megarl.workers.watch import MOST, Watch, Watched
 
 NEARLY_FULL = 1 << 20  # bytes; with less free space a failure is blamed on the full disk
 PRIMARY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)  # no process dies of these because another one died
@@ -116,7 +116,8 @@ def _run_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path
         with stop_signals_noted() as signals:  # before the start, so that a signal during it stops the processes too
             watch = _watch(nodes, stage, phase, processes, logs, Path(folder))
             started = start_here(nodes, stage, phase, processes, logs, Path(folder))
-            if cause := nodes.starter.warm_timeout:
+            if cause := nodes.starter.complaint:
+                nodes.starter.complaint = ""
                 stage.log_event("no_progress", phase=phase, cause=cause)
             with nodes.killable(lambda stalled: _kill(started, watch if stalled else None)):
                 ended = supervise(started, signals, watch, saves=PHASES[phase].saves)
@@ -146,7 +147,6 @@ def _kill(started: Processes, watch: Watch | None) -> None:
 def start_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path, errors: Path) -> Processes:
     """Start this node's processes of a phase: output goes to files in ``logs``, errors and heartbeats to ``errors``."""
     seconds = stage.run.recipe.run.stall_seconds
-    nodes.starter.patience = FIRST * seconds
     specs = [
         Process(
             phase=phase,
@@ -161,7 +161,7 @@ def start_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Pat
         for rank in _ranks(nodes, processes)
     ]
     cold = PHASES[phase].engine and engine_module(stage.rollout.engine).COLD_START
-    return nodes.starter.start(specs, cold)
+    return nodes.starter.start(specs, stage.run.recipe, cold)
 
 
 def _ranks(nodes: Nodes, processes: int) -> range:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import tempfile
 from pathlib import Path
 
@@ -16,9 +17,8 @@ from megarl.models.hf_config import read_hf_config
 from megarl.models.lora import check_lora
 from megarl.models.settings import check_layers
 from megarl.objectives import build_objective
-from megarl.phases.entry import ERROR_FILE
+from megarl.phases.entry import ERROR_FILE, hide_gpus_from_cpu_runs, report_errors
 from megarl.recipe.layout import check_layout
-from megarl.recipe.load import dump_recipe
 from megarl.recipe.optimizer import check_optimizer
 from megarl.recipe.tables import ActorTable, Recipe
 from megarl.rewards.parts import check_reward
@@ -32,8 +32,7 @@ def check(starter: Starter, recipe: Recipe, nodes: int = 1, optimizes: bool = Tr
     """Run `check_recipe` in a fork of the warm process, which needs the same imports, of several seconds, anyway."""
     with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
         error = Path(folder) / "error.json"
-        order = {"check": dump_recipe(recipe), "nodes": nodes, "optimizes": optimizes}
-        code = starter.run(order | {"environment": {ERROR_FILE: str(error)}})
+        code = starter.run(recipe, _check_in_fork, str(error), recipe, nodes, optimizes)
         if code is None:
             check_recipe(recipe, nodes, optimizes)
         elif code:
@@ -41,6 +40,13 @@ def check(starter: Starter, recipe: Recipe, nodes: int = 1, optimizes: bool = Tr
             if said.get("mistake"):
                 raise UserError(said["message"])
             raise PhaseFailed(f"the recipe could not be checked: {said['message']}")
+
+
+def _check_in_fork(error: str, recipe: Recipe, nodes: int, optimizes: bool) -> int:
+    """Run `check_recipe` in a fork, whose output goes where the agent's goes; returns the exit code."""
+    os.environ[ERROR_FILE] = error
+    hide_gpus_from_cpu_runs(recipe.actor.backend)
+    return report_errors(lambda: check_recipe(recipe, nodes, optimizes), into_log=False)
 
 
 def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:

@@ -8,31 +8,32 @@ session of its own, and none outlives the node agent that started it.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import select
 import signal
-import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import TYPE_CHECKING, Any, Protocol
 
 import psutil
 
-from megarl.errors import STOP_SIGNALS
-from megarl.workers.sessions import end_sessions
-from megarl.workers.watch import Stall, Watch
+from megarl.errors import STOP_SIGNALS, PhaseFailed
+from megarl.phases import PHASES
+from megarl.workers.warm import CHECK, GENERATION, TRAINING, Call, run_phase_process
+from megarl.workers.watch import FIRST, Stall, Watch
+
+if TYPE_CHECKING:
+    from megarl.recipe.tables import Recipe
 
 POLL_SECONDS = 0.05
 SECOND_CTRL_C_SECONDS = 1.0  # SIGINTs at least so far apart are two presses of Ctrl-C; terminals may repeat a signal
 ABANDON_SECONDS = 1.0  # from SIGKILL until the warm process, which may hang and so not report ends, is killed too
 SHUTDOWN_SECONDS = 30.0  # from the request to stop to SIGKILL; overridden by MEGARL_SHUTDOWN_SECONDS
-PATIENCE_SECONDS = 3600.0  # timeout for answers of the warm process as long as no recipe sets another one
-CANNOT_FORK = 3  # exit code of a warm process in which an import has initialised CUDA
+SESSION_SECONDS = 120.0  # until a killed process must have ended; freeing a lot of GPU memory takes a while
 
 
 @dataclass(frozen=True)
@@ -46,43 +47,72 @@ class Process:
     environment: dict[str, str]  # variables to add to the agent's own
 
 
-class Processes(Protocol):
+class Parent(Protocol):
+    """What tells the agent how the processes of a phase have ended."""
+
+    def ended(self, pids: Sequence[int], seconds: float) -> dict[int, int]:
+        """{pid: exit code} of those that have ended; waits up to ``seconds`` for one. OSError if it is gone itself."""
+
+    def kill(self) -> None:
+        """Kill the parent itself, if it is not the agent."""
+
+
+class Processes:
     """The started processes of a phase on this node; ``index`` is an index into ``pids``."""
 
-    pids: list[int]
+    def __init__(self, pids: list[int], parent: Parent) -> None:
+        self.pids, self._parent = pids, parent
+        self._codes: dict[int, int] = {}
 
     def poll(self, seconds: float) -> dict[int, int]:
         """{index: exit code} of all processes that have ended; waits up to ``seconds`` for another one to end."""
+        left = [pid for index, pid in enumerate(self.pids) if index not in self._codes]
+        try:
+            ended = self._parent.ended(left, seconds)
+        except OSError:  # the warm process has ended, and the kernel kills its forks with it
+            for pid in left:
+                _signal(pid, signal.SIGKILL, group=True)
+            ended = dict.fromkeys(left, -signal.SIGKILL)
+        self._codes |= {self.pids.index(pid): code for pid, code in ended.items()}
+        return self._codes
 
     def signal(self, index: int, number: int, group: bool) -> None:
         """Send a signal to a process, or with ``group`` to its process group; nothing if the process has ended."""
+        if index not in self._codes:
+            _signal(self.pids[index], number, group)
 
     def abandon(self) -> None:
         """Kill the process that forked them, if any: it may hang too and never report that they have ended."""
+        self._parent.kill()
+
+
+def _signal(pid: int, number: int, group: bool) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        if group:
+            with contextlib.suppress(ProcessLookupError):  # it does not lead a process group yet
+                os.killpg(pid, number)
+        os.kill(pid, number)
 
 
 class ColdProcesses:
-    """Processes started as new interpreters: ``python -m megarl.phases``."""
+    """Processes started as new interpreters: ``python -m megarl.phases``. Their parent is the agent."""
 
     def __init__(self, processes: Sequence[Process]) -> None:
-        self._started: list[subprocess.Popen[bytes]] = []
+        self._started: dict[int, subprocess.Popen[bytes]] = {}
         try:
-            self._started += map(_start_cold, processes)
+            for started in map(_start_cold, processes):
+                self._started[started.pid] = started
         except OSError:
-            for started in self._started:
+            for started in self._started.values():
                 started.kill()
             raise
-        self.pids = [process.pid for process in self._started]
+        self.pids = list(self._started)
 
-    def poll(self, seconds: float) -> dict[int, int]:
+    def ended(self, pids: Sequence[int], seconds: float) -> dict[int, int]:
         time.sleep(seconds)
-        return {i: code for i, process in enumerate(self._started) if (code := process.poll()) is not None}
+        return {pid: code for pid in pids if (code := self._started[pid].poll()) is not None}
 
-    def signal(self, index: int, number: int, group: bool) -> None:
-        if self._started[index].returncode is None:
-            _signal(self.pids[index], number, group)
-
-    def abandon(self) -> None: ...
+    def kill(self) -> None: ...
 
 
 def _start_cold(process: Process) -> subprocess.Popen[bytes]:
@@ -95,130 +125,70 @@ def _start_cold(process: Process) -> subprocess.Popen[bytes]:
 
 
 class WarmProcess:
-    """The agent's handle of the warm process, `megarl.workers.warm`, to which it talks through a socket."""
+    """The agent's handle of a warm process (`megarl.workers.warm`), and its end of the connection to it."""
 
-    def __init__(self, module: str = "megarl.workers.warm", patience: float = PATIENCE_SECONDS) -> None:
-        """``patience``: seconds to wait for the process ids of forks."""
-        self.patience = patience
-        self._socket, theirs = socket.socketpair()
+    def __init__(self, module: str = "megarl.workers.warm") -> None:
+        self._connection, theirs = Pipe()
         self.process = self._start(theirs, module)
         theirs.close()
-        self._received = b""
-        self._started: list[int] | None = None
+        self._forked: list[list[int] | None] = []
         self._codes: dict[int, int] = {}
-        self.prepared: str | None = None  # the run directory that it was told to prepare for
+        self._recipe: Recipe | None = None  # for which it was told to prepare
 
-    def _start(self, theirs: socket.socket, module: str) -> subprocess.Popen[bytes]:
+    def _start(self, theirs: Connection, module: str) -> subprocess.Popen[bytes]:
         command = [sys.executable, "-u", "-m", module, str(theirs.fileno())]
         environment = {**os.environ, "MEGARL_AGENT_PID": str(os.getpid())}
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, start_new_session=True
         )
 
-    def prepare(self, run_dir: Path) -> None:
-        """Have it import what the run needs while it has no other orders; returns at once."""
-        if self.prepared != str(run_dir):
-            self.prepared = str(run_dir)
-            with contextlib.suppress(OSError):  # it has ended: `start` will notice
-                self._send({"prepare": str(run_dir)})
+    def prepare(self, recipe: Recipe) -> None:
+        """Have it import what the recipe needs while it has no other orders; returns at once."""
+        if self._recipe != recipe:
+            self._recipe = recipe
+            self.tell("prepare", recipe)
 
-    def phase_started_cold(self) -> None:
-        """Tell it that a phase runs in cold processes, so that meanwhile it imports what training needs."""
-        with contextlib.suppress(OSError):
-            self._send({"started": True})
+    def tell(self, *order: Any) -> None:
+        with contextlib.suppress(OSError):  # it has ended: `fork` will notice
+            self._connection.send(order)
 
-    def start(self, processes: Sequence[Process]) -> ForkedProcesses:
-        """Fork the processes of a phase. Raises OSError if the warm process has ended or does not answer."""
-        return ForkedProcesses(self, self.fork([vars(process) for process in processes]))
+    def fork(self, level: int, calls: Sequence[Call], patience: float) -> list[int] | None:
+        """One fork for each call, after the imports of ``level``; returns the process ids, None if it must not fork.
 
-    def fork(self, orders: list[dict[str, Any]]) -> list[int]:
-        """One fork for each order; returns their process ids.
-
-        Raises OSError if the warm process has ended; if it does not answer within ``patience`` seconds, it is killed.
+        Raises OSError if the warm process has ended, or does not answer within ``patience`` seconds.
         """
-        self._send({"start": orders})
+        self._connection.send(("fork", level, list(calls)))
         waited = 0.0
-        while self._started is None:
+        while not self._forked:
             self._receive(POLL_SECONDS)
-            if (waited := waited + POLL_SECONDS) > self.patience:  # leaves out time in which this process is suspended
-                self.process.kill()
-                raise TimeoutError(f"the warm process did not answer for {self.patience:g} s")
-        pids, self._started = self._started, None
-        return pids
+            if (waited := waited + POLL_SECONDS) > patience:  # leaves out time in which this process is suspended
+                raise TimeoutError(f"the warm process did not answer for {patience:g} s")
+        return self._forked.pop()
 
     def ended(self, pids: Sequence[int], seconds: float) -> dict[int, int]:
-        """{pid: exit code} of those that have ended and were not returned before; waits up to ``seconds`` for one.
-
-        Raises OSError if the warm process itself has ended.
-        """
         if self._codes.keys().isdisjoint(pids):
             self._receive(seconds)
         return {pid: self._codes.pop(pid) for pid in pids if pid in self._codes}
 
-    def _receive(self, seconds: float | None) -> None:
-        ready, _, _ = select.select([self._socket], [], [], seconds)
-        if not ready:
-            return
-        data = self._socket.recv(1 << 16)
-        if not data:
-            raise ConnectionResetError("the warm process has ended")
-        *lines, self._received = (self._received + data).split(b"\n")
-        for answer in map(json.loads, lines):
-            if "started" in answer:
-                self._started = answer["started"]
+    def _receive(self, seconds: float) -> None:
+        while self._connection.poll(seconds):
+            try:
+                kind, *answer = self._connection.recv()
+            except EOFError as error:
+                raise ConnectionResetError("the warm process has ended") from error
+            if kind == "forked":
+                self._forked.append(answer[0])
             else:
-                self._codes[answer["ended"]] = answer["code"]
+                self._codes[answer[0]] = answer[1]
+            seconds = 0.0
 
-    def _send(self, order: dict[str, Any]) -> None:
-        self._socket.sendall(json.dumps(order).encode() + b"\n")
+    def kill(self) -> None:
+        self.process.kill()
 
     def close(self) -> None:
-        self._socket.close()
+        self._connection.close()
         self.process.kill()
         self.process.wait()
-
-
-class ForkedProcesses:
-    """Processes forked by the warm process, which reports their ends."""
-
-    def __init__(self, warm: WarmProcess, pids: list[int]) -> None:
-        self._warm, self.pids = warm, pids
-        self._codes: dict[int, int] = {}
-
-    def poll(self, seconds: float) -> dict[int, int]:
-        try:
-            ended = self._warm.ended(self.pids, seconds)
-            self._codes |= {self.pids.index(pid): code for pid, code in ended.items()}
-        except OSError:  # the warm process has ended, and the kernel kills its forks with it
-            left = {i: pid for i, pid in enumerate(self.pids) if i not in self._codes}
-            for pid in left.values():
-                _signal(pid, signal.SIGKILL, group=True)
-            while any(map(_runs, left.values())):  # none of them may still be writing when the phase is restarted
-                time.sleep(POLL_SECONDS)
-            self._codes |= dict.fromkeys(left, -signal.SIGKILL)
-        return self._codes
-
-    def signal(self, index: int, number: int, group: bool) -> None:
-        if index not in self._codes:
-            _signal(self.pids[index], number, group)
-
-    def abandon(self) -> None:
-        self._warm.process.kill()
-
-
-def _signal(pid: int, number: int, group: bool) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        if group:
-            with contextlib.suppress(ProcessLookupError):  # it does not lead a process group yet
-                os.killpg(pid, number)
-        os.kill(pid, number)
-
-
-def _runs(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 class Starter:
@@ -229,53 +199,61 @@ class Starter:
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self._warm: WarmProcess | None = None
         self._always_cold = False  # a warm process could not fork, since an import initialises CUDA
-        self.patience = PATIENCE_SECONDS  # timeout for the warm process's answers
-        self.warm_timeout: str | None = None  # message, if the warm process did not answer in the last `start`
+        self._patience = 0.0  # timeout for the warm process's answers
+        self.complaint = ""  # message, if the warm process did not answer; whoever shows it empties it
 
     def warm_up(self) -> WarmProcess:
         """Start the warm process if it is not running; returns without waiting for its imports."""
         if self._warm is not None and self._warm.process.poll() is not None:
-            self._warm.close()
-            self._warm = None
+            self.close()
         if self._warm is None:
             self._warm = WarmProcess()
-        self._warm.patience = self.patience
         return self._warm
 
-    def start(self, processes: Sequence[Process], cold: bool) -> Processes:
+    def prepare(self, recipe: Recipe) -> None:
+        """Have the warm process import what the recipe needs; returns at once."""
+        self._patience = FIRST * recipe.run.stall_seconds
+        if not self._always_cold:
+            self.warm_up().prepare(recipe)
+
+    def start(self, processes: Sequence[Process], recipe: Recipe, cold: bool) -> Processes:
         """Start the processes of a phase: cold if asked for or if the warm process fails, else as forks of it."""
-        self.warm_timeout = None
         if cold and self._warm is not None:
-            self._warm.phase_started_cold()
-        if not cold and not self._always_cold:
-            warm = self.warm_up()
-            try:
-                warm.prepare(Path(processes[0].run))
-                return warm.start(processes)
-            except OSError as error:  # an import failed or it was killed: a cold start works, or shows the error
-                self._always_cold = warm.process.wait() == CANNOT_FORK
-                self.warm_timeout = str(error) if isinstance(error, TimeoutError) else None
-        return ColdProcesses(processes)
+            self._warm.tell("started")
+        if not cold:
+            self.prepare(recipe)
+            level = TRAINING if PHASES[processes[0].phase].actor else GENERATION
+            if forked := self._fork(level, [(run_phase_process, tuple(vars(one).values())) for one in processes]):
+                return Processes(*forked)
+        started = ColdProcesses(processes)
+        return Processes(started.pids, started)
 
-    def run(self, order: dict[str, Any]) -> int | None:
-        """Carry out ``order`` in a fork of the warm process; returns its exit code, None if the warm process failed."""
-        if self._always_cold:
+    def run(self, recipe: Recipe, function: Callable[..., int], *arguments: Any) -> int | None:
+        """Call a function in a fork of the warm process; returns its exit code, None if the warm process failed."""
+        self.prepare(recipe)
+        if not (forked := self._fork(CHECK, [(function, arguments)])):
             return None
-        warm = self.warm_up()
+        (pids, warm), waited = forked, 0.0
         try:
-            (pid,) = warm.fork([order])
-            waited = 0.0
-            while not (ended := warm.ended([pid], POLL_SECONDS)):
-                if (waited := waited + POLL_SECONDS) > self.patience:
-                    warm.process.kill()
-        except OSError:  # as in `start`
-            self._always_cold = warm.process.wait() == CANNOT_FORK
+            while not (ended := warm.ended(pids, POLL_SECONDS)):
+                if (waited := waited + POLL_SECONDS) > self._patience:
+                    warm.kill()
+        except OSError:
             return None
-        return ended[pid]
+        return ended[pids[0]]
 
-    def prepare(self, run_dir: Path) -> None:
-        """Have the warm process import what the run needs."""
-        self.warm_up().prepare(run_dir)
+    def _fork(self, level: int, calls: Sequence[Call]) -> tuple[list[int], WarmProcess] | None:
+        """The forks' process ids and their parent; None if the warm process failed or must not fork."""
+        if self._always_cold or (warm := self._warm) is None:
+            return None
+        try:
+            pids = warm.fork(level, calls, self._patience)
+        except OSError as error:  # an import failed or it was killed: a cold start works, or shows the error
+            self.complaint = str(error) if isinstance(error, TimeoutError) else ""
+            self.close()
+            return None
+        self._always_cold = pids is None
+        return (pids, warm) if pids else None
 
     def close(self) -> None:
         if self._warm is not None:
@@ -357,6 +335,34 @@ def kill(processes: Processes) -> None:
 
 def _failed(codes: dict[int, int]) -> list[int]:
     return [index for index, code in codes.items() if code != 0]
+
+
+def end_sessions(leaders: Collection[int]) -> None:
+    """Kill what is left in the sessions of ended processes, ``leaders``, and wait until it is gone.
+
+    An engine's workers are killed here. The guard of an engine's server, which has a process group of its own, is not:
+    it ends the server by itself. `PhaseFailed` if processes are left after `SESSION_SECONDS`: they still hold their
+    GPUs.
+    """
+    deadline = time.monotonic() + SESSION_SECONDS
+    while left := [pid for pid in psutil.pids() if _lives_in(pid, leaders)]:
+        if time.monotonic() > deadline:
+            raise PhaseFailed(
+                f"processes {left} of an ended phase still run {SESSION_SECONDS:.0f} s after they were killed, and may "
+                "hold GPU memory: end them, then start the run again"
+            )
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                if os.getpgid(pid) in leaders:  # not the guard of a server
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(POLL_SECONDS)
+
+
+def _lives_in(pid: int, leaders: Collection[int]) -> bool:
+    try:
+        return os.getsid(pid) in leaders and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except (ProcessLookupError, PermissionError, psutil.Error):
+        return False
 
 
 @contextlib.contextmanager

@@ -21,9 +21,9 @@ from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
 from megarl.workers.preflight import check
 from megarl.workers.processes import WarmProcess, kill, stop_signals_noted, supervise
-from megarl.workers.warm import become
+from megarl.workers.warm import CHECK, become
 from megarl.workers.watch import Stall
-from tests.helpers import ROOT
+from tests.helpers import ROOT, events
 
 SCRIPTS = {
     "done": "pass",
@@ -204,29 +204,40 @@ def test_a_process_of_a_phase_leads_a_session_of_its_own(tmp_path):
     os.waitpid(warm, 0)
 
 
+def fork(warm, *codes):
+    """Processes that end with these exit codes; their ids."""
+    return warm.fork(CHECK, [(int, (code,)) for code in codes], 60)
+
+
 def test_the_exit_codes_of_forks_that_end_together_are_all_reported(warm):
     for _ in range(50):
-        pids, ended = warm.fork([{"code": code} for code in range(8)]), {}
+        pids, ended = fork(warm, *range(8)), {}
         while len(ended) < 8:
             ended |= warm.ended(pids, 10)
         assert [ended[pid] for pid in pids] == list(range(8))
 
 
-def test_a_fork_that_ends_just_before_the_warm_process_waits_is_reported(monkeypatch, request):
-    """The handler of the signal would run only after the wait, which nothing else would end."""
-    monkeypatch.setenv("WAITS_FIRST", "1")
-    warm = request.getfixturevalue("warm")
-    for code in range(5):
-        (pid,) = warm.fork([{"code": code}])
-        assert warm.ended([pid], 60) == {pid: code}
-
-
 def test_an_error_in_a_fork_before_the_phase_begins_is_printed(warm, tmp_path):
-    (pid,) = warm.fork([{"code": "no number"}])
+    (pid,) = fork(warm, "no number")
     while not (ended := warm.ended([pid], 10)):
         pass
     assert ended == {pid: 1}
     assert "ValueError: invalid literal" in (tmp_path / "log").read_text()
+
+
+def test_a_warm_process_that_was_stopped_before_the_first_phase_is_given_up_after_the_recipes_time(stage, monkeypatch):
+    """The check of the recipe and the phase do without it, and the phase's events say so."""
+    recipe = override_recipe(stage.run.recipe, ["run.stall_seconds=1"])
+    with Nodes(NodeRank()) as nodes:
+        stopped = nodes.starter.warm_up().process
+        stopped.send_signal(signal.SIGSTOP)
+        start = time.monotonic()
+        check(nodes.starter, recipe)
+        assert time.monotonic() - start < 60
+        assert stopped.returncode == -signal.SIGKILL
+        run_phase(nodes, stage, "evaluate", 1)
+    (event,) = events(stage.run, "no_progress")
+    assert event["cause"] == "the warm process did not answer for 6 s"
 
 
 def test_all_phases_start_cold_if_an_import_has_initialised_cuda(stage, monkeypatch):
@@ -244,9 +255,12 @@ def test_all_phases_start_cold_if_an_import_has_initialised_cuda(stage, monkeypa
 READY_TO_FORK = """
 import json, os, sys
 from pathlib import Path
+from megarl.storage.run_dir import RunDir
 from megarl.workers import warm
-generation, training = warm.imports_of(warm.recipe_of_run(Path(sys.argv[1])))
-for _ in (*warm.import_generation(), *generation, *training): pass
+imports = warm.Imports(warm.first_imports())
+imports.prepare(RunDir.open(Path(sys.argv[1])).recipe)
+while imports.advance(warm.TRAINING): pass
+assert "megatron.core" in sys.modules
 import torch
 threads = [Path(f"/proc/self/task/{t}/comm").read_text().strip() for t in os.listdir("/proc/self/task")]
 print(json.dumps([torch.cuda.is_initialized(), sorted(threads)[:-1] if len(threads) > 1 else []]))

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from megarl.errors import PhaseFailed
-from megarl.workers import sessions
-from megarl.workers.sessions import end_sessions
+from megarl.workers import processes
+from megarl.workers.processes import end_sessions
 
 WAITS = "import os, time; os.write(1, b'up\\n'); time.sleep(600)"
 # like the guard that ends an engine's server, which may take a while
@@ -60,7 +60,7 @@ def test_workers_are_killed_and_the_end_of_the_servers_guard_is_waited_for(phase
 
 def test_a_process_that_does_not_end_raises_phase_failed(phase, monkeypatch):
     leader, _, guard = phase
-    monkeypatch.setattr(sessions, "PATIENCE", 0.2)
+    monkeypatch.setattr(processes, "SESSION_SECONDS", 0.2)
     with pytest.raises(PhaseFailed, match=rf"processes \[{guard.pid}\] of an ended phase still run"):
         end_sessions([leader.pid])
 
