@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from megarl import cli
 from megarl.cli import training
 from megarl.workers import processes
-from megarl.workers.warm import import_generation
+from megarl.workers.warm import first_imports
 from tests.helpers import children, megarl, mount_tmpfs
 from tests.zygote import ForkedWarmProcess
 
@@ -28,7 +28,7 @@ def fails(capfd, monkeypatch):
 
     The warm process is a fork of this process, so that what a test has monkeypatched is replaced there too.
     """
-    deque(import_generation(), maxlen=0)
+    deque(first_imports(), maxlen=0)
     monkeypatch.setattr(processes, "WarmProcess", ForkedWarmProcess)
 
     def run(*arguments, words):
