@@ -24,7 +24,7 @@ from megarl.rollout import engine_module
 from megarl.storage.files import INTACT
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.workers.nodes import Nodes, Report
-from megarl.workers.processes import Ended, Process, Processes, kill, stop_signals_noted, supervise
+from megarl.workers.processes import Ended, Process, Processes, stop_signals_noted, supervise
 from megarl.workers.watch import MOST, Watch, Watched
 
 NEARLY_FULL = 1 << 20  # bytes; with less free space a failure is blamed on the full disk
@@ -119,8 +119,7 @@ def _run_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path
             if cause := nodes.starter.complaint:
                 nodes.starter.complaint = ""
                 stage.log_event("no_progress", phase=phase, cause=cause)
-            with nodes.killable(lambda stalled: _kill(started, watch if stalled else None)):
-                ended = supervise(started, signals, watch, saves=PHASES[phase].saves)
+            ended = supervise(started, signals, watch, nodes.aborted, PHASES[phase].saves)
         failures = {rank: _failure(rank, logs, Path(folder)) for rank in _ranks(nodes, processes)}
         report = _report(ended, nodes, stage, phase, failures)
         return replace(report, last_seen="\n".join(watch.describe(started.pids)))
@@ -135,13 +134,6 @@ def _watch(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path, f
     cuda = stage.run.recipe.actor.backend == "cuda"
     nccl = (_nccl_pipe(folder), _nccl_dump(logs)) if cuda else None
     return Watch(watched, stage.run.recipe.run.stall_seconds, nodes.count == 1, warn, nccl)
-
-
-def _kill(started: Processes, watch: Watch | None) -> None:
-    """Kill the processes because another node failed; with ``watch``, after having them write their stacks."""
-    if watch:
-        watch.dump(started.pids)
-    kill(started)
 
 
 def start_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path, errors: Path) -> Processes:

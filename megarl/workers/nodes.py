@@ -18,7 +18,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -28,14 +27,13 @@ from megarl.errors import PhaseFailed, UserError
 from megarl.keystore import DIGEST, StoreClient, StoreServer, new_secret
 from megarl.storage.files import make_directory, write_atomic
 from megarl.workers.node_rank import NodeRank
-from megarl.workers.processes import Starter
+from megarl.workers.processes import STALLED, Starter
 
 HEARTBEAT_SECONDS = 0.5
 DEAD_AFTER_SECONDS = 15.0  # without a heartbeat; less than Slurm's KillWait, so the cause is logged before a job dies
 LEADER_LOST_SECONDS = 60.0  # timeout of a request to the leader's store: more than a busy machine or file system needs
 JOIN_TIMEOUT = timedelta(minutes=10)  # nodes of one job start seconds apart, but may have to pull a container first
 POLL_SECONDS = 0.05
-STALLED = "stalled"  # value of an order's "abort" key if a process stalled; "1" for any other failure
 HANGS_SECONDS = 600.0  # without CPU time the main thread counts as hanging; a healthy one polls all the time
 LOOPBACK = "127.0.0.1"
 LOST = (RuntimeError, OSError)  # what a request raises once the store's server is gone
@@ -68,8 +66,7 @@ class Nodes:
         self._store = self._join(run_dir) if self.rank else self._open(run_dir)
         self._names: list[str] = []
         self._orders = 0
-        self._kill: Callable[[bool], None] | None = None  # see `killable`
-        self._lock = threading.Lock()  # guards `_kill`, so that it is not called once its phase has ended
+        self._aborted = 0, ""  # an order that all nodes must end, and the reason; written by the thread
         self._last_heartbeat: dict[int, tuple[bytes, int]] = {}  # rank -> (value, number of checks when it changed)
         self.dead: dict[int, str] = {}  # rank -> message about the agent's death
         self.leader_lost = False
@@ -193,26 +190,13 @@ class Nodes:
         except LOST as error:
             raise self.lost_leader() from error
 
-    @contextlib.contextmanager
-    def killable(self, kill: Callable[[bool], None]) -> Iterator[None]:
-        """Inside the context, ``kill`` is called once another node aborts the current order or is lost.
+    def aborted(self) -> str:
+        """Why this node must end the current order at once: `STALLED`, or "1" for any other reason; "" if it need not.
 
-        Its argument says whether the cause is a stalled process. It is called from a thread, perhaps repeatedly.
+        It follows another node's report with the delay of a heartbeat, and asks no other process.
         """
-        self._kill = kill
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._kill = None
-
-    def aborted(self) -> bool:
-        """Whether a node has aborted the current order, or is lost."""
-        try:
-            return self.leader_lost or bool(self.dead) or self._store.check([f"abort/{self._orders}"])
-        except LOST:
-            self.leader_lost = True
-            return True
+        order, reason = self._aborted
+        return reason if order == self._orders else ""
 
     def _check(self, clock: int) -> None:
         """Thread: checks that the main thread, whose CPU time ``clock`` shows, does not hang, and exchanges heartbeats.
@@ -238,20 +222,19 @@ class Nodes:
                 return
 
     def _exchange_heartbeats(self, store: StoreClient, heartbeat: str, number: int) -> bool:
-        """Check ``number``: send a heartbeat, check those of others, call `_kill` if the order is aborted.
+        """Check ``number``: send a heartbeat, check those of others, see if the order is aborted.
 
         False once the leader is lost.
         """
+        order, reason = self._orders, ""
         try:
             store.set(f"alive/{self.rank}", heartbeat)
             self._find_dead(store, number)
-            key, gone = f"abort/{self._orders}", self.dead or self.leader_lost
-            reason = store.get(key).decode() if store.check([key]) else "1" if gone else ""
+            if store.check([f"abort/{order}"]):
+                reason = store.get(f"abort/{order}").decode()
         except LOST:
-            self.leader_lost, reason = True, "1"
-        with self._lock:
-            if reason and self._kill:
-                self._kill(reason == STALLED)
+            self.leader_lost = True
+        self._aborted = order, reason or ("1" if self.dead or self.leader_lost else "")
         if self.leader_lost:
             self._store.abort()  # with a hanging leader the main thread's request would go on waiting
         return not self.leader_lost

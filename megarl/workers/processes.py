@@ -33,6 +33,7 @@ POLL_SECONDS = 0.05
 SECOND_CTRL_C_SECONDS = 1.0  # SIGINTs at least so far apart are two presses of Ctrl-C; terminals may repeat a signal
 ABANDON_SECONDS = 1.0  # from SIGKILL until the warm process, which may hang and so not report ends, is killed too
 SHUTDOWN_SECONDS = 30.0  # from the request to stop to SIGKILL; overridden by MEGARL_SHUTDOWN_SECONDS
+STALLED = "stalled"  # why a phase is aborted on all nodes if a process of one of them stalled
 SESSION_SECONDS = 120.0  # until a killed process must have ended; freeing a lot of GPU memory takes a while
 
 
@@ -275,24 +276,30 @@ def supervise(
     processes: Processes,
     stop_signals: Sequence[tuple[int, float]] = (),
     watch: Watch | None = None,
+    aborted: Callable[[], str] = lambda: "",
     saves: bool = True,
 ) -> Ended:
     """Wait until all processes have ended. If one fails, or this agent gets a stop signal, the others get SIGTERM.
 
-    If ``watch`` finds a stalled process, all are killed, since they could not save anything.
+    If ``watch`` finds a stalled process, or another node aborts the phase, all are killed: they could not save work.
 
     stop_signals: the list of (number, time) that `stop_signals_noted` fills.
+    aborted: `Nodes.aborted`.
     saves: whether the phase saves its work before it stops; affects only the message on stderr.
 
     A second Ctrl-C kills at once. A second SIGTERM does not, because Slurm sends one when a job should end and another
     when its time limit is reached.
     """
     everybody = range(len(processes.pids))
-    codes = processes.poll(0)
-    while len(codes) < len(everybody) and not _failed(codes) and not stop_signals:
+    codes, stall, reason = processes.poll(0), None, ""
+    while len(codes) < len(everybody) and not (_failed(codes) or stop_signals or stall or reason):
         codes = processes.poll(POLL_SECONDS)
-        if watch and (stall := watch.check(processes.pids, codes)):
-            return _end_stall(processes, watch, stall, stop_signals)
+        stall, reason = watch.check(processes.pids, codes) if watch else None, aborted()
+    if stall or reason:
+        notes = watch.dump(processes.pids) if watch and (stall or reason == STALLED) else []
+        codes = _kill_and_wait(processes, hangs=stall is not None)
+        stall = stall and replace(stall, text="\n".join([stall.text, *notes]))
+        return Ended(dict(codes), frozenset(_failed(codes)), bool(stop_signals), stall)
     if _failed(codes):
         codes = processes.poll(POLL_SECONDS)  # others may have ended for the same reason
     elif stop_signals:
@@ -303,7 +310,7 @@ def supervise(
         for index in everybody:
             processes.signal(index, signal.SIGTERM, group=False)
     while len(codes) < len(everybody):
-        if time.monotonic() > deadline or _second_ctrl_c(stop_signals):
+        if time.monotonic() > deadline or _second_ctrl_c(stop_signals) or aborted():
             kill(processes)
         if time.monotonic() > deadline + ABANDON_SECONDS:
             processes.abandon()
@@ -312,14 +319,17 @@ def supervise(
     return Ended(dict(codes), first, bool(stop_signals))
 
 
-def _end_stall(processes: Processes, watch: Watch, stall: Stall, stop_signals: Sequence[tuple[int, float]]) -> Ended:
-    text = "\n".join([stall.text, *watch.dump(processes.pids)])
-    kill(processes)
-    processes.abandon()
-    while len(codes := processes.poll(POLL_SECONDS)) < len(processes.pids):
+def _kill_and_wait(processes: Processes, hangs: bool) -> dict[int, int]:
+    """Kill all processes and wait for their ends; returns exit codes. hangs: the warm process may be what hangs."""
+    deadline = time.monotonic() + (0.0 if hangs else ABANDON_SECONDS)
+    codes = processes.poll(0)
+    while len(codes) < len(processes.pids):
         kill(processes)
+        if time.monotonic() >= deadline:
+            processes.abandon()
+        codes = processes.poll(POLL_SECONDS)
     end_sessions(processes.pids)
-    return Ended(dict(codes), frozenset(), bool(stop_signals), replace(stall, text=text))
+    return codes
 
 
 def _second_ctrl_c(stop_signals: Sequence[tuple[int, float]]) -> bool:
