@@ -1,10 +1,10 @@
-"""The cost of verification for generation: math-verify in a pool of workers, in the same process, or not at all.
+"""The cost of verification for generation: verifiers in a pool of workers, in the same process, or not at all.
 
-All three use one engine with the same prompts and seeds: a small dense model on one CPU thread. Every response is given
-to the verifier as a worked solution of a few hundred letters. The three take turns, and the median over the turns
-counts. CPU-seconds are those of the generating process; the workers run on other cores, or in the time that it leaves.
-"asking" is the share of these CPU-seconds spent in requesting rewards and collecting them; other load disturbs it
-least.
+The verifiers: math-verify, which gets every response as a worked solution of a few hundred letters; and the scorer of
+reasoning-gym's countdown, which runs in a sandbox and gets its own answers. All ways use one engine with the same
+prompts and seeds: a small dense model on one CPU thread. They take turns, and the median over the turns counts.
+CPU-seconds are those of the generating process; the workers run on other cores, or in the time that it leaves. "asking"
+is the share of these CPU-seconds spent in requesting rewards and collecting them; other load disturbs it least.
 
     python benchmarks/verification.py [--groups 8] [--tokens 64] [--turns 8] [--limit 0.02]
 """
@@ -16,6 +16,8 @@ import os
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from common import ROOT, write_table
 from vllm_throughput import SAMPLES, make_model
 
 from megarl.data.prompts import Prompt
+from megarl.data.sources import GymItems
 from megarl.phases.generation import generate_rollouts
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.scoring import Scoring
@@ -33,6 +36,7 @@ from megarl.recipe.load import load_recipe
 from megarl.recipe.tables import RewardTable
 from megarl.rewards.math import Math
 from megarl.rewards.pool import Limits, Verdict, VerifierPool
+from megarl.rewards.reasoning_gym import ReasoningGym
 from megarl.storage.policies import copy_policy
 
 SOLUTION = (
@@ -50,20 +54,25 @@ class Solutions:
 
 
 class TimedPool:
-    """A pool that sums the CPU-seconds of calls to it."""
+    """A pool that sums the CPU-seconds of calls to it. instead: the prompt whose answer it scores for any response."""
 
-    def __init__(self, pool: VerifierPool) -> None:
-        self._pool, self.seconds = pool, 0.0
+    def __init__(self, pool: VerifierPool, instead: Prompt | None = None) -> None:
+        self._pool, self._instead, self.seconds = pool, instead, 0.0
+        self._last: Prompt | None = None
 
     def ask(self, prompt: Prompt, response: str) -> int:
+        if self._instead is not None:
+            if prompt is not self._last:
+                self._last, self._instead = prompt, replace(self._instead)  # the pool pickles each prompt once
+            prompt, response = self._instead, self._instead.answer
         start = time.thread_time()
         number = self._pool.ask(prompt, response)
         self.seconds += time.thread_time() - start
         return number
 
-    def verdicts(self, wait: bool = False) -> list[tuple[int, Verdict]]:
+    def verdicts(self, wait: bool, unless: Callable[[], bool]) -> list[tuple[int, Verdict]]:
         start = time.thread_time()
-        found = self._pool.verdicts(wait)
+        found = self._pool.verdicts(wait, unless)
         self.seconds += time.thread_time() - start
         return found
 
@@ -83,7 +92,7 @@ class InProcess:
         self._verdicts.append((self._asked, Verdict(score)))
         return self._asked
 
-    def verdicts(self, wait: bool = False) -> list[tuple[int, Verdict]]:
+    def verdicts(self, wait: bool, unless: Callable[[], bool]) -> list[tuple[int, Verdict]]:
         found, self._verdicts = self._verdicts, []
         return found
 
@@ -98,12 +107,12 @@ def take_turns(worker: RolloutWorker, ways: dict[str, Any], size: int, turns: in
         row: dict[str, Any] = {"turn": turn, "responses": size * SAMPLES}
         for name in names:
             worker.scoring = Scoring(ways[name], worker.recipe.reward, True, worker.recipe.rollout.max_response_tokens)
-            asking, cpu, wall = ways["pool"].seconds, time.process_time(), time.perf_counter()
+            asking, cpu, wall = getattr(ways[name], "seconds", 0.0), time.process_time(), time.perf_counter()
             stored = [group for portion in generate_rollouts(worker, iter([groups])) for group in portion]
             row |= {f"{name}, CPU s": time.process_time() - cpu, f"{name}, s": time.perf_counter() - wall}
             assert len(stored) == size
-            if name == "pool":
-                row["asking"] = (ways["pool"].seconds - asking) / row["pool, CPU s"]
+            if isinstance(ways[name], TimedPool):
+                row[f"asking, {name}"] = (ways[name].seconds - asking) / row[f"{name}, CPU s"]
         rows += [row] if turn >= 0 else []
     return rows
 
@@ -121,23 +130,34 @@ def main() -> None:
         settings = [f"rollout.max_response_tokens={options.tokens}", f'model.path="{model}"']
         settings += ["reward.kind=math", "reward.require_stop=false", "eval.every=0"]
         recipe = load_recipe(ROOT / "examples/quickstart/recipe.toml", settings)
-        pool = TimedPool(VerifierPool(lambda: Math(recipe.reward), Limits.of_this_process(recipe)))
+        limits = Limits.of_this_process(recipe)
+        pool = TimedPool(VerifierPool(lambda: Math(recipe.reward), limits))
+        countdown = GymItems("countdown", {})
+        item = countdown.train(0, 0, 0)
+        question = Prompt(0, item["question"], (), item["answer"], item)
+        scorers = {"countdown": countdown.scorer}
+        sandboxed = TimedPool(VerifierPool(lambda: ReasoningGym(scorers), limits), question)
         copy_policy(model, model, policy)
         worker = RolloutWorker.build(recipe, 0, policy)
     worker.tokenizer, worker.stop_token_ids = Solutions(), ()
-    ways = {"unverified": InProcess(None), "pool": pool, "same process": InProcess(Math(RewardTable(kind="math")))}
+    same = InProcess(Math(RewardTable(kind="math")))
+    ways = {"unverified": InProcess(None), "math": pool, "sandboxed scorer": sandboxed, "math, same process": same}
     rows = take_turns(worker, ways, options.groups, options.turns)
     worker.close()
     pool.close()
+    sandboxed.close()
     for row in rows:
         row |= {f"{name} / unverified": row[f"{name}, CPU s"] / row["unverified, CPU s"] for name in list(ways)[1:]}
     write_table("verification", rows)
     ratios = {name: statistics.median(row[f"{name} / unverified"] for row in rows) for name in list(ways)[1:]}
-    asking = statistics.median(row["asking"] for row in rows)
     print(", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items()), "times the CPU time without verification")
-    print(f"requesting and collecting rewards: {asking:.2%} of the CPU time of generation (median)")
-    if options.limit and asking > options.limit:
-        raise SystemExit(f"the pool costs {asking:.2%} of the CPU time of generation; the limit is {options.limit:.0%}")
+    for name in ("math", "sandboxed scorer"):
+        asking = statistics.median(row[f"asking, {name}"] for row in rows)
+        print(f"{name}: requesting and collecting rewards takes {asking:.2%} of the CPU time of generation (median)")
+        if options.limit and asking > options.limit:
+            raise SystemExit(
+                f"{name} costs {asking:.2%} of the CPU time of generation; the limit is {options.limit:.0%}"
+            )
 
 
 if __name__ == "__main__":

@@ -359,7 +359,7 @@ def _work(supervisor: socket.socket, verifier: Verifier, limits: Limits, current
                 answers += zip(range(number, number + count), found * count if len(found) == 1 else found, strict=True)
                 answered, left = answered + 1, left - 1
                 # memory that this response left in use must not count against the next one
-                worn = found[0].get("over") or _memory() - begin > limits.memory // 8
+                worn = found[0].get("over") == "memory" or _memory() - begin > limits.memory // 8
                 if worn or not left or time.monotonic() - sent > SECONDS_TO_ANSWER:
                     body = pack_answers(answers)
                     supervisor.sendall(MESSAGE.pack(answered, len(body)) + body)

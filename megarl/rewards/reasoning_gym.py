@@ -1,40 +1,39 @@
-"""The verifier that calls the scorer of the prompt's generator, but keeps executable responses from it.
+"""The verifier that calls the scorer of the prompt's generator.
 
-Some scorers of reasoning-gym 0.1.25 pass the response to Python's ``eval`` (string_insertion, spiral_matrix,
-binary_matrix, n_queens) or to SymPy's ``parse_expr``, which evaluates too (countdown, puzzle24,
-polynomial_multiplication, the integrations). They get only plain literals and plain formulas; any other response would
-be wrong anyway and scores 0.
+Some scorers of reasoning-gym 0.1.25 pass the response to Python's ``eval`` or to SymPy's ``parse_expr``, which also
+evaluates. Those run in a sandbox, where each response has a process of its own and only data is evaluated
+(`megarl.rewards.inside.scoring`).
 """
 
 from __future__ import annotations
 
-import ast
-import re
+import contextlib
+import os
+import pickle
+import select
+import sys
+from pathlib import Path
 from typing import Any
 
 from megarl.data.prompts import Prompt, PromptSource
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe, RewardTable
-from megarl.rewards import Verifier
+from megarl.rewards import Score, Verifier, inside
+from megarl.rewards.sandbox import POLL_SECONDS, Limits, Program, Run, SandboxError, check_sandbox, python_command
 
-EVAL_SCORERS = {"string_insertion", "spiral_matrix", "binary_matrix", "n_queens"}
-FORMULA_SCORERS = {
-    "countdown",
-    "puzzle24",
-    "polynomial_multiplication",
-    "simple_integration",
-    "intermediate_integration",
+EVALUATING = {
+    *("string_insertion", "spiral_matrix", "binary_matrix", "n_queens"),  # eval
+    *("countdown", "puzzle24", "polynomial_multiplication", "simple_integration", "intermediate_integration"),  # SymPy
 }
-
-LITERAL = re.compile(r"[\w\s\[\],'\"-]*")  # nested lists of words and numbers, but no calls, attributes or products
-FUNCTIONS = {"sqrt", "exp", "log", "ln", "sin", "cos", "tan", "sinh", "cosh", "tanh", "asin", "acos", "atan", "Abs"}
-FORMULA_NODES = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant, ast.Name, ast.Load)
-LONGEST_FORMULA = 1000  # characters
-LARGEST_POWER = 64
+SECONDS = 5.0  # processor time of a response
+ATTEMPTS = 2  # times that a response is scored if its sandbox ends
+# no file can be created: an empty /tmp takes the only one
+SANDBOX = Limits(seconds=10**6, memory=4 << 30, disk=4096, files=1, forks=True)
+SCRIPT = "/box/scoring.py"
 
 
 def check(recipe: Recipe) -> None:
-    """Raise `UserError` if training or evaluation prompts come from a file, which has no scorer."""
+    """Raise `UserError` if prompts come from a file, which has no scorer, or if a scorer needs a sandbox that fails."""
     if recipe.data.files:
         raise UserError('reward.kind = "reasoning_gym" needs data.source = "reasoning_gym"')
     for suite in recipe.suites:
@@ -43,6 +42,15 @@ def check(recipe: Recipe) -> None:
                 'reward.kind = "reasoning_gym" cannot score eval.source = "file": '
                 f'{suite.data.train}; use "exact" or "math"'
             )
+    names = {table.train for table in recipe.prompt_sources()}
+    names |= {each.get("name") for table in recipe.prompt_sources() for each in table.options.get("datasets", [])}
+    if evaluating := sorted(EVALUATING & names):
+        try:
+            check_sandbox()
+        except UserError as error:
+            raise UserError(
+                f"the scorer of {evaluating[0]} evaluates responses, so it needs a sandbox: {error}"
+            ) from error
 
 
 def build(table: RewardTable, prompts: PromptSource) -> Verifier:
@@ -55,50 +63,87 @@ class ReasoningGym:
 
     def __init__(self, scorers: dict[str, Any]) -> None:
         self._scorers = scorers  # generator name -> data set
+        evaluating: dict[tuple[str, str], Any] = {}
+        for name, scorer in scorers.items():
+            inner = scorer.datasets if name == "composite" else {name: scorer}
+            evaluating |= {(name, source): inner[source] for source in EVALUATING & inner.keys()}
+        self._sandbox = Sandbox(evaluating)
 
-    def score(self, prompt: Prompt, response: str) -> float:
+    def score(self, prompt: Prompt, response: str) -> float | Score:
         # for a composite generator: the generator inside it that made this item
-        source = prompt.entry["metadata"].get("source_dataset", prompt.entry["generator"])
-        if source in EVAL_SCORERS and not LITERAL.fullmatch(response):
-            return 0.0
-        if source in FORMULA_SCORERS and not is_plain_formula(response):
-            return 0.0
+        name = prompt.entry["generator"]
+        source = prompt.entry["metadata"].get("source_dataset", name)
+        if source in EVALUATING:
+            return self._sandbox.score((name, source), response, prompt.entry)
         try:
-            score = float(self._scorers[prompt.entry["generator"]].score_answer(answer=response, entry=prompt.entry))
+            score = float(self._scorers[name].score_answer(answer=response, entry=prompt.entry))
+            return score if 0.0 <= score <= 1.0 else 0.0  # 0 for NaN, too
         except MemoryError:
             raise
         except Exception:
             return 0.0  # some scorers, as of prime_factorization, raise on text that they cannot parse
-        return score if 0.0 <= score <= 1.0 else 0.0  # 0 for NaN, too
 
 
-def is_plain_formula(text: str) -> bool:
-    """Whether a text has only sums, products, small powers, elementary functions, numbers and one-letter symbols."""
-    if len(text) > LONGEST_FORMULA:
-        return False
-    try:
-        tree = ast.parse(text.strip(), mode="eval")
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    return all(_plain(node) for node in ast.walk(tree))
+class Sandbox:
+    """A sandbox with the scorers that evaluate responses. It starts with the first response."""
 
+    def __init__(self, scorers: dict[tuple[str, str], Any]) -> None:
+        self._scorers = scorers
+        self._processes: contextlib.ExitStack | None = None
 
-def _plain(node: ast.AST) -> bool:
-    match node:
-        case ast.Call(func=ast.Name(id=name), keywords=[]):
-            return name in FUNCTIONS
-        case ast.Constant():
-            return _is_number(node)
-        case ast.Name(id=name):
-            return len(name) == 1 or name in FUNCTIONS
-        case ast.BinOp(op=ast.Pow(), left=left, right=right):
-            nested = any(isinstance(n, ast.Pow) for side in (left, right) for n in ast.walk(side))
-            return not nested and _is_number(right) and abs(ast.literal_eval(right)) <= LARGEST_POWER
-        case ast.BinOp(op=op):
-            return isinstance(op, (ast.Add, ast.Sub, ast.Mult, ast.Div))
-        case _:
-            return isinstance(node, FORMULA_NODES)
+    def score(self, scorer: tuple[str, str], response: str, entry: dict[str, Any]) -> Score:
+        """The score of a response. One that twice ends the sandbox, or lets it hang, has the score 0."""
+        question = pickle.dumps((scorer, response, entry))
+        for _ in range(ATTEMPTS):
+            if self._processes is None:
+                self._start()
+            said = self._ask(question)
+            if said is not None:
+                with contextlib.suppress(ValueError):
+                    score = float(said)
+                    return Score(score if 0.0 <= score <= 1.0 else 0.0)
+                return Score(0.0, over="time" if said == b"time" else "died")
+            self._stop()
+        return Score(0.0, over="died")
 
+    def _start(self) -> None:
+        packages = [path for path in dict.fromkeys(sys.path) if Path(path).name in ("site-packages", "dist-packages")]
+        script = Path(inside.__file__).parent / "scoring.py"
+        binds = {path: f"/packages/{number}" for number, path in enumerate(packages)}
+        program = Program(python_command(SCRIPT), {SCRIPT: script.read_bytes()}, binds)
+        with contextlib.ExitStack() as stack:
+            stdin, to_sandbox = os.pipe()
+            from_sandbox, stdout = os.pipe()
+            self._requests = stack.enter_context(os.fdopen(to_sandbox, "wb", buffering=0))
+            self._replies = stack.enter_context(os.fdopen(from_sandbox, "rb", buffering=0))
+            try:
+                self._run = stack.enter_context(Run(program, SANDBOX, stdin, stdout))
+            finally:
+                os.close(stdin)
+                os.close(stdout)
+            if self._ask(pickle.dumps((self._scorers, SECONDS))) != b"ready":
+                self._run.stop()
+                raise SandboxError(f"the scorers do not start in the sandbox: {self._run.finish()}")
+            self._processes = stack.pop_all()
 
-def _is_number(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and type(node.value) in (int, float)
+    def _stop(self) -> None:
+        assert self._processes is not None
+        self._processes.close()
+        self._processes = None
+
+    def _ask(self, message: bytes) -> bytes | None:
+        """Send a message and return the line that answers it; None if the sandbox has ended or does nothing."""
+        self._run.awake()
+        try:
+            self._requests.write(len(message).to_bytes(4, "big") + message)
+        except BrokenPipeError:
+            return None
+        line = b""
+        while not line.endswith(b"\n"):
+            if select.select([self._replies], [], [], POLL_SECONDS)[0]:
+                if not (data := self._replies.read(100)):
+                    return None
+                line += data
+            elif self._run.is_asleep():
+                return None
+        return line[:-1]

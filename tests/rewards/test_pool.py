@@ -12,6 +12,7 @@ import pytest
 from megarl.data.prompts import Prompt, build_prompts
 from megarl.errors import UserError
 from megarl.recipe.tables import RewardTable
+from megarl.rewards import reasoning_gym
 from megarl.rewards.exact import Exact
 from megarl.rewards.math import Math
 from megarl.rewards.parts import build_verifier
@@ -105,7 +106,9 @@ def sources(tmp_path_factory):
     return found
 
 
-def test_hostile_answers_to_generators_are_wrong_and_a_right_response_after_them_is_right(sources):
+def test_hostile_answers_to_generators_are_wrong_and_a_right_response_after_them_is_right(sources, monkeypatch):
+    monkeypatch.setattr(reasoning_gym, "SECONDS", TIGHT.seconds)
+
     class Each:
         def score(self, prompt, response):
             return sources[prompt.entry["generator"]][1].score(prompt, response)

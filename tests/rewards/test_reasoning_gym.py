@@ -1,0 +1,225 @@
+"""No response decides on its own score or on another's, whatever the scorers of reasoning-gym do with its text."""
+
+import inspect
+import random
+import types
+from dataclasses import replace
+
+import pytest
+
+from megarl.data.prompts import build_prompts
+from megarl.data.sources import import_reasoning_gym
+from megarl.errors import UserError
+from megarl.rewards import reasoning_gym, sandbox
+from megarl.rewards.parts import build_verifier, check_reward
+from megarl.rewards.pool import Limits, VerifierPool
+from megarl.rewards.reasoning_gym import EVALUATING, Sandbox
+from tests.data.prompt_sources import char_tokenizer, recipe
+
+SHELL = "__import__('os').system('touch {trace}')"
+# each of them ran code, or changed what later responses scored, when a filter of texts stood before `eval`
+REPORTED = (
+    ("string_insertion", "entry['answer']"),
+    ("string_insertion", "[0 for __builtins__['float'] in [bool]]"),
+    ("spiral_matrix", "[0 for __builtins__['float'] in [repr]]"),
+    ("binary_matrix", "[0 for __builtins__['float'] in [eval]]"),
+    ("number_format", SHELL),
+)
+HOSTILE = (
+    # code, and what is needed to reach it
+    SHELL, "[" + SHELL + "]", "[[" + SHELL + "]]", "{{" + SHELL + "}}", f"({SHELL},)", "open('{trace}', 'w')",
+    "[open('{trace}', 'w')]", "exec(\"open('{trace}', 'w')\")", "eval(\"open('{trace}', 'w')\")",
+    "compile('1', '', 'eval')", "(lambda: open('{trace}', 'w'))()", "[open('{trace}', 'w') for _ in [1]]",
+    "f\"{{open('{trace}', 'w')}}\"", "[*map(open, ['{trace}'], ['w'])]", "[].__class__.__base__.__subclasses__()",
+    "sympify(\"open('{trace}', 'w')\")", "S(\"open('{trace}', 'w')\")", "parse_expr('1')", "Symbol('x').__class__",
+    "x.subs(x, open)", "sqrt.__globals__", "(1).__class__", "exp(x).func.__init__.__globals__", "sin(x)(x)",
+    # changes of the scorer's state
+    "[0 for __builtins__['float'] in [bool]]", "[0 for __builtins__['str'] in [0]]", "[0 for self.config in [0]]",
+    "[0 for entry['answer'] in ['']]", "[self.config for self.config.max_value in [9**9]]", "(entry := 1)",
+    "[0 for oracle_answer in ['x']]", "entry.update(answer='x')", "globals().clear()", "vars(self).clear()",
+    # the answer itself
+    "entry['answer']", "[entry['answer']]", "oracle_answer", "entry['metadata']['valid_answers'][0]",
+    "'{{0.answer}}'.format(entry)", "entry.get('answer')", "[*entry['answer']]", "solution if 1 else 0", "yield 1",
+    "await x", "not 1", "1 if 1 else 2", "1 < 2", "x[0]", "...", "'24'", "True", "1j", "24 or 24", "24 | 24", "~24",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """{generator: (a function that builds its verifier, its prompts)}, for those that evaluate and two others."""
+    tokenizer, found = char_tokenizer(tmp_path_factory.mktemp("tokenizer")), {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONHASHSEED", "0")
+        for name in sorted({*EVALUATING, "number_format", "basic_arithmetic"}):
+            settings = recipe(name, heldout=1, max_prompt_tokens=10000)
+            found[name] = settings, build_prompts(settings, tokenizer)
+        yield found
+
+
+class Each:
+    """The verifiers of all generators of `source` in one process."""
+
+    def __init__(self, source):
+        scorers = {name: prompts.scorers[name] for name, (_, prompts) in source.items()}
+        self.verifier = reasoning_gym.ReasoningGym(scorers)
+
+    def score(self, prompt, response):
+        return self.verifier.score(prompt, response)
+
+
+def scores(source, questions):
+    """The scores of (generator, response) pairs, scored in their order by a pool of one worker."""
+    pool = VerifierPool(lambda: Each(source), Limits(workers=1))
+    try:
+        numbers = [pool.ask(source[name][1].train(0), text) for name, text in questions]
+        found = {}
+        while len(found) < len(numbers):
+            found |= dict(pool.verdicts(wait=True))
+    finally:
+        pool.close()
+    return [found[number].score for number in numbers]
+
+
+def test_the_reported_responses_run_nothing_and_change_no_later_score(source, tmp_path):
+    trace = tmp_path / "trace"
+    questions = [(name, text.format(trace=trace)) for name, text in REPORTED]
+    honest = [(name, source[name][1].train(0).answer) for name, _ in REPORTED]
+    found = scores(source, [*questions, *questions, *honest])
+    assert found == [0.0] * 2 * len(questions) + [1.0] * len(honest)
+    assert not trace.exists()
+
+
+def test_scores_do_not_depend_on_the_order_of_responses(source, tmp_path):
+    """Hostile responses to every scorer that evaluates score 0, and honest ones among them what they deserve."""
+    trace = tmp_path / "trace"
+    assert len(HOSTILE) >= 40
+    questions = {(name, text.format(trace=trace)): 0.0 for name in EVALUATING for text in HOSTILE}
+    for name, (_, prompts) in source.items():
+        questions[name, prompts.train(0).answer] = 1.0
+    listed = {"string_insertion": list, "spiral_matrix": str.split}
+    for name, split in listed.items():
+        questions[name, str(split(source[name][1].train(0).answer))] = 0.1
+    order = sorted(questions)
+    for most in (len(order), 60, 60):
+        random.Random(most).shuffle(order)
+        asked = [question for place, question in enumerate(order) if place < most or questions[question]]
+        found = dict(zip(asked, scores(source, asked), strict=True))
+        assert {question: score for question, score in found.items() if score != questions[question]} == {}
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("generator", sorted(EVALUATING))
+def test_a_generators_own_answers_are_right(source, generator):
+    settings, prompts = source[generator]
+    verifier = build_verifier(settings, prompts)
+    found = [verifier.score(prompt, prompt.answer) for prompt in map(prompts.train, range(10))]
+    assert [score.value for score in found] == [1.0] * 10
+
+
+def test_a_composite_generator_has_the_scorers_of_those_inside_it(tmp_path):
+    options = {"datasets": [{"name": name, "weight": 1, "config": {}} for name in ("countdown", "chain_sum")]}
+    settings = recipe("composite", heldout=1, max_prompt_tokens=10000, options=options)
+    prompts = build_prompts(settings, char_tokenizer(tmp_path))
+    verifier = build_verifier(settings, prompts)
+    asked = [prompts.train(index) for index in range(10)]
+    assert {prompt.entry["metadata"]["source_dataset"] for prompt in asked} == {"countdown", "chain_sum"}
+    assert [getattr(score, "value", score) for score in (verifier.score(each, each.answer) for each in asked)] == [
+        1
+    ] * 10
+    assert verifier.score(asked[0], "print(1)") in (0.0, reasoning_gym.Score(0.0))
+
+
+class Executing:
+    """A scorer that executes the response, so that only the sandbox confines it; 1 if it succeeds."""
+
+    SOURCE = """type("Executing", (), {
+        "score_answer": lambda self, answer, entry: exec(answer, {"scorer": self}) or getattr(self, "score", 1.0),
+        "__getitem__": lambda self, item: {"answer": ""},
+    })()"""
+
+    def __reduce__(self):
+        return eval, (self.SOURCE,)
+
+
+SUCCEEDS = "1 + 1"
+CONFINED = (
+    "open('/tmp/x', 'w')", "import os; os.mkdir('/tmp/x')", "open('/box/x', 'w')", "open('/packages/0/x', 'w')",
+    "open('{host}')", "import os; os.fork()", "import threading; threading.Thread(target=print).start()",
+    "import subprocess; subprocess.run(['/bin/true'])", "import socket; socket.socket()",
+    "import os; os.write(3, b'1')", "import os; os.kill(os.getppid(), 9)",
+    "import os, signal; os.kill(os.getppid(), signal.SIGSTOP)",
+    "while True: pass", "import signal; signal.setitimer(signal.ITIMER_PROF, 0)\nwhile True: pass",
+    "import time; time.sleep(1000)", "import os; os.abort()", "import os; os._exit(0)", "bytearray(8 << 30)",
+    "import os; os.write(0, b'1.0\\n1.0\\n2'); raise ValueError", "scorer.score = 2.0", "scorer.score = float('nan')",
+    "scorer.score = 'x'", "raise SystemExit", "import os; os.close(0)",
+)  # fmt: skip
+
+
+def test_a_response_that_did_run_would_be_confined_to_its_own_score(tmp_path, monkeypatch):
+    """The control is a response that succeeds; it scores the same after each attack. One forges its own score."""
+    host = tmp_path / "host"
+    host.write_text("secret")
+    monkeypatch.setattr(reasoning_gym, "SECONDS", 0.5)
+    monkeypatch.setattr(reasoning_gym, "SANDBOX", replace(reasoning_gym.SANDBOX, asleep=1.0))
+    judge = Sandbox({("x", "x"): Executing()})
+    for attack in CONFINED:
+        score = judge.score(("x", "x"), attack.replace("{host}", str(host)), {})
+        assert score.value == (1.0 if "1.0" in attack else 0.0), attack
+        assert score.over == {"while": "time"}.get(attack[:5], score.over)
+        assert judge.score(("x", "x"), SUCCEEDS, {}).value == 1.0, attack
+    state = "assert not hasattr(scorer, 'mark'); scorer.mark = 1\nimport builtins; builtins.len = 0"
+    assert [judge.score(("x", "x"), state, {}).value for _ in range(3)] == [1.0] * 3
+
+
+def test_scorers_that_do_not_start_in_the_sandbox_end_the_phase():
+    class Broken:
+        def __reduce__(self):
+            return eval, ("1 / 0",)
+
+    with pytest.raises(sandbox.SandboxError, match="the scorers do not start in the sandbox"):
+        Sandbox({("x", "x"): Broken()}).score(("x", "x"), "1", {})
+
+
+def test_a_machine_without_a_sandbox_refuses_only_generators_that_evaluate(monkeypatch):
+    def refuse():
+        raise UserError("programs cannot be run in a sandbox here")
+
+    monkeypatch.setattr(reasoning_gym, "check_sandbox", refuse)
+    composite = {"datasets": [{"name": "n_queens", "weight": 1, "config": {}}]}
+    for settings in (recipe("countdown"), recipe("composite", options=composite)):
+        with pytest.raises(UserError, match=r"the scorer of \w+ evaluates responses, so it needs a sandbox: programs"):
+            check_reward(settings)
+    check_reward(recipe("chain_sum"))
+
+
+# names whose use in a scorer means that it may evaluate text
+EVALUATES = {"eval", "exec", "compile", "__import__", "import_module", "parse_expr", "sympify", "sympy", "sp", "pickle"}
+# they evaluate the entry's own problem or answer, but never the response
+OWN_TEXT = {"number_sorting", "bitwise_arithmetic"}
+
+
+def used_by(function, owner, seen):
+    """All names used by a function and by the functions of reasoning-gym that it can reach."""
+    if function in seen or not function.__module__.startswith("reasoning_gym"):
+        return set()
+    seen.add(function)
+    codes, names = [function.__code__], set()
+    while codes:
+        code = codes.pop()
+        codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
+        names |= {*code.co_names}
+    for name in list(names):
+        for found in (function.__globals__.get(name), getattr(owner, name, None)):
+            for each in vars(found).values() if inspect.isclass(found) else [found]:
+                if inspect.isfunction(each):
+                    names |= used_by(each, found if inspect.isclass(found) else owner, seen)
+    return names
+
+
+def test_every_scorer_that_evaluates_text_is_known():
+    import_reasoning_gym()
+    from reasoning_gym.factory import DATASETS
+
+    assert len(DATASETS) > 90
+    found = {name for name, (kind, _) in DATASETS.items() if used_by(kind.score_answer, kind, set()) & EVALUATES}
+    assert found == EVALUATING | OWN_TEXT
