@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from lab.results import RESULTS, load, save
-from megarl.commands.sweep.plan import make_plan
+from megarl.commands.sweep.plan import plan_sweep
 from megarl.commands.sweep.results import FinishedRun, read_finished
 from megarl.recipe.sweep import load_sweep
 
@@ -48,7 +48,7 @@ METRICS = (
 
 def collect(sweep: Path, output: Path, archive: Path = RESULTS) -> None:
     """Write the files of ``sweep`` in ``archive`` anew, from its finished runs in ``output``."""
-    plan = make_plan(load_sweep(sweep), output)
+    plan = plan_sweep(load_sweep(sweep), output)
     made = read_finished(plan)
     place = [*plan.table.axes, "seed"]
     phases = ["rollout", "optimize", "evaluate", "live"]

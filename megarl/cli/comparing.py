@@ -75,8 +75,9 @@ def _evaluate(options: argparse.Namespace) -> None:
     if (options.stage is None) != (options.update is None):
         raise UserError("--stage and --update must be given together: they name a policy, as in `megarl export`")
     if options.stage is not None:
-        place = options.stage, options.update
-        results = evaluate_checkpoint(options.model_or_run, place, options.suite, options.set, options.output)
+        results = evaluate_checkpoint(
+            options.model_or_run, options.stage, options.update, options.suite, options.set, options.output
+        )
     else:
         results = evaluate_model(options.model_or_run, options.recipe, options.suite, options.set, options.output)
     print(json.dumps(results) if options.json else describe_evaluations(results))

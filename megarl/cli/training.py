@@ -17,7 +17,6 @@ from megarl.cli.arguments import Commands, add_stage, command, settings
 from megarl.errors import UserError
 
 if TYPE_CHECKING:
-    from megarl.storage.run_dir import RunDir, Stage
     from megarl.workers.nodes import Nodes
 
 
@@ -66,6 +65,7 @@ class OnAllNodes:
 
 
 def _train(options: argparse.Namespace, nodes: Nodes) -> None:
+    from megarl.commands.scratch import stage_of
     from megarl.commands.train import optimizes, summarise_run, train
     from megarl.recipe.load import load_recipe
     from megarl.storage.run_dir import RunDir
@@ -81,7 +81,7 @@ def _train(options: argparse.Namespace, nodes: Nodes) -> None:
         check_continues(RunDir.open(options.continue_from).recipe, recipe)
     run = RunDir(options.run_dir.resolve(), recipe)
     if options.until:
-        _stage(run, options.until[1])
+        stage_of(run, options.until[1])
     check(nodes.starter, recipe, nodes.count, optimizes(run, options.until))
     with run.lock():
         run = RunDir.create(run.root, recipe)  # may write the recipe, so it needs the lock
@@ -95,13 +95,15 @@ def _train(options: argparse.Namespace, nodes: Nodes) -> None:
 
 def _rollout(options: argparse.Namespace, nodes: Nodes) -> None:
     from megarl.commands.one_phase import rollout_stage
+    from megarl.commands.scratch import open_stage
 
-    stage = _open_stage(options)
+    stage = open_stage(options.run_dir, options.stage)
     with stage.run.lock():
         rollout_stage(nodes, stage)
 
 
 def _serve(options: argparse.Namespace, nodes: Nodes) -> None:
+    from megarl.commands.scratch import open_stage
     from megarl.commands.stages.serve import check_serving, serve_stage
     from megarl.recipe.load import load_recipe
     from megarl.storage.run_dir import RunDir
@@ -113,15 +115,16 @@ def _serve(options: argparse.Namespace, nodes: Nodes) -> None:
             RunDir.create(options.run_dir, recipe)
     elif options.set:
         raise UserError("--set needs --recipe RECIPE: settings can only be changed when a run begins")
-    stage = _open_stage(options)
+    stage = open_stage(options.run_dir, options.stage)
     with stage.run.lock():
         serve_stage(nodes, stage, options.port)
 
 
 def _optimize(options: argparse.Namespace, nodes: Nodes) -> None:
     from megarl.commands.one_phase import optimize_branch, optimize_stage
+    from megarl.commands.scratch import open_stage
 
-    stage = _open_stage(options)
+    stage = open_stage(options.run_dir, options.stage)
     if options.output:
         optimize_branch(nodes, stage, options.output, options.set)
         return
@@ -135,20 +138,6 @@ def _rehearse(options: argparse.Namespace, nodes: Nodes) -> None:
     from megarl.commands.one_phase import rehearse_recipe
 
     print(rehearse_recipe(nodes, options.recipe, options.set, options.run_dir))
-
-
-def _open_stage(options: argparse.Namespace) -> Stage:
-    from megarl.storage.run_dir import RunDir
-
-    run = RunDir.open(options.run_dir)
-    run.check_links()
-    return _stage(run, options.stage)
-
-
-def _stage(run: RunDir, number: int) -> Stage:
-    if not 0 <= number < run.recipe.schedule.stages:
-        raise UserError(f"--stage {number}: this run has stages 0 to {run.recipe.schedule.stages - 1}")
-    return run.stage(number)
 
 
 # the commands that run on all nodes

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from megarl.commands.scratch import check_updates, open_stage, run_scratch_phase
+from megarl.commands.scratch import open_staged, require_policies_after, run_scratch_phase
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
 from megarl.models.lora import check_exported_alone
@@ -31,8 +31,8 @@ def export_policy(run_dir: Path, number: int, updates: int, output: Path, adapte
     updates: which policy, by the number of updates of stage ``number`` that it has had.
     adapters: write only the adapters of a run with ``[actor.lora]``, in PEFT's format.
     """
-    stage = open_stage(run_dir, number)
-    check_updates(stage, [updates])
+    stage = open_staged(run_dir, number)
+    require_policies_after(stage, [updates])
     if adapters:
         _check_has_adapters(stage, updates)
     if output.exists():
@@ -56,13 +56,13 @@ def _check_has_adapters(stage: Stage, updates: int) -> None:
 
 
 def evaluate_checkpoint(
-    run_dir: Path, place: tuple[int, int], suites: list[str], overrides: list[str], output: Path | None
+    run_dir: Path, stage: int, update: int, suites: list[str], overrides: list[str], output: Path | None
 ) -> list[dict[str, Any]]:
-    """`evaluate_model` of any policy of a run. place: (stage, number of its updates that the policy has had)."""
+    """`evaluate_model` of the policy that a stage of a run has after ``update`` of its updates."""
     with tempfile.TemporaryDirectory(prefix="megarl-policy-") as scratch:
-        policy = (output or Path(scratch)).resolve() / "policies" / f"stage_{place[0]:03d}_update_{place[1]:06d}"
+        policy = (output or Path(scratch)).resolve() / "policies" / f"stage_{stage:03d}_update_{update:06d}"
         if not policy.exists():
-            export_policy(run_dir, *place, policy)
+            export_policy(run_dir, stage, update, policy)
         return evaluate_model(run_dir, None, suites, overrides, output, policy)
 
 

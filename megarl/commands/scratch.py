@@ -20,16 +20,28 @@ from megarl.workers.preflight import check
 
 
 def open_stage(run_dir: Path, number: int) -> Stage:
-    """Stage ``number`` of a run; `UserError` if there is no such stage, or if the run is a live one."""
+    """Stage ``number`` of a run, as on a command line; `UserError` if there is no such stage."""
     run = RunDir.open(run_dir)
     run.check_links()
+    return stage_of(run, number)
+
+
+def stage_of(run: RunDir, number: int) -> Stage:
+    """Stage ``number`` of ``run``; `UserError` if there is none."""
+    if not 0 <= number < run.recipe.schedule.stages:
+        raise UserError(f"--stage {number}: this run has stages 0 to {run.recipe.schedule.stages - 1}")
+    return run.stage(number)
+
+
+def open_staged(run_dir: Path, number: int) -> Stage:
+    """As `open_stage`; `UserError` also if the run is a live one."""
+    stage = open_stage(run_dir, number)
+    run = stage.run
     if run.recipe.schedule.kind == "live":
         raise UserError(
             f"{run.root} is a live run: several policies generate each stage, so this command does not apply to it"
         )
-    if not 0 <= number < len(run.stages()):
-        raise UserError(f"--stage {number}: this run has stages 0 to {len(run.stages()) - 1}")
-    return run.stage(number)
+    return stage
 
 
 def policies_of(stage: Stage) -> list[int]:
@@ -39,7 +51,7 @@ def policies_of(stage: Stage) -> list[int]:
     return sorted({*start, *(update for update, _ in checkpoints(stage.checkpoints)), *end})
 
 
-def check_updates(stage: Stage, updates: list[int]) -> None:
+def require_policies_after(stage: Stage, updates: list[int]) -> None:
     """`UserError` unless the stage has a policy after each number of updates in ``updates``."""
     available = policies_of(stage)
     if missing := [update for update in updates if update not in available]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.commands.scratch import check_updates, open_stage, policies_of, run_scratch_phase
+from megarl.commands.scratch import open_staged, policies_of, require_policies_after, run_scratch_phase
 from megarl.errors import UserError
 from megarl.estimates import mean_of_replicates
 from megarl.storage.files import write_atomic
@@ -39,20 +39,20 @@ def what_if(
     fresh: (run directory, stage) of sealed rollouts that the policy itself generated, used as its on-policy responses;
     None: the built-in engine generates new ones.
     """
-    stage = open_stage(run_dir, number)
+    stage = open_staged(run_dir, number)
     if stage.run.recipe.actor.lora is not None:
         raise UserError("what-if compares gradients of all weights, but this run trains only adapters ([actor.lora])")
     stage.run.check_prompts()
     if not stage.is_sealed():
         raise UserError(f"{stage.rollouts} is not sealed: run `megarl rollout {stage.run.root} --stage {number}`")
-    check_updates(stage, list(updates))
+    require_policies_after(stage, list(updates))
     if stage.run.recipe.actor.routing_replay == "actor":  # replays the routing of the policy that began the stage
         require_policy(stage)
     total = stage.run.recipe.schedule.updates_per_pass
     if not 2 <= batches <= total:
         raise UserError(f"--batches {batches}: intervals need at least 2, and the stage has only {total} batches")
     last = list(range(total - batches, total))
-    source = None if fresh is None else str(_checked_fresh(stage, updates, open_stage(*fresh)).rollouts.resolve())
+    source = None if fresh is None else str(_checked_fresh(stage, updates, open_staged(*fresh)).rollouts.resolve())
     return run_scratch_phase(stage, "what_if", updates=list(updates) or policies_of(stage), batches=last, fresh=source)
 
 

@@ -156,7 +156,8 @@ def _builder(data: DataTable, tokenizer: PreTrainedTokenizerBase) -> tuple[Rende
 
 
 def _as_trained(build: Build, prompts: list[Prompt]) -> Iterator[Prompt]:
-    """The prompts of a suite, which may have its own template, as they would look in training, in order to ban them."""
+    """Yield the prompts of a suite as training would render them, so that training can exclude them: the suite may have
+    a template of its own."""
     for prompt in prompts:
         with contextlib.suppress(UserError):  # a row that does not fit the training template cannot be trained on
             if trained := build(prompt.index, prompt.entry, "a row"):

@@ -114,10 +114,13 @@ def at_equal_updates(a: Side, b: Side, suite: str) -> tuple[Side, Side]:
     return a, b
 
 
-def difference_at(a: Path, b: Path, suite: str, update: int) -> Difference:
-    """avg@n of the run in ``b`` minus that of ``a`` after ``update`` updates, paired; `UserError` as in `compare`."""
+def difference(a: Path, first: int, b: Path, second: int, suite: str) -> Difference:
+    """avg@n of run ``b`` after ``second`` updates minus that of ``a`` after ``first``, paired.
+
+    Raises `UserError` as `compare` does.
+    """
     check_same_prompts(SuiteResponses.of(a, suite), SuiteResponses.of(b, suite))
-    ours, theirs = (Side(str(run), run, update).correct(suite)[1].mean(1) for run in (a, b))
+    ours, theirs = (Side(str(run), run, update).correct(suite)[1].mean(1) for run, update in ((a, first), (b, second)))
     return paired(ours, theirs)
 
 

@@ -84,7 +84,7 @@ class Overlap:
 
 
 @dataclass
-class Report:
+class Findings:
     """Findings of the check: files, notes, overlap with held-out prompts, and problems that would stop a run."""
 
     files: list[File] = field(default_factory=list)
@@ -102,9 +102,9 @@ class Report:
         return json.dumps(asdict(self))
 
 
-def check_prompts(recipe: Recipe) -> Report:
+def check_prompts(recipe: Recipe) -> Findings:
     """Read all prompt files to their end. `UserError` only for an unfit tokenizer; other errors are in the report."""
-    report, tokenizer = Report(), load_tokenizer(recipe.model.tokenizer_path)
+    report, tokenizer = Findings(), load_tokenizer(recipe.model.tokenizer_path)
     train: list[str] = []
     for data in (recipe.data, *(suite.data for suite in recipe.suites if suite.own)):
         for table in data.mixture:
@@ -117,7 +117,7 @@ def check_prompts(recipe: Recipe) -> Report:
     return report
 
 
-def _read(report: Report, table: SourceTable) -> tuple[list[Item], File]:
+def _read(report: Findings, table: SourceTable) -> tuple[list[Item], File]:
     """The valid rows of a file, and a record of it; errors of the other rows, or of the file, go to the report."""
     good: list[Item] = []
     wrong: list[str] = []
@@ -133,7 +133,7 @@ def _read(report: Report, table: SourceTable) -> tuple[list[Item], File]:
     return good, report.files[-1]
 
 
-def _renderer(report: Report, data: DataTable, tokenizer: Any) -> Renderer | None:
+def _renderer(report: Findings, data: DataTable, tokenizer: Any) -> Renderer | None:
     try:
         return Renderer(data, tokenizer)
     except UserError as error:
@@ -142,7 +142,7 @@ def _renderer(report: Report, data: DataTable, tokenizer: Any) -> Renderer | Non
 
 
 def _measure(
-    report: Report, file: File, table: SourceTable, data: DataTable, items: Sequence[Item], renderer: Renderer | None
+    report: Findings, file: File, table: SourceTable, data: DataTable, items: Sequence[Item], renderer: Renderer | None
 ) -> None:
     """Measure the lengths of a file's prompts with all their markup; those that are too long go to the report."""
     if renderer is None or not items:
@@ -166,7 +166,7 @@ def _measure(
         (report.problems if data.overlong == "error" else report.notes).append(line)
 
 
-def _check_start(report: Report, recipe: Recipe, tokenizer: Any, train: list[str]) -> None:
+def _check_start(report: Findings, recipe: Recipe, tokenizer: Any, train: list[str]) -> None:
     """Do what a start of the run does with the prompts, and look for overlap of training and held-out prompts."""
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -187,7 +187,7 @@ def _check_start(report: Report, recipe: Recipe, tokenizer: Any, train: list[str
         report.overlap = Overlap(len(heldout), len(exact) - len(nearly), nearly, [train[n] for n in shared])
 
 
-def _tell(report: Report, wrong: list[str], what: str) -> None:
+def _tell(report: Findings, wrong: list[str], what: str) -> None:
     """Add the first errors to the report, and the number of the others, which are called ``what``."""
     report.problems += wrong[:SHOWN]
     if len(wrong) > SHOWN:

@@ -13,7 +13,7 @@ from typing import Any
 
 import tomli_w
 
-from megarl.commands.scratch import open_stage
+from megarl.commands.scratch import open_staged
 from megarl.commands.stages.card import write_card
 from megarl.commands.stages.packed import (
     CARD,
@@ -50,7 +50,7 @@ def pack(run_dir: Path, number: int, output: Path, licence: str, weights: bool, 
     prompts: include the recipe's prompt files and templates; their checksums are always included.
     Files are hard links if the file system has them. `UserError` for a stage that is not sealed, or is damaged.
     """
-    stage = open_stage(run_dir, number)
+    stage = open_staged(run_dir, number)
     if not LICENCE.fullmatch(licence):
         raise UserError(f"--license {licence!r}: expected an identifier, such as apache-2.0, cc-by-4.0 or other")
     check_new(output)

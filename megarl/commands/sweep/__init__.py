@@ -10,11 +10,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.commands.sweep.cost import remaining, updates_of
 from megarl.commands.sweep.figure import write_figure
-from megarl.commands.sweep.plan import Job, Plan, make_plan
+from megarl.commands.sweep.plan import Job, SweepPlan, plan_sweep, remaining
 from megarl.commands.sweep.results import as_records, read_finished, rows, runs_csv, table_csv, table_text
-from megarl.commands.sweep.workers import Outcome, Workers
+from megarl.commands.sweep.workers import JobOutcome, Workers
 from megarl.errors import PhaseFailed, UserError
 from megarl.recipe.sweep import load_sweep
 from megarl.storage.files import write_atomic
@@ -25,7 +24,7 @@ def describe(path: Path, output: Path, jobs: int, as_json: bool = False) -> str:
 
     as_json: only the runs, as a JSON list.
     """
-    plan = make_plan(load_sweep(path), output)
+    plan = plan_sweep(load_sweep(path), output)
     if as_json:
         return json.dumps([_record(job) for job in plan.all])
     lines = [_count(plan), *filter(None, [remaining(plan, jobs)])]
@@ -38,7 +37,7 @@ def describe(path: Path, output: Path, jobs: int, as_json: bool = False) -> str:
 def _record(job: Job) -> dict[str, object]:
     settings = dict(job.point.settings) if job.point else {}
     place = {"run": job.name, "directory": str(job.directory), "replicate": job.replicate}
-    return place | {"state": _state(job), "updates": updates_of(job), "settings": settings}
+    return place | {"state": _state(job), "updates": job.updates, "settings": settings}
 
 
 def _state(job: Job) -> str:
@@ -49,8 +48,8 @@ def _setting(name: str, value: object) -> str:
     return shlex.quote(f"{name}={value if isinstance(value, str) else json.dumps(value)}")
 
 
-def _count(plan: Plan) -> str:
-    updates = sum(map(updates_of, plan.jobs))
+def _count(plan: SweepPlan) -> str:
+    updates = sum(job.updates for job in plan.jobs)
     shared = f", on the rollouts of {len(plan.bases)} more" if plan.bases else ""
     done = sum(job.is_done() for job in plan.all)
     points, replicates = len(plan.table.points()), len({job.replicate for job in plan.jobs})
@@ -64,9 +63,9 @@ def sweep(path: Path, output: Path, jobs: int, as_json: bool = False) -> str:
     All settings are checked before the first run starts. If a run fails, the others are still made; the next call tries
     the failed one again. Raises `UserError` or `PhaseFailed` at the end, with a line for each run that failed.
     """
-    plan = make_plan(load_sweep(path), output)
+    plan = plan_sweep(load_sweep(path), output)
     _say(_count(plan))
-    failed: list[tuple[Job, Outcome]] = []
+    failed: list[tuple[Job, JobOutcome]] = []
     if missing := [job for job in plan.all if not job.is_done()]:
         with Workers(jobs, plan.output / "logs") as workers:
             _check(workers, missing)
@@ -101,13 +100,13 @@ def _say(line: str) -> None:
 
 def _check(workers: Workers, missing: list[Job]) -> None:
     """`UserError` if the settings of a point cannot run; one replicate of each point is checked."""
-    first = {job.point.name if job.point else "": job for job in reversed(missing)}
+    first = {job.point_name: job for job in reversed(missing)}
     wrong = [f"  {job.name}: {found.cause}" for job, found in workers.check(list(first.values())) if found.cause]
     if wrong:
         raise UserError("the sweep cannot start, since these runs have mistakes:\n" + "\n".join(wrong))
 
 
-def _make(workers: Workers, missing: list[Job], failed: list[tuple[Job, Outcome]]) -> None:
+def _make(workers: Workers, missing: list[Job], failed: list[tuple[Job, JobOutcome]]) -> None:
     """Make the missing runs, print a line for each that ends, and append those that fail to ``failed``."""
     for ended, (job, outcome) in enumerate(workers.make(missing), 1):
         text = f"done in {outcome.seconds:.0f} s" if outcome.kind == "done" else outcome.kind

@@ -7,14 +7,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.commands.sweep.plan import Plan
+from megarl.commands.sweep.plan import SweepPlan
 from megarl.commands.sweep.results import Estimate, Row
 from megarl.recipe.sweep import Point, SweepTable
 from megarl.storage.files import write_atomic
 from megarl.views.report.pages import Chart, colour, error_bars, page, table
 
 
-def write_figure(plan: Plan, found: Sequence[Row], output: Path) -> None:
+def write_figure(plan: SweepPlan, found: Sequence[Row], output: Path) -> None:
     """Write a self-contained HTML page with the charts of all suites and a table."""
     charts = [
         chart

@@ -6,6 +6,7 @@ runs.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from megarl.recipe.layout import is_layout_setting
 from megarl.recipe.load import Setting, load_recipe, recipe_diff
 from megarl.recipe.sweep import BASE, Point, SweepTable, seeds_of
 from megarl.recipe.tables import Recipe
+from megarl.storage.checked_json import read_intact_lines
 from megarl.storage.run_dir import RunDir, Stage
 
 
@@ -33,11 +35,31 @@ class Job:
 
     @property
     def name(self) -> str:
-        return f"{self.point.name if self.point else BASE}/{self.replicate}"
+        return f"{self.point_name or BASE}/{self.replicate}"
 
     @property
     def run(self) -> RunDir:
         return RunDir(self.directory, self.recipe)
+
+    @property
+    def point_name(self) -> str:
+        """The name of the point, "" for a base run."""
+        return self.point.name if self.point else ""
+
+    @property
+    def updates(self) -> int:
+        """The number of updates that the run makes; 0 if it ends with rollouts."""
+        if self.until is not None:
+            return 0
+        schedule = self.recipe.schedule
+        return schedule.updates_per_stage if self.source else schedule.total_updates
+
+    @property
+    def seconds(self) -> float:
+        """The time that the phases of the run took, without pauses between two starts."""
+        events, _ = read_intact_lines(self.run.events)
+        ends = ("phase_end", "phase_stopped", "phase_failed")
+        return sum(event["seconds"] for event in events if event["event"] in ends)
 
     @property
     def end(self) -> Stage:
@@ -69,7 +91,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Plan:
+class SweepPlan:
     """All runs of a sweep."""
 
     table: SweepTable
@@ -82,7 +104,7 @@ class Plan:
         return [*self.bases, *self.jobs]
 
 
-def make_plan(table: SweepTable, output: Path) -> Plan:
+def plan_sweep(table: SweepTable, output: Path) -> SweepPlan:
     """Plan all runs below ``output``; `UserError` with a line for each point whose settings are wrong."""
     output = output.resolve()
     bases = [] if table.runs or table.stage is None else _bases(table, output)
@@ -96,7 +118,7 @@ def make_plan(table: SweepTable, output: Path) -> Plan:
     if wrong:
         lines = "\n".join(f"  {name}: {text}" for name, text in wrong.items())
         raise UserError(f"the sweep cannot start, since these points have mistakes:\n{lines}")
-    return Plan(table, output, bases, jobs)
+    return SweepPlan(table, output, bases, jobs)
 
 
 def _bases(table: SweepTable, output: Path) -> list[Job]:
@@ -153,3 +175,26 @@ def _sources(table: SweepTable, bases: list[Job]) -> dict[str, Stage]:
             raise UserError(f"runs: two directories are called {path.name}, but the sweep needs different names")
         sources[path.name] = stage
     return sources
+
+
+def remaining(plan: SweepPlan, jobs: int) -> str:
+    """A sentence with the mean time of a finished run and the time that the others will take, ``jobs`` at a time.
+
+    A run is assumed to take as long as finished runs of its point; if there are none, the mean time per update of all
+    finished runs counts. Empty if no run with updates is finished.
+    """
+    seconds: dict[str, list[float]] = defaultdict(list)
+    updates = 0
+    for job in plan.all:
+        if job.is_done():
+            seconds[job.point_name].append(job.seconds)
+            updates += job.updates
+    if not updates:
+        return ""
+    finished = [s for point in seconds.values() for s in point]
+    per_update = sum(finished) / updates
+    means = {point: sum(values) / len(values) for point, values in seconds.items()}
+    left = sum(means.get(job.point_name, per_update * job.updates) for job in plan.all if not job.is_done())
+    minutes = left / jobs / 60
+    text = f"{minutes:.1f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
+    return f"a finished run took {sum(finished) / len(finished):.0f} s; the others take about {text}"

@@ -11,12 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from megarl.commands.sweep.plan import Job, Plan
+from megarl.commands.sweep.plan import Job, SweepPlan
 from megarl.errors import UserError
-from megarl.estimates import Interval, mean_of_replicates, paired
+from megarl.estimates import Interval, mean_of_replicates
 from megarl.recipe.sweep import Point
-from megarl.storage.run_dir.evaluations import SuiteResponses
-from megarl.views.comparison import check_same_prompts
+from megarl.views.comparison import difference
 from megarl.views.run_reader import Run, interval, muted_by, read_run
 
 # metrics of the update before an evaluation that runs.csv contains
@@ -57,12 +56,12 @@ class FinishedRun:
     run: Run
 
 
-def read_finished(plan: Plan) -> list[FinishedRun]:
+def read_finished(plan: SweepPlan) -> list[FinishedRun]:
     """Read the runs that are finished, without those that only generate rollouts for others."""
     return [FinishedRun(job, read_run(job.directory, job.name)) for job in plan.jobs if job.is_done()]
 
 
-def rows(plan: Plan, finished: Sequence[FinishedRun]) -> list[Row]:
+def rows(plan: SweepPlan, finished: Sequence[FinishedRun]) -> list[Row]:
     """A row for every suite and every point that has a finished run."""
     found = []
     for suite in dict.fromkeys(suite for each in finished for suite in each.run.suites):
@@ -118,26 +117,18 @@ def _differences(pairs: list[tuple[FinishedRun, int | None, FinishedRun]], suite
 
 def _over_prompts(first: FinishedRun, update: int | None, second: FinishedRun, suite: str) -> Interval:
     """The paired interval of the difference of two policies over prompts; NaN if the prompts differ."""
-    sides = [SuiteResponses.of(each.job.directory, suite) for each in (first, second)]
-    versions = [
-        first.run.suites[suite][-1]["update"] if update is None else update,
-        second.run.suites[suite][-1]["update"],
-    ]
+    begin = first.run.suites[suite][-1]["update"] if update is None else update
+    end = second.run.suites[suite][-1]["update"]
     try:
-        check_same_prompts(*sides)
-        scores = [
-            np.array([np.mean([r.correctness for r in group.responses]) for group in side.read(version)])
-            for side, version in zip(sides, versions, strict=True)
-        ]
+        return difference(first.job.directory, begin, second.job.directory, end, suite).ci95
     except UserError:
         return [math.nan, math.nan]
-    return paired(scores[0], scores[1]).ci95
 
 
 # ------------------------------------------------------------------------------------------------------------- files
 
 
-def runs_csv(plan: Plan, finished: Sequence[FinishedRun]) -> str:
+def runs_csv(plan: SweepPlan, finished: Sequence[FinishedRun]) -> str:
     """One line per evaluation of a finished run, with the metrics of the update before it."""
     axes = list(plan.table.axes)
     muted = muted_by(record for each in finished for record in each.run.updates)
@@ -171,7 +162,7 @@ def as_records(found: Sequence[Row]) -> list[dict[str, Any]]:
     return records
 
 
-def table_csv(plan: Plan, found: Sequence[Row]) -> str:
+def table_csv(plan: SweepPlan, found: Sequence[Row]) -> str:
     """`as_records` as CSV."""
     estimates = [name + part for name in ("accuracy", "gain", "difference") for part in ("", "_low", "_high")]
     return _csv([*plan.table.axes, "suite", "replicates", *estimates], as_records(found))
@@ -185,7 +176,7 @@ def _csv(columns: list[str], lines: list[dict[str, Any]]) -> str:
     return text.getvalue()
 
 
-def table_text(plan: Plan, found: Sequence[Row]) -> str:
+def table_text(plan: SweepPlan, found: Sequence[Row]) -> str:
     """The table for a terminal."""
     if not found:
         return "no run with an evaluation is finished"

@@ -34,7 +34,7 @@ Kind = Literal["done", "busy", "mistake", "failed", "stopped"]
 
 
 @dataclass(frozen=True)
-class Outcome:
+class JobOutcome:
     """The result of an order to a worker."""
 
     kind: Kind  # "busy": another process works on the run; "mistake": a `UserError`; "stopped": interrupted
@@ -72,17 +72,17 @@ class Workers:
         for worker in self._workers:
             worker.process.join()
 
-    def check(self, jobs: list[Job]) -> Iterator[tuple[Job, Outcome]]:
+    def check(self, jobs: list[Job]) -> Iterator[tuple[Job, JobOutcome]]:
         """Make for each run the checks that a run begins with, and yield their outcomes."""
         return self._process(_check, jobs, lambda job: True)
 
-    def make(self, jobs: list[Job]) -> Iterator[tuple[Job, Outcome]]:
+    def make(self, jobs: list[Job]) -> Iterator[tuple[Job, JobOutcome]]:
         """Make or continue runs, each once the rollouts that it needs exist, and yield their outcomes."""
         return self._process(_make, jobs, Job.is_possible)
 
     def _process(
         self, order: Callable[[Nodes, Job], None], jobs: list[Job], is_possible: Callable[[Job], bool]
-    ) -> Iterator[tuple[Job, Outcome]]:
+    ) -> Iterator[tuple[Job, JobOutcome]]:
         """Give ``order`` for every job to the workers and yield each job's outcome when it ends.
 
         Jobs that are still not possible when all others have ended are left out.
@@ -114,14 +114,14 @@ class Workers:
             self._workers.append(self._start())
         return [worker for worker in self._workers if worker.job is None]
 
-    def _outcome(self, worker: Worker) -> Outcome:
+    def _outcome(self, worker: Worker) -> JobOutcome:
         """Receive a worker's outcome; "failed" if the process has ended instead."""
         try:
-            found: Outcome = worker.connection.recv()
+            found: JobOutcome = worker.connection.recv()
         except EOFError:
             worker.process.join()
             self._workers.remove(worker)
-            return Outcome("failed", f"its process ended with exit code {worker.process.exitcode}")
+            return JobOutcome("failed", f"its process ended with exit code {worker.process.exitcode}")
         return found
 
     def _start(self) -> Worker:
@@ -164,20 +164,20 @@ def _print_to(log: Path) -> None:
     os.close(output)
 
 
-def _attempt(order: Callable[[Nodes, Job], None], nodes: Nodes, job: Job) -> Outcome:
+def _attempt(order: Callable[[Nodes, Job], None], nodes: Nodes, job: Job) -> JobOutcome:
     start = time.monotonic()
     try:
         order(nodes, job)
     except Busy as error:
-        return Outcome("busy", str(error))
+        return JobOutcome("busy", str(error))
     except KeyboardInterrupt:
-        return Outcome("stopped")
+        return JobOutcome("stopped")
     except Exception as error:
         kind: Kind = "mistake" if isinstance(error, UserError) else "failed"
         cause = str(error) if isinstance(error, UserError | PhaseFailed) else repr(error)
         print(cause, flush=True)
-        return Outcome(kind, cause)
-    return Outcome("done", seconds=time.monotonic() - start)
+        return JobOutcome(kind, cause)
+    return JobOutcome("done", seconds=time.monotonic() - start)
 
 
 def _check(nodes: Nodes, job: Job) -> None:

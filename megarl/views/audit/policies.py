@@ -14,16 +14,16 @@ from megarl.storage.policies import PolicyInfo, check_policy, read_info
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.run_dir.retention import may_be_removed, removed
-from megarl.views.audit.totals import StageTotals
+from megarl.views.audit.rollouts import StageTotals
 
-_KEPT = re.compile(r"actor\.keep_policies: ([0-9]{1,9}) -> ")  # in a line of `recipe_diff`: the earlier value
+_KEEP_POLICIES = re.compile(r"actor\.keep_policies: ([0-9]{1,9}) -> ")  # in a line of `recipe_diff`: the earlier value
 
 
 def check_policies(run: RunDir, totals: list[StageTotals], notes: list[str]) -> Iterator[str]:
     """Problems of all policies; fills in the hashes of ``totals``, and names removed policies in ``notes``."""
     reached = max((stage.number for stage in [*run.stages(), run.end] if _has_begun(stage)), default=-1)
     gone: list[int] = []
-    let_go = _let_go(run, reached)
+    removable = _removable(run, reached)
     for stage in [*run.stages(), run.end]:
         try:
             info = removed(stage) or _whole(stage)
@@ -36,7 +36,7 @@ def check_policies(run: RunDir, totals: list[StageTotals], notes: list[str]) -> 
             continue
         if not stage.policy.exists():
             gone.append(stage.number)
-            if stage.number not in let_go:
+            if stage.number not in removable:
                 yield (
                     f"{stage.policy} was removed, but retention would have kept it: [actor] keep_policies "
                     f"{_setting(run)}, stage {reached} has begun, and events.jsonl has no change from a lower setting "
@@ -57,7 +57,7 @@ def _setting(run: RunDir) -> str:
     return "keeps all" if keep is None else f"= {keep}"
 
 
-def _let_go(run: RunDir, reached: int) -> set[int]:
+def _removable(run: RunDir, reached: int) -> set[int]:
     """The stages whose policies retention may have removed, under the recipe's present and earlier settings.
 
     An earlier setting held until the event that records its change. It explains removals up to the stages that had
@@ -68,7 +68,7 @@ def _let_go(run: RunDir, reached: int) -> set[int]:
         if event.get("event") == "phase_start" and isinstance(event.get("stage"), int):
             begun = max(begun, event["stage"])
         elif event.get("event") == "recipe_changed" and isinstance(event.get("settings"), list):
-            for setting in filter(None, (_KEPT.match(str(line)) for line in event["settings"])):
+            for setting in filter(None, (_KEEP_POLICIES.match(str(line)) for line in event["settings"])):
                 stages.update(may_be_removed(int(setting[1]), min(begun + 1, reached)))
     return stages
 

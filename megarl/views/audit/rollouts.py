@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +16,26 @@ from megarl.storage.ledger import LedgerEntry, sealed_external, verify_shard
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.shards import FIRST_VERSION, Shard, any_unfinished, validate
-from megarl.views.audit.totals import StageTotals
+
+
+@dataclass
+class StageTotals:
+    """Where the groups of a stage went: generated = trained + not chosen + carried + pending.
+
+    A group that several passes train counts once. With a token budget, groups that earlier stages carried into this one
+    count as generated here too, but ``tokens`` are only those that the stage's own policy sampled.
+    """
+
+    stage: int
+    generated: int = 0
+    trained: int = 0
+    not_chosen: int = 0
+    carried: int = 0  # into the next stage
+    pending: int = 0  # not trained yet
+    tokens: int = 0
+    trained_tokens: int = 0
+    updates: int = 0
+    weights: str = ""  # the beginning of the hash of the policy that generated the stage
 
 
 def check_rollouts(run: RunDir, totals: list[StageTotals]) -> Iterator[str]:
@@ -51,7 +71,7 @@ def _check_choice(stage: Stage, store: RolloutStore) -> Iterator[str]:
     where, wanted = f"stage {stage.number}", stage.run.recipe.groups_per_stage
     if stage.rollouts.is_symlink() and wanted < len(store.chosen):
         return  # rollouts of the run from which this one branched, in batches of another size
-    partial = stage.run.recipe.rollout.token_budget is not None  # then `carried` checks that
+    partial = stage.run.recipe.rollout.token_budget is not None  # then `continued` checks that
     if not partial and (foreign := [group for group in store.group_ids if group not in stage.groups]):
         yield f"{where} has group {foreign[0]}, which belongs to another stage"
     if not stage.is_sealed():

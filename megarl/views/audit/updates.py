@@ -13,7 +13,7 @@ from megarl.storage.metrics import agrees
 from megarl.storage.metrics.summary import ages, summary
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
-from megarl.views.audit.totals import StageTotals
+from megarl.views.audit.rollouts import StageTotals
 
 
 def check_updates(run: RunDir, totals: list[StageTotals]) -> Iterator[str]:
@@ -72,12 +72,12 @@ def _check_stage(stage: Stage, lines: list[dict[str, Any]], row: StageTotals) ->
         except UserError:
             continue  # `check_rollouts` reports it
         row.trained_tokens += 0 if again else line.get("trained_tokens", 0)
-        yield from compare(stage, line, groups)
+        yield from _compare(stage, line, groups)
     row.trained = len(trained)
     row.pending = row.generated - row.not_chosen - row.carried - row.trained
 
 
-def compare(stage: Stage, line: dict[str, Any], groups: Sequence[Group]) -> Iterator[str]:
+def _compare(stage: Stage, line: dict[str, Any], groups: Sequence[Group]) -> Iterator[str]:
     """Problems where a line of metrics.jsonl differs from the metrics that its groups give."""
     if len({len(group.responses) for group in groups}) > 1:
         return  # `check_rollouts` reports it

@@ -10,7 +10,7 @@ import numpy as np
 
 from megarl.errors import UserError
 from megarl.estimates import Difference, mean_of_replicates
-from megarl.views.comparison import difference_at
+from megarl.views.comparison import difference
 from megarl.views.report.pages import Chart, colour, error_bars, line
 from megarl.views.run_reader import Run
 
@@ -33,7 +33,7 @@ def differences(runs: list[Run], updates: list[int]) -> dict[int, dict[int, Diff
     for number, run in enumerate(runs[1:], 1):
         try:
             suite = next(iter(run.suites))
-            found[number] = {update: difference_at(runs[0].root, run.root, suite, update) for update in updates}
+            found[number] = {update: difference(runs[0].root, update, run.root, update, suite) for update in updates}
         except UserError:
             continue
     return found

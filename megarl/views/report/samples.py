@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megarl.errors import UserError
 from megarl.storage.rollouts import RolloutStore
-from megarl.views.responses.select import Decode, Found, decoder, open_shard, stages, title
+from megarl.views.responses.select import Decode, StoredResponse, decoder, open_shard, stages, title
 from megarl.views.responses.text import escape, shorten
 
 BYTES = 250_000  # of all samples on a page, at most
@@ -50,14 +50,14 @@ def _of_run(root: Path, heading: str, left: int) -> Iterator[str]:
         yield part
 
 
-def _chosen(stage: int, directory: Path, store: RolloutStore) -> Iterator[Found]:
+def _chosen(stage: int, directory: Path, store: RolloutStore) -> Iterator[StoredResponse]:
     """For some prompts of a stage, the responses with the lowest and with the highest reward."""
     for prompt in _spread(store.group_ids, PROMPTS):
         entry = next(entry for entry in store.entries if prompt in entry.groups)
         group = open_shard(directory, entry).group(prompt)
         order = sorted(range(len(group.responses)), key=lambda sample: group.responses[sample].reward)
         for sample in dict.fromkeys((order[0], order[-1])):
-            yield Found(stage, prompt, sample, group.prompt_tokens, group.responses[sample])
+            yield StoredResponse(stage, prompt, sample, group.prompt_tokens, group.responses[sample])
 
 
 def _spread(items: list[int], count: int) -> list[int]:
@@ -67,7 +67,7 @@ def _spread(items: list[int], count: int) -> list[int]:
     return [items[place * (len(items) - 1) // (count - 1)] for place in range(count)]
 
 
-def _sample(one: Found, decode: Decode) -> str:
+def _sample(one: StoredResponse, decode: Decode) -> str:
     prompt, text = (
         html.escape(escape(shorten(decode(tokens), CHARACTERS))) for tokens in (one.prompt_tokens, one.response.tokens)
     )

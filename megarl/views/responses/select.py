@@ -51,7 +51,7 @@ class Filter:
 
 
 @dataclass(frozen=True)
-class Found:
+class StoredResponse:
     """A response and its place in the run."""
 
     stage: int
@@ -61,7 +61,7 @@ class Found:
     response: Response
 
 
-def title(one: Found) -> str:
+def title(one: StoredResponse) -> str:
     """Reward, length and finish reason of a response, as one line of text."""
     response = one.response
     right = "" if response.correct is None else f" ({'right' if response.correct else 'wrong'})"
@@ -93,7 +93,7 @@ def _tokenizer_of_recipe(path: Path) -> Path:
         raise UserError(f"{path} names no tokenizer: {error}") from error
 
 
-def select(root: Path, wanted: Filter, decode: Decode) -> Iterator[Found]:
+def select(root: Path, wanted: Filter, decode: Decode) -> Iterator[StoredResponse]:
     """The responses that meet ``wanted``, in the order of stage, prompt and sample.
 
     `UserError` if no stage has rollouts, if the wanted stage or prompt has none, or for an unknown finish reason.
@@ -121,7 +121,9 @@ def _numbers(stages: list[int]) -> str:
     return f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
 
 
-def _of_shard(stage: int, directory: Path, entry: LedgerEntry, wanted: Filter, decode: Decode) -> Iterator[Found]:
+def _of_shard(
+    stage: int, directory: Path, entry: LedgerEntry, wanted: Filter, decode: Decode
+) -> Iterator[StoredResponse]:
     shard = open_shard(directory, entry)
     rows = wanted.rows(shard)
     for prompt in entry.groups if wanted.prompt is None else (wanted.prompt,):
@@ -131,7 +133,7 @@ def _of_shard(stage: int, directory: Path, entry: LedgerEntry, wanted: Filter, d
                 group = group or shard.group(prompt)
                 response = group.responses[sample]
                 if wanted.pattern is None or wanted.pattern.search(decode(response.tokens)):
-                    yield Found(stage, prompt, sample, group.prompt_tokens, response)
+                    yield StoredResponse(stage, prompt, sample, group.prompt_tokens, response)
 
 
 def open_shard(directory: Path, entry: LedgerEntry) -> Shard:

@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.errors import UserError
-from megarl.views.responses.select import Decode, Filter, Found, decoder, select, stages, title
+from megarl.views.responses.select import Decode, Filter, StoredResponse, decoder, select, stages, title
 from megarl.views.responses.text import escape, shorten
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def show_samples(
     if colouring is None:
         if policy or overrides:
             raise UserError("--policy and --set only change how tokens are coloured: give --tokens with them")
-        pairs: Iterator[tuple[Found, Tokens | None]] = ((one, None) for one in found)
+        pairs: Iterator[tuple[StoredResponse, Tokens | None]] = ((one, None) for one in found)
     else:
         pairs = _annotated(root, list(found), policy, overrides or [])
     if as_json:
@@ -83,8 +83,8 @@ def show_samples(
 
 
 def _annotated(
-    root: Path, found: list[Found], policy: str | None, overrides: list[str]
-) -> Iterator[tuple[Found, Tokens | None]]:
+    root: Path, found: list[StoredResponse], policy: str | None, overrides: list[str]
+) -> Iterator[tuple[StoredResponse, Tokens | None]]:
     from megarl.storage.run_dir import RunDir
     from megarl.views.responses.tokens import annotate, with_objective  # torch and transformers take seconds
 
@@ -92,7 +92,7 @@ def _annotated(
     return zip(found, annotate(run, found, with_objective(run.recipe, overrides), policy), strict=True)
 
 
-def as_record(one: Found, decode: Decode, tokens: Tokens | None = None) -> dict[str, Any]:
+def as_record(one: StoredResponse, decode: Decode, tokens: Tokens | None = None) -> dict[str, Any]:
     """A response as an object for JSON; with ``tokens`` also all its tokens."""
     response = one.response
     record: dict[str, Any] = {
@@ -130,7 +130,7 @@ def as_record(one: Found, decode: Decode, tokens: Tokens | None = None) -> dict[
 
 def _print_list(
     console: Console,
-    pairs: Iterator[tuple[Found, Tokens | None]],
+    pairs: Iterator[tuple[StoredResponse, Tokens | None]],
     decode: Decode,
     whole: bool,
     colouring: str | None,
@@ -151,7 +151,7 @@ def _print_list(
 
 def _print_group(
     console: Console,
-    pairs: Iterator[tuple[Found, Tokens | None]],
+    pairs: Iterator[tuple[StoredResponse, Tokens | None]],
     decode: Decode,
     whole: bool,
     colouring: str | None,
@@ -180,7 +180,7 @@ def _text(text: str, whole: bool) -> Text:
     return Text(escape(text if whole else shorten(text)), overflow="fold")
 
 
-def _body(one: Found, tokens: Tokens | None, decode: Decode, whole: bool, colouring: str | None) -> Text:
+def _body(one: StoredResponse, tokens: Tokens | None, decode: Decode, whole: bool, colouring: str | None) -> Text:
     if tokens is None or colouring is None:
         return _text(decode(one.response.tokens), whole)
     text, before = Text(overflow="fold"), ""

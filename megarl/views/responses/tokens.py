@@ -25,7 +25,7 @@ from megarl.storage.metrics.summary import rewards_of
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.run_dir.retention import check_kept, require_policy
-from megarl.views.responses.select import Found
+from megarl.views.responses.select import StoredResponse
 
 Scores = list[tuple[np.ndarray, np.ndarray]]  # (log-probs, entropies) of each response; [n] float32, nats
 
@@ -87,7 +87,7 @@ def find_policy(run: RunDir, name: str | None, stage: Stage) -> Path:
     return place
 
 
-def annotate(run: RunDir, found: Sequence[Found], recipe: Recipe, policy: str | None) -> list[Tokens]:
+def annotate(run: RunDir, found: Sequence[StoredResponse], recipe: Recipe, policy: str | None) -> list[Tokens]:
     """The `Tokens` of each of ``found``, with ``recipe``'s objective. policy: a name for `find_policy`."""
     table = recipe.objective
     objective = build_objective(table.name, table.fields)
@@ -98,7 +98,7 @@ def annotate(run: RunDir, found: Sequence[Found], recipe: Recipe, policy: str | 
         store = RolloutStore(stage.rollouts, one_policy=False)
         mine = [one for one in found if one.stage == number]
         scorer = _Scorer(stage, find_policy(run, policy, stage), objective)
-        batches: dict[tuple[int, ...], list[Found]] = {}
+        batches: dict[tuple[int, ...], list[StoredResponse]] = {}
         for one in mine:
             batches.setdefault(_batch_of(stage, store, one.prompt) if whole else (one.prompt,), []).append(one)
         for ids, members in batches.items():

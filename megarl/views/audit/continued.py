@@ -12,11 +12,10 @@ from megarl.errors import UserError
 from megarl.storage.ledger import sealed_groups
 from megarl.storage.rollouts import Response, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
-from megarl.views.audit.rollouts import check_shard
-from megarl.views.audit.totals import StageTotals
+from megarl.views.audit.rollouts import StageTotals, check_shard
 
 
-def check_carried(run: RunDir, totals: list[StageTotals]) -> Iterator[str]:
+def check_continued(run: RunDir, totals: list[StageTotals]) -> Iterator[str]:
     """Problems of a run with `rollout.token_budget`; fills in the counts of ``totals``, one for each stage."""
     if run.recipe.rollout.token_budget is None:
         return
