@@ -20,6 +20,7 @@ TRACKERS = (
     *("wandb==0.31.0", "mlflow-skinny==3.17.2", "sqlalchemy==2.1.9", "alembic==1.20.1"),
     *("aiohttp", "flask==3.1.3", "flask-cors==6.0.5", "pandas==3.1.1"),
 )
+MACHINE_CODE = ("tests/kernels/test_cuda_resources.py", "tests/kernels/test_triton_aot.py")
 GPU_TRITON = "3.7.1"  # the version that torch 2.13 pins for GPUs; the tested one is newer
 MEGATRON_NEXT = "0.19.2"  # its wheels are for Python 3.12; their compiled part, a data loader's, is not used
 
@@ -42,9 +43,10 @@ SUITES = {
     "rehearsal": Suite(("tests/rehearsal", "tests/gpu"), jobs=2, before=("-m", "tests.rehearsal.build")),
     "engines": Suite(("-m", "vllm or sglang"), before=("tools/setup_venv.py", "sglang")),
     "cluster": Suite(("tests/launch",), before=("tools/setup_venv.py", "launch")),
-    # Triton's compiler for sm_90 and sm_100, which needs no GPU
+    # compilers of GPU kernels need no GPU
+    "machine-code": Suite(MACHINE_CODE, jobs=2),
     "triton": Suite(
-        ("tests/kernels/test_triton_aot.py", "-k", "not sm_80"),
+        (MACHINE_CODE[1], "-k", "not sm_80"),
         jobs=2,
         packages=("--no-deps", f"triton=={GPU_TRITON}"),
         environment={"MEGARL_TRITON": GPU_TRITON},

@@ -25,7 +25,9 @@ QUESTIONS = {
     "An engine still has the weights of the stage before. What notices it, and when?": (
         "megarl/phases/rollout_worker.py: RolloutWorker.check_weights"
     ),
-    "The machine loses power. From which moment on is a group safe?": "megarl/storage/rollouts.py: RolloutWriter.append",
+    "The machine loses power. From which moment on is a group safe?": (
+        "megarl/storage/rollouts.py: RolloutWriter.append"
+    ),
     "Where does a reward become an advantage, and with which other rewards is it compared?": (
         "megarl/advantages.py: group_advantages"
     ),
