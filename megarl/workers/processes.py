@@ -17,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import psutil
 
@@ -48,20 +48,10 @@ class Process:
     environment: dict[str, str]  # variables to add to the agent's own
 
 
-class Parent(Protocol):
-    """What tells the agent how the processes of a phase have ended."""
-
-    def ended(self, pids: Sequence[int], seconds: float) -> dict[int, int]:
-        """{pid: exit code} of those that have ended; waits up to ``seconds`` for one. OSError if it is gone itself."""
-
-    def kill(self) -> None:
-        """Kill the parent itself, if it is not the agent."""
-
-
 class Processes:
     """The started processes of a phase on this node; ``index`` is an index into ``pids``."""
 
-    def __init__(self, pids: list[int], parent: Parent) -> None:
+    def __init__(self, pids: list[int], parent: WarmProcess | ColdProcesses) -> None:
         self.pids, self._parent = pids, parent
         self._codes: dict[int, int] = {}
 
@@ -167,6 +157,10 @@ class WarmProcess:
         return self._forked.pop()
 
     def ended(self, pids: Sequence[int], seconds: float) -> dict[int, int]:
+        """{pid: exit code} of those that have ended and were not returned before; waits up to ``seconds`` for one.
+
+        Raises OSError if the warm process itself has ended.
+        """
         if self._codes.keys().isdisjoint(pids):
             self._receive(seconds)
         return {pid: self._codes.pop(pid) for pid in pids if pid in self._codes}
