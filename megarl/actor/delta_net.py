@@ -1,4 +1,4 @@
-"""The gated delta net in plain torch, over packed sequences; in Megatron's layers it takes the place of attention.
+"""The gated delta net in plain torch, over packed sequences; in Megatron's layers it replaces attention.
 
 Megatron-Core has its own: that of 0.16.1 supports neither packed sequences nor context parallelism, that of 0.19.2
 supports both, and each needs flash-linear-attention, which runs only on GPUs. Tensor-parallel ranks divide the key

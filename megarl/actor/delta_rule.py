@@ -22,7 +22,7 @@ from megarl.models.delta_net import CHUNK
 
 @dataclass(frozen=True)
 class SequenceChunks:
-    """Where the tokens of packed sequences are placed when each sequence is cut into chunks, the last one padded.
+    """Indices of the tokens of packed sequences when each sequence is cut into chunks, the last one padded.
 
     All first chunks come first, then all second ones and so on; chunks of the same number are ordered by the length of
     their sequence, so the sequences that have a next chunk are always the last ones among those of this number.
@@ -45,7 +45,7 @@ def sequence_chunks(
     lengths = each.repeat(counts)
     numbers = -(-lengths // size)
     active = [int((numbers > i).sum()) for i in range(int(numbers.max()))]
-    first = np.concatenate([[0], np.cumsum(active)])  # place of the first of the chunks with number i
+    first = np.concatenate([[0], np.cumsum(active)])  # index of the first of the chunks with number i
     rank = np.empty(len(lengths), np.int64)
     rank[np.argsort(lengths, kind="stable")] = np.arange(len(lengths))
     sequences = np.arange(len(lengths)).repeat(lengths)

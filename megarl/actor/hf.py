@@ -46,7 +46,7 @@ BLOCK_BYTES = 4 << 20  # bytes of a block of whole rows, together on all ranks t
 def load_hf(models: list[PolicyModel], model_dir: Path) -> None:
     """Fill this rank's model chunks from a Hugging Face directory.
 
-    `UserError` if a tensor is missing, has a wrong shape or has no place in the model.
+    `UserError` if a tensor is missing, has a wrong shape or is not one of the model's.
     """
     tied, embedding = models[0].share_embeddings_and_output_weights, family_of(models[0].hf).embedding
     with TensorFiles.of(weight_files(Path(model_dir))) as source:
@@ -218,8 +218,8 @@ def _export(tensor: HfTensor, job: _Job, source: TensorFiles, target: TensorFile
     row_bytes = math.prod(tensor.shape[1:]) * stored.dtype.itemsize
     for first, block in tensor.merged_blocks(max(1, BLOCK_BYTES // (row_bytes * group.size()))):
         if tensor.low_rank:
-            place = f"{job.stored_name} {tensor.local_expert} {group.rank()} {first}"
-            block = round_stochastically(block, stored.dtype, place)
+            seed = f"{job.stored_name} {tensor.local_expert} {group.rank()} {first}"
+            block = round_stochastically(block, stored.dtype, seed)
         block = block.to(stored.dtype).contiguous()
         whole = tensor.split is None and group.size() == shares  # every rank has the block itself
         parts = [block] if whole else _gather(block, group, job.writer)

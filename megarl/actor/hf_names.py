@@ -109,22 +109,20 @@ def _tensors_of_parameter(name: str, parameter: torch.Tensor, model: PolicyModel
         raise NotImplementedError(f"no Hugging Face tensor is known for Megatron's parameter {name}")
     adapter = model.adapters.get(name)
     for expert, weight in experts:
-        added = _adapter_products(adapter, expert, tensors, model.config) if adapter else [None] * len(tensors.names)
-        for hf_name, views, low_rank in zip(tensors.names, _views(weight, tensors, model.config), added, strict=True):
+        added = _adapter_products(adapter, expert, tensors) if adapter else [None] * len(tensors.names)
+        for hf_name, views, low_rank in zip(tensors.names, _views(weight, tensors), added, strict=True):
             yield HfTensor(prefix + hf_name, views, tensors.split, name, expert, low_rank)
 
 
-def _adapter_products(
-    adapter: Adapter, expert: int | None, tensors: TensorNames, config: TransformerConfig
-) -> list[LowRank | None]:
+def _adapter_products(adapter: Adapter, expert: int | None, tensors: TensorNames) -> list[LowRank | None]:
     """For each of ``tensors`` the adapter's product; B is cut into views as the parameter is."""
     up, a = adapter.up().detach(), adapter.a.detach()
     if expert is not None:
         up, a = up[expert], a[expert]
     if tensors.packing in TRANSPOSED:  # the transposed product is A' B'
-        (turned,) = _views(up, tensors, config)
+        (turned,) = _views(up, tensors)
         return [LowRank((a.t(),), turned[0].flatten(1), adapter.scale)]
-    return [LowRank(ups, a, adapter.scale) for ups in _views(up, tensors, config)]
+    return [LowRank(ups, a, adapter.scale) for ups in _views(up, tensors)]
 
 
 def _layer(model: PolicyModel, local: int) -> int:
@@ -132,24 +130,19 @@ def _layer(model: PolicyModel, local: int) -> int:
     return int(model.decoder.layers[local].layer_number) - 1
 
 
-def _views(parameter: torch.Tensor, tensors: TensorNames, config: TransformerConfig) -> list[tuple[torch.Tensor, ...]]:
+def _views(parameter: torch.Tensor, tensors: TensorNames) -> list[tuple[torch.Tensor, ...]]:
     """For each of ``tensors`` the views of the parameter that it consists of."""
     if tensors.packing == "rows":
         return [(part,) for part in parameter.chunk(len(tensors.names))]
     if tensors.packing in TRANSPOSED:
         halves = parameter.unflatten(0, (2, -1)) if tensors.packing == "alternate_columns" else parameter
         return [(halves.permute(*reversed(range(halves.ndim))),)]
+    sizes = list(tensors.group)
     if tensors.packing == "groups":
-        parts = [part.split(list(tensors.group)) for part in parameter.split(sum(tensors.group))]
-        return [tuple(part[i] for part in parts) for i in range(len(tensors.names))]
-    width = config.kv_channels
-    queries = config.num_attention_heads // config.num_query_groups * width
-    if tensors.packing == "query_groups":
-        sizes = [queries, width, width]
         groups = [group.split(sizes) for group in parameter.split(sum(sizes))]
-        return [tuple(group[i] for group in groups) for i in range(3)]
-    sizes = [queries, queries, width, width]
-    groups = [group.split(sizes) for group in parameter.split(sum(sizes))]
+        return [tuple(group[i] for group in groups) for i in range(len(sizes))]
+    queries, width, _ = sizes
+    groups = [group.split([queries, *sizes]) for group in parameter.split(queries + sum(sizes))]
     heads = [zip(group[0].split(width), group[1].split(width), strict=True) for group in groups]
     query_and_gate = tuple(part for group in heads for head in group for part in head)
     return [query_and_gate, *(tuple(group[i] for group in groups) for i in (2, 3))]

@@ -32,11 +32,14 @@ from megarl.recipe.tables import Recipe
 
 
 class Adapter(torch.nn.Module):
-    """(alpha / rank) B A for this rank's part of a matrix, or for those matrices of this rank's experts.
+    """This rank's shard of the adapter of one matrix, or of the adapters of the matrix in each of its experts.
 
-    a: [rank, inputs]; b: [parts, outputs / parts, rank] with parts = 2 for fused gate and up, of each of which a rank
-    has a shard, else 1: so a rank's shard is one block of the whole tensor. For experts both have the local experts as
-    an additional first dimension. key: the adapter's name in checkpoints, which also seeds its random numbers.
+    a: A, [rank, inputs].
+    b: B, [parts, outputs / parts, rank]. Gate and up projection are one matrix of 2 parts, each of which tensor
+        parallelism divides, so the shard is one block of this tensor; other matrices have 1 part.
+    key: the adapter's name in checkpoints, which also seeds its random numbers.
+
+    For experts, A and B have a first dimension more: the experts of this rank.
     """
 
     def __init__(self, key: str, weight: torch.Tensor, matrix: Matrix, table: LoraTable) -> None:
@@ -77,7 +80,7 @@ class Adapter(torch.nn.Module):
         return self.b.flatten(-3, -2)
 
     def sharded(self) -> Iterator[ShardedTensor]:
-        """A and B with their place in the whole tensors, for `dist_checkpointing`."""
+        """A and B with their offsets in the whole tensors, for `dist_checkpointing`."""
         for name, parameter in (("a", self.a), ("b", self.b)):
             axis, experts = self._divided_axis(parameter), self.matrix.of_experts
             offsets = [] if axis is None else [(axis, self.group.rank(), self.group.size())]
@@ -200,5 +203,5 @@ def is_adapters(name: str) -> bool:
 def sharded_state(model: PolicyModel) -> dict[str, ShardedTensor]:
     """The sharded state of the adapters alone, by the names of the model's parameters."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    found = (tensor for adapter in model.adapters.values() for tensor in adapter.sharded())
-    return {names[tensor.data]: tensor for tensor in found}
+    shards = (shard for adapter in model.adapters.values() for shard in adapter.sharded())
+    return {names[shard.data]: shard for shard in shards}

@@ -58,9 +58,9 @@ def non_finite_update(
         if tensor:
             entry["bad"].setdefault(tensor, []).extend(bad)
     order = [*_INPUTS, "loss"]
-    found = {s: e for s, e in merged.items() if e["bad"]} or merged
+    chosen = {s: e for s, e in merged.items() if e["bad"]} or merged
     offenders = []
-    for sequence, entry in sorted(found.items()):
+    for sequence, entry in sorted(chosen.items()):
         tensor = min(entry["bad"], key=order.index, default="gradient")
         bad = sorted(entry["bad"].get(tensor, []))
         offenders.append(Offender(sequence, tensor, bad, dict(sorted(entry["logprobs"].items())), entry["whole"]))
@@ -75,18 +75,18 @@ def non_finite_update(
 def _examine(batch: TokenBatch, objective: Objective | WithOptions) -> list[tuple[int, str, list[int], Any, bool]]:
     """For each sequence of this rank: (index in the optimizer batch, first tensor that is not finite or "", positions
     where it is not, log-probs by position, whether positions count input tokens)."""
-    mask, ids, place = batch.loss_mask, batch.sequence_ids, batch.positions
+    mask, ids, positions = batch.loss_mask, batch.sequence_ids, batch.positions
     assert batch.sequence_index is not None
     bad = {name: mask & ~torch.isfinite(getattr(batch, name)) for name in _INPUTS if getattr(batch, name) is not None}
     bad["loss"] = mask & ~_loss_is_finite(batch, objective)
-    found = []
+    examined = []
     for local, sequence in enumerate(batch.sequence_index.tolist()):
         mine = (ids == local) & mask
-        logprobs = dict(zip(place[mine].tolist(), batch.logprobs[mine].tolist(), strict=True))
+        logprobs = dict(zip(positions[mine].tolist(), batch.logprobs[mine].tolist(), strict=True))
         tensor = next((name for name, where in bad.items() if bool((where & mine).any())), "")
-        where = place[bad[tensor] & mine].tolist() if tensor else []
-        found.append((sequence, tensor, where, logprobs, batch.shard is not None))
-    return found
+        where = positions[bad[tensor] & mine].tolist() if tensor else []
+        examined.append((sequence, tensor, where, logprobs, batch.shard is not None))
+    return examined
 
 
 def _loss_is_finite(batch: TokenBatch, objective: Objective | WithOptions) -> torch.Tensor:

@@ -49,7 +49,7 @@ def sharded_adam_state(optimizer: MegatronOptimizer, model_state: Any) -> dict[s
     model_state: sharded state dicts of all model chunks. The tensors are views of the optimizer's, so loading into them
     restores everything but the step count, for which there is `set_adam_step`.
     """
-    placed = {part.data: part for part in nested_values(model_state) if _is_tensor(part)}
+    shards = {part.data: part for part in nested_values(model_state) if _is_tensor(part)}
     state = {}
     for part in distributed_optimizers(optimizer):
         create_adam_state(part)
@@ -61,7 +61,7 @@ def sharded_adam_state(optimizer: MegatronOptimizer, model_state: Any) -> dict[s
                 tensors["parameter"] = held.get("master_param", shard)
             owned = part._get_model_param_range_map(parameter)["param"]
             for name, tensor in tensors.items():
-                for piece in _pieces(placed[parameter], parameter, owned.start, tensor.detach(), name):
+                for piece in _pieces(shards[parameter], parameter, owned.start, tensor.detach(), name):
                     state[f"{piece.key}{piece.global_offset}"] = piece
     return state
 
@@ -71,11 +71,11 @@ def _is_tensor(part: Any) -> bool:
 
 
 def _pieces(
-    placed: ShardedTensor | ShardedTensorFactory, parameter: torch.Tensor, start: int, flat: torch.Tensor, name: str
+    shard: ShardedTensor | ShardedTensorFactory, parameter: torch.Tensor, start: int, flat: torch.Tensor, name: str
 ) -> Iterator[ShardedTensor]:
-    """Cut ``flat``, the state of ``parameter.view(-1)[start : start + len(flat)]``, into rectangles with their place in
-    the whole tensors on disk."""
-    blocks = nested_values(placed.build()) if isinstance(placed, ShardedTensorFactory) else [placed]
+    """Cut ``flat``, the state of ``parameter.view(-1)[start : start + len(flat)]``, into rectangles with their
+    offsets in the whole tensors on disk."""
+    blocks = nested_values(shard.build()) if isinstance(shard, ShardedTensorFactory) else [shard]
     for block in blocks:  # several where a parameter fuses tensors that are separate on disk, as gate and up
         assert block.data.is_contiguous()
         begin = (block.data.data_ptr() - parameter.data_ptr()) // parameter.element_size()

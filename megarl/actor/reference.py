@@ -48,8 +48,8 @@ def score(
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, [part for log in logs for part in _parts(log.batch)])
     scores = [np.full(len(tokens) - 1, np.nan, np.float32) for tokens in sequences]
-    for sequence, place, logprobs in (part for rank in everyone for part in rank):
-        scores[sequence][place] = logprobs
+    for sequence, positions, logprobs in (part for rank in everyone for part in rank):
+        scores[sequence][positions] = logprobs
     return scores
 
 
@@ -78,11 +78,11 @@ def _parts(batch: TokenBatch) -> list[tuple[int, list[int], list[float]]]:
 
     The prompt is one token, so positions among input tokens, which a shard counts, and among response tokens are equal.
     """
-    mask, ids, place = batch.loss_mask, batch.sequence_ids, batch.positions
+    mask, ids, positions = batch.loss_mask, batch.sequence_ids, batch.positions
     assert batch.sequence_index is not None
     parts = []
     for local, sequence in enumerate(batch.sequence_index.tolist()):
         mine = (ids == local) & mask
         if bool(mine.any()):  # False for the filler of an empty micro-batch
-            parts.append((sequence, place[mine].tolist(), batch.logprobs[mine].tolist()))
+            parts.append((sequence, positions[mine].tolist(), batch.logprobs[mine].tolist()))
     return parts

@@ -21,7 +21,7 @@ Experts = dict[int, torch.Tensor]  # layer number, from 1 -> [tokens of this ran
 
 
 class LayerRouting:
-    """Takes the place of Megatron's RouterReplay in one router.
+    """What one router uses instead of Megatron's RouterReplay.
 
     target: the given experts of the current micro-batch, None: none given. replays: whether the router uses them, or
     only counts in ``agreement`` how many differ from its own choice. nearness: as in `second_choices`; 0 outside it.
@@ -89,9 +89,10 @@ def routings(model: torch.nn.Module) -> list[LayerRouting]:
 
 @contextmanager
 def second_choices(models: Sequence[torch.nn.Module], nearness: float) -> Iterator[None]:
-    """Within it, an expert that a router nearly chose takes the place of one that it chose.
+    """Context in which routers resolve close calls the other way: of two experts whose scores differ by less than
+    ``nearness`` times the token's largest absolute score, the one that was not chosen replaces the one that was.
 
-    Nearly: the scores differ by less than ``nearness`` times the token's largest absolute score. Needs `install`.
+    `install` must have prepared the models.
     """
     assert all(_installed(model) is not None for model in models)
     layers = [layer for model in models for layer in routings(model)]

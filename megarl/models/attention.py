@@ -79,21 +79,23 @@ class GroupedQueryAttention(Attention):
 
     def tensors(self, hf: Hf) -> dict[str, TensorNames]:
         def fused(kind: str) -> TensorNames:
-            packing: Any = "gated_query_groups" if self.output_gate else "query_groups"
-            return TensorNames(tuple(f"self_attn.{x}_proj.{kind}" for x in "qkv"), 0, packing)
+            # Megatron arranges the rows by groups of query heads that share a key-value head
+            group = (hf["num_attention_heads"] // hf["num_key_value_heads"] * hf["head_dim"], *[hf["head_dim"]] * 2)
+            packing: Any = "gated_groups" if self.output_gate else "groups"
+            return TensorNames(tuple(f"self_attn.{x}_proj.{kind}" for x in "qkv"), 0, packing, group)
 
-        found = {
+        tensors = {
             "input_layernorm.weight": TensorNames(("input_layernorm.weight",)),
             "self_attention.linear_qkv.weight": fused("weight"),
             "self_attention.linear_proj.weight": TensorNames(("self_attn.o_proj.weight",), 1),
         }
         if self.biases(hf):
-            found["self_attention.linear_qkv.bias"] = fused("bias")
+            tensors["self_attention.linear_qkv.bias"] = fused("bias")
         if self.norms(hf):
             split = 0 if self.norms_all_heads else None
-            found["self_attention.q_layernorm.weight"] = TensorNames(("self_attn.q_norm.weight",), split)
-            found["self_attention.k_layernorm.weight"] = TensorNames(("self_attn.k_norm.weight",), split)
-        return found
+            tensors["self_attention.q_layernorm.weight"] = TensorNames(("self_attn.q_norm.weight",), split)
+            tensors["self_attention.k_layernorm.weight"] = TensorNames(("self_attn.k_norm.weight",), split)
+        return tensors
 
     def saved(self, hf: Hf, layout: Layout, tokens: int, settings: ActivationSettings) -> SavedActivations:
         inside = tokens_inside(layout, tokens)

@@ -148,19 +148,19 @@ class MixtureOfExperts(FeedForward):
     def tensors(self, hf: Hf) -> dict[str, TensorNames]:
         module, (gate, up, down_) = self.module, self.matrices
         expert = f"{module}.experts.{{}}"
-        found = {
+        tensors = {
             "mlp.router.weight": TensorNames((f"{module}.gate.weight",)),
             "mlp.experts.linear_fc1.weight": TensorNames((f"{expert}.{gate}.weight", f"{expert}.{up}.weight"), 0),
             "mlp.experts.linear_fc2.weight": TensorNames((f"{expert}.{down_}.weight",), 1),
         }
         if self.sigmoid:
-            found["mlp.router.expert_bias"] = TensorNames((f"{module}.gate.e_score_correction_bias",))
+            tensors["mlp.router.expert_bias"] = TensorNames((f"{module}.gate.e_score_correction_bias",))
         if self.shared is not None and self.shared_width(hf):
-            found["mlp.shared_experts.linear_fc1.weight"] = gate_up(self.shared)
-            found["mlp.shared_experts.linear_fc2.weight"] = down(self.shared)
+            tensors["mlp.shared_experts.linear_fc1.weight"] = gate_up(self.shared)
+            tensors["mlp.shared_experts.linear_fc2.weight"] = down(self.shared)
             if self.shared_gate is not None:
-                found["mlp.shared_experts.gate_weight"] = TensorNames((self.shared_gate,))
-        return NORM | found
+                tensors["mlp.shared_experts.gate_weight"] = TensorNames((self.shared_gate,))
+        return NORM | tensors
 
     def saved(
         self, hf: Hf, layout: Layout, tokens: int, imbalance: float, settings: ActivationSettings

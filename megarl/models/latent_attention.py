@@ -87,7 +87,7 @@ class MultiHeadLatentAttention(Attention):
         def one(name: str, split: int | None = None) -> TensorNames:
             return TensorNames((f"self_attn.{name}.weight",), split)
 
-        found = {
+        tensors = {
             "input_layernorm.weight": TensorNames(("input_layernorm.weight",)),
             "self_attention.linear_proj.weight": one("o_proj", 1),
             "self_attention.linear_kv_down_proj.weight": one("kv_a_proj_with_mqa"),
@@ -95,8 +95,8 @@ class MultiHeadLatentAttention(Attention):
             "self_attention.linear_kv_up_proj.weight": one("kv_b_proj", 0),
         }
         if hf["q_lora_rank"] is None:
-            return found | {"self_attention.linear_q_proj.weight": one("q_proj", 0)}
-        return found | {
+            return tensors | {"self_attention.linear_q_proj.weight": one("q_proj", 0)}
+        return tensors | {
             "self_attention.linear_q_down_proj.weight": one("q_a_proj"),
             "self_attention.q_layernorm.weight": one("q_a_layernorm"),
             "self_attention.linear_q_up_proj.weight": one("q_b_proj", 0),

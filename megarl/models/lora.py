@@ -43,21 +43,21 @@ def matrices(hf: dict[str, Any], layer: int) -> list[Matrix]:
     widths: dict[str, Any] = {"mlp": hf.get("intermediate_size"), "mlp.experts": hf.get("moe_intermediate_size")}
     if isinstance(family.feed_forward, MixtureOfExperts):
         widths["mlp.shared_experts"] = family.feed_forward.shared_width(hf)
-    found = []
+    result = []
     if isinstance(family.attention, GroupedQueryAttention) and not family.attention.output_gate:
         query, key = (hf[name] * hf["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
-        found += [
+        result += [
             Matrix("self_attention.linear_qkv", query + 2 * key, hidden),
             Matrix("self_attention.linear_proj", hidden, query),
         ]
     names = family.layer_tensors(hf, layer)
     for module, width in widths.items():
         if f"{module}.linear_fc1.weight" in names:
-            found += [
+            result += [
                 Matrix(f"{module}.linear_fc1", 2 * width, hidden),
                 Matrix(f"{module}.linear_fc2", hidden, width),
             ]
-    return found
+    return result
 
 
 def targeted(hf: dict[str, Any], layer: int, targets: tuple[str, ...]) -> list[Matrix]:

@@ -19,18 +19,17 @@ class TensorNames:
     split: the dimension of each tensor that tensor parallelism splits; None: replicated on every rank.
     packing: how the tensors are arranged in the parameter.
         "rows": they have the same number of rows and are concatenated.
-        "query_groups": query, key and value rows of the first group of query heads, then those of the next group.
-        "gated_query_groups": as "query_groups", and each head of the first tensor is a query followed by the gate of
-        its output; in the parameter a group's gates follow its queries.
         "columns": the parameter is one tensor, transposed.
         "alternate_columns": as "columns", and the tensor's columns come alternately from the parameter's two halves;
         where a shape is needed, the tensor's last dimension appears as (outputs, 2).
         "groups": the first ``group[i]`` rows of each tensor i, then the next ones, and so on.
+        "gated_groups": as "groups", for queries, keys and values; each head of the first tensor, of ``group[1]`` rows,
+        is followed by the gate of its output, and in the parameter a group's gates follow its queries.
     """
 
     names: tuple[str, ...]
     split: int | None = None
-    packing: Literal["rows", "groups", "query_groups", "gated_query_groups", "columns", "alternate_columns"] = "rows"
+    packing: Literal["rows", "groups", "gated_groups", "columns", "alternate_columns"] = "rows"
     group: tuple[int, ...] = ()
 
 

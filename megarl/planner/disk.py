@@ -13,7 +13,7 @@ from megarl.rollout.engine import expert_type
 
 
 @dataclass(frozen=True)
-class Held:
+class Counts:
     """Numbers of checkpoints and policies that exist at one time."""
 
     checkpoints: int
@@ -30,19 +30,19 @@ def disk_bytes(
     policy, between = 2.0 * parameters, _between_stages(recipe)
     moments, end = _largest(recipe, between), _end(recipe)
 
-    def whole(held: Held) -> float:
+    def whole(counts: Counts) -> float:
         responses = rollouts * recipe.schedule.stages + evaluations
-        return responses + held.checkpoints * checkpoint + held.policies * policy
+        return responses + counts.checkpoints * checkpoint + counts.policies * policy
 
     return {
         "rollout store of a stage": rollouts,
         "rollout store of all stages": rollouts * recipe.schedule.stages,
         **({"responses to evaluations": evaluations} if evaluations else {}),
         "one checkpoint": checkpoint,
-        "checkpoints at most": checkpoint * max(held.checkpoints for held in moments),
+        "checkpoints at most": checkpoint * max(counts.checkpoints for counts in moments),
         "one export": policy,
         **({"policies between stages, at most": between * policy} if between else {}),
-        "policies at most": policy * max(held.policies for held in moments),
+        "policies at most": policy * max(counts.policies for counts in moments),
         "the run directory, at its largest": max(map(whole, moments)),
         "the run directory, at its end": whole(end),
     }
@@ -96,21 +96,21 @@ def _between_stages(recipe: Recipe) -> int:
     return published + evaluated
 
 
-def _largest(recipe: Recipe, between: int) -> list[Held]:
+def _largest(recipe: Recipe, between: int) -> list[Counts]:
     """The two moments of the last stage that can be the largest: writing its last checkpoint, exporting its result."""
     finished, keep = recipe.schedule.stages - 1, recipe.actor.keep_checkpoints
     checkpoints = _checkpoints_of(recipe, finished)
     current = int(finished > 0)  # the policy of the last stage; the first stage's is the run's first
     policies = _policies_of(recipe, finished) + current + between + _copy_of_best(recipe)
     return [
-        Held(checkpoints + min(_saves(recipe) - 1, keep) + 1, policies),
-        Held(checkpoints + min(_saves(recipe), keep), policies + 1),
+        Counts(checkpoints + min(_saves(recipe) - 1, keep) + 1, policies),
+        Counts(checkpoints + min(_saves(recipe), keep), policies + 1),
     ]
 
 
-def _end(recipe: Recipe) -> Held:
+def _end(recipe: Recipe) -> Counts:
     stages = recipe.schedule.stages
-    return Held(_checkpoints_of(recipe, stages), _policies_of(recipe, stages) + 1 + _copy_of_best(recipe))
+    return Counts(_checkpoints_of(recipe, stages), _policies_of(recipe, stages) + 1 + _copy_of_best(recipe))
 
 
 def _saves(recipe: Recipe) -> int:

@@ -156,7 +156,7 @@ def _layouts(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
     """
     ranks, actor, names = plan.layout.ranks, plan.recipe.actor, ("tensor", "pipeline", "expert", "expert_tensor")
     layers, asked = plan.hf["num_hidden_layers"], plan.layout.first_layers + plan.layout.last_layers > 0
-    found = []
+    layouts = []
     for tensor, pipeline, expert in itertools.product(_divisors(actor.processes_per_node), *[_divisors(ranks)] * 2):
         for expert_tensor in {1, tensor} if plan.hf["num_experts"] else {tensor}:
             layout = Layout(ranks, tensor, pipeline, actor.context_parallel, expert, expert_tensor).balanced(layers)
@@ -164,8 +164,8 @@ def _layouts(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
                 stages = layout.stage_layers(layers)
                 layout = replace(layout, first_layers=stages[0], last_layers=stages[-1])
             if not any(layout.problems(plan.hf)):
-                found.append(layout)
-    found.sort(key=lambda x: (x.tensor_parallel * x.pipeline_parallel, x.pipeline_parallel, x.expert_tensor_parallel))
+                layouts.append(layout)
+    layouts.sort(key=lambda x: (x.tensor_parallel * x.pipeline_parallel, x.pipeline_parallel, x.expert_tensor_parallel))
     budget, least = actor.tokens_per_micro_batch, plan.longest_sequence
     full = [] if actor.recompute == "full" else ["actor.recompute=full"]
     steps = [[], *_parts(plan), *([full] if full else []), *([[*full, _budget(least)]] if least < budget else [])]
@@ -174,7 +174,7 @@ def _layouts(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
         if plan.recipe.actor.lora is None and key not in getattr(plan.recipe, section):
             steps.append([*steps[-1], *changes])
     for settings in steps:
-        for layout in found:
+        for layout in layouts:
             changes = [f"actor.{name}_parallel={getattr(layout, f'{name}_parallel')}" for name in names]
             if layout.first_layers:
                 ends = {"first": layout.first_layers, "last": layout.last_layers}

@@ -65,10 +65,10 @@ class ParameterCounter:
         asked = json.dumps([hf, layout, recipe.megatron, adapters])  # everything on which the numbers depend
         if asked not in self._counted:
             try:
-                found = self._process.submit(_count, hf, recipe, ranks).result()
+                stages = self._process.submit(_count, hf, recipe, ranks).result()
             except Exception as error:
                 raise UserError(f"Megatron-Core cannot build this layout: {type(error).__name__}: {error}") from error
-            self._counted[asked] = [StageParameters(**stage) for stage in found]
+            self._counted[asked] = [StageParameters(**stage) for stage in stages]
         return self._counted[asked]
 
     def whole(self, hf: dict[str, Any], recipe: Recipe) -> StageParameters:

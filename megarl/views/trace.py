@@ -24,17 +24,17 @@ _COUNTED = ("decoding", "responses", "tokens", "truncated")  # counters of a rep
 def write_trace(root: Path, output: Path) -> str:
     """Write the trace of a run, which may be in progress, to ``output``; returns the text to print."""
     run = read_run(root, root.name)
-    events = sorted(filter(_has_place, run.events), key=_time)
+    events = sorted(filter(_is_complete, run.events), key=_time)
     begin = _time(events[0]) if events else 0.0
-    found = [*_names(events), *_phases(events), *_updates(run, events), *_work(events), *_replicas(events)]
-    for entry in found:
+    entries = [*_names(events), *_phases(events), *_updates(run, events), *_work(events), *_replicas(events)]
+    for entry in entries:
         if "ts" in entry:
             entry["ts"] = round((entry["ts"] - begin) * 1e6)
-    output.write_text(json.dumps({"traceEvents": found, "displayTimeUnit": "ms", "otherData": {"run": run.name}}))
+    output.write_text(json.dumps({"traceEvents": entries, "displayTimeUnit": "ms", "otherData": {"run": run.name}}))
     return f"wrote {output}: open it at https://ui.perfetto.dev"
 
 
-def _has_place(event: Record) -> bool:
+def _is_complete(event: Record) -> bool:
     return isinstance(event.get("time"), int | float) and isinstance(event.get("event"), str)
 
 
@@ -93,8 +93,8 @@ def _work(events: Sequence[Record]) -> Iterator[dict[str, Any]]:
             yield _span(name, LANES["exports and evaluations"], time, event.get("seconds", 0.0))
         elif kind in _TROUBLE:
             args = {key: value for key, value in event.items() if key not in ("time", "event")}
-            place = {"ph": "i", "s": "p", "pid": RUN, "tid": LANES["trouble"], "ts": time}
-            yield place | {"name": kind, "args": args}
+            instant = {"ph": "i", "s": "p", "pid": RUN, "tid": LANES["trouble"], "ts": time}
+            yield instant | {"name": kind, "args": args}
 
 
 def _replicas(events: Sequence[Record]) -> Iterator[dict[str, Any]]:
