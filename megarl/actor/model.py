@@ -54,7 +54,7 @@ _SET_BY_FAMILY = (
 def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
     """Megatron's configuration of the model. Fields in ``[megatron]`` override what megarl would set."""
     actor = recipe.actor
-    cpu, transformer_engine = actor.backend == "cpu", actor.layer_kind == "transformer_engine"
+    cpu, transformer_engine = actor.backend == "cpu", actor.layers == "transformer_engine"
     dtype = torch.float32 if cpu else torch.bfloat16
     for name in () if transformer_engine else _SET_BY_FAMILY:
         if name in recipe.megatron:  # whatever its value: 0 and [] may change the model too
@@ -217,7 +217,7 @@ class PolicyModel(GPTModel):
 def _block_spec(
     config: TransformerConfig, hf: dict[str, Any], recipe: Recipe, stage: int | None
 ) -> TransformerBlockSubmodules:
-    if recipe.actor.layer_kind == "torch":
+    if recipe.actor.layers == "torch":
         return torch_block_spec(config, family_of(hf).attention.norms_all_heads, vp_stage=stage)
     return engine_block_spec(config, vp_stage=stage)
 
@@ -261,7 +261,7 @@ def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
             rope_scaling_factor=hf["rope_scaling_factor"] or 1.0,
             vp_stage=stage,
         )
-        if recipe.actor.layer_kind == "torch":
+        if recipe.actor.layers == "torch":
             model.position_embedding_type = "none"  # `PackedAttention` rotates queries and keys itself
             if hf.get("rope_yarn") and not config.multi_latent_attention:
                 model.rotary_pos_emb = _yarn_embedding(hf, config)

@@ -99,7 +99,7 @@ def check_lora(recipe: Recipe, hf: dict[str, Any]) -> None:
             f"[actor.lora] targets experts: expert_tensor_parallel = {layout.expert_tensor_parallel} must be 1 or "
             f"tensor_parallel = {layout.tensor_parallel}: otherwise the norm of the gradient counts adapters twice"
         )
-    if actor.layer_kind == "transformer_engine":
+    if actor.layers == "transformer_engine":
         raise UserError(
             "[actor.lora]: Transformer Engine's layers fuse the norm with the matrix after it, so adapters cannot read "
             'the matrix\'s input: set [actor] layers = "torch"'

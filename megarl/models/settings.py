@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Any
 
 from megarl.errors import UserError
@@ -12,36 +11,24 @@ from megarl.recipe.megatron import SCALINGS, scaling_of
 from megarl.recipe.tables import Recipe
 
 
-def check_layers(recipe: Recipe, hf: dict[str, Any], here: bool = True) -> None:
-    """`UserError` if ``[actor] layers``, recompute, fp8 or another setting is not supported for this model.
-
-    here: whether the run is to be on this machine; False, as for a plan, does not look at what is installed here.
-    """
+def check_layers(recipe: Recipe, hf: dict[str, Any]) -> None:
+    """`UserError` if ``[actor] layers``, recompute, fp8 or another setting is not supported for this model."""
     attention = family_of(hf).attention
     if attention.norms_all_heads and recipe.megatron.get("qk_layernorm"):
         raise UserError(
             "[megatron] qk_layernorm: it normalises each head by itself, but this model normalises queries and keys "
             "over all heads; leave it out"
         )
-    if _fused(recipe, here) and attention.torch_layers_only:
+    if recipe.actor.layers == "transformer_engine" and attention.torch_layers_only:
         raise UserError(
-            f"[actor] layers = {recipe.actor.layers!r}: the attention of {hf['model_type']} was never compared with "
+            f"[actor] layers = 'transformer_engine': the attention of {hf['model_type']} was never compared with "
             'Transformer Engine\'s layers; use "torch"'
         )
-    _check_recompute(recipe, hf, here)
-    _check_fp8(recipe, here)
+    _check_recompute(recipe, hf)
+    _check_fp8(recipe)
 
 
-def _fused(recipe: Recipe, here: bool) -> bool:
-    """Whether the layers are Transformer Engine's. For ``layers = "auto"`` on another machine that is known only if
-    fp8 is set, which needs them; otherwise the answer is False."""
-    actor = recipe.actor
-    if here or actor.layers != "auto":
-        return actor.layer_kind == "transformer_engine"
-    return scaling_of(recipe.megatron) is not None
-
-
-def _check_recompute(recipe: Recipe, hf: dict[str, Any], here: bool) -> None:
+def _check_recompute(recipe: Recipe, hf: dict[str, Any]) -> None:
     for name in OWNED:
         if name in recipe.megatron:
             raise UserError(f'[megatron] {name}: use [actor] recompute = "full", or a list such as ["moe"]')
@@ -51,7 +38,7 @@ def _check_recompute(recipe: Recipe, hf: dict[str, Any], here: bool) -> None:
             raise UserError(f'[megatron] {name}: it has an effect only with [actor] recompute = "full"; leave it out')
     if again.layers < 1:
         raise UserError(f"[megatron] recompute_num_layers = {again.layers}: must be at least 1")
-    of_engine = _fused(recipe, here) and hf["num_experts"]
+    of_engine = recipe.actor.layers == "transformer_engine" and hf["num_experts"]
     for name in sorted(again.modules):
         reason = None
         if name == "mla_up_proj":
@@ -75,7 +62,7 @@ def _check_recompute(recipe: Recipe, hf: dict[str, Any], here: bool) -> None:
         )
 
 
-def _check_fp8(recipe: Recipe, here: bool) -> None:
+def _check_fp8(recipe: Recipe) -> None:
     if recipe.megatron.get("fp4"):
         raise UserError("[megatron] fp4: megarl does not support it; use fp8")
     for table, setting in (("megatron", "fp8_param"), ("megatron_ddp", "fp8_param_gather")):
@@ -88,8 +75,4 @@ def _check_fp8(recipe: Recipe, here: bool) -> None:
     if name not in SCALINGS:
         raise UserError(f"[megatron] fp8_recipe = {name!r} is unknown; known are {', '.join(SCALINGS)}")
     if recipe.actor.backend == "cpu" or recipe.actor.layers == "torch":
-        raise UserError(
-            f'{asked} needs Transformer Engine\'s layers on GPUs: not with [actor] layers = "torch" or backend = "cpu"'
-        )
-    if here and importlib.util.find_spec("transformer_engine") is None:
-        raise UserError(f"{asked} needs Transformer Engine: pip install transformer-engine[pytorch]")
+        raise UserError(f'{asked} needs [actor] backend = "cuda" and layers = "transformer_engine"')

@@ -81,7 +81,7 @@ def make_plan(
         raise UserError(f"neither {recipe.model.path} nor {config} has the config.json of the model")
     hf = read_hf_config(config)
     check_layout(recipe, hf, nodes)
-    check_layers(recipe, hf, here=False)
+    check_layers(recipe, hf)
     check_lora(recipe, hf)
     check_optimizer(recipe, here=False)
     _check_gpu(recipe, gpu)
@@ -194,7 +194,7 @@ def _parts(plan: Plan) -> Iterator[list[str]]:
     for names in (["layernorm"], *shared, ["layernorm", *(name for name in known if name != "shared_experts")]):
         changes = [f"actor.recompute={json.dumps(names)}"]
         with contextlib.suppress(UserError):
-            check_layers(override_recipe(plan.recipe, changes), plan.hf, here=False)
+            check_layers(override_recipe(plan.recipe, changes), plan.hf)
             yield changes
 
 

@@ -153,10 +153,10 @@ def saved_bytes(
     """(bytes that the layers of a pipeline stage save of a micro-batch, most bytes that they hold in addition).
 
     The second are of the one layer that is in its backward pass: the activations that it has recomputed, and the
-    gradients of its activations. With layers = "auto" the torch-native ones are assumed.
+    gradients of its activations.
     """
     again, fp8 = Recompute.of(recipe.actor.recompute, recipe.megatron), scaling_of(recipe.megatron)
-    fused = fp8 is not None or recipe.actor.layers == "transformer_engine"
+    fused = recipe.actor.layers == "transformer_engine"
     layers = layout.layers_of_stage(stage, hf["num_hidden_layers"])
     args = hf, layout, tokens, layers, imbalance
     all_saved, largest = all_layers_bytes(*args, ActivationSettings(fused=fused, fp8=fp8))

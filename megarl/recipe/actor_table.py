@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -102,8 +101,7 @@ class ActorTable(Table):
     statistics_scope: Literal["exact", "lagged", "micro"] = "exact"
     kernels: Literal["torch", "cpp", "cuda", "triton"] | None = None  # default: cpp on a CPU, triton on a GPU
     recompute: RecomputeSetting = "none"
-    # the library of the model's layers; auto: Transformer Engine if it is installed and backend = "cuda", else torch
-    layers: Literal["auto", "torch", "transformer_engine"] = "auto"
+    layers: Literal["torch", "transformer_engine"] = "torch"  # the library of the model's layers
     # whose choice of experts trains: none: the policy's own; actor: the stage's first policy's; engine: the engine's
     routing_replay: Literal["none", "actor", "engine"] = "none"
     checkpoint_every: int = Field(64, ge=1)  # updates between checkpoints
@@ -113,13 +111,10 @@ class ActorTable(Table):
     keep_policies: int | None = Field(None, ge=1)  # those whose policy is kept, besides the run's first; default: all
     lora: LoraTable | None = None  # train low-rank adapters instead of the model's weights (docs/scale.md)
 
-    @property
-    def layer_kind(self) -> Literal["torch", "transformer_engine"]:
-        """``layers`` with "auto" resolved for this machine."""
-        if self.layers != "auto":
-            return self.layers
-        installed = self.backend == "cuda" and importlib.util.find_spec("transformer_engine") is not None
-        return "transformer_engine" if installed else "torch"
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _of_earlier_runs(cls, layers: Any) -> Any:
+        return "torch" if layers == "auto" else layers  # the default when recipes of earlier runs were stored
 
     @property
     def kernel_backend(self) -> str:

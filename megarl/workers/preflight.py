@@ -5,11 +5,13 @@ The checks of engines, data, verifiers and layouts are in their own modules and 
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.metadata
 import json
 import os
 import tempfile
 from pathlib import Path
+
+from packaging.requirements import Requirement
 
 from megarl.data.prompts import check_data
 from megarl.errors import PhaseFailed, UserError
@@ -107,11 +109,7 @@ def check_devices(recipe: Recipe) -> None:
     if actor.layers == "transformer_engine":
         if actor.backend == "cpu":
             raise UserError('[actor] layers = "transformer_engine" runs on GPUs only; use "torch" on backend = "cpu"')
-        if importlib.util.find_spec("transformer_engine") is None:
-            raise UserError(
-                '[actor] layers = "transformer_engine", but it is not installed: '
-                "pip install transformer-engine[pytorch]"
-            )
+        _check_transformer_engine()
     check_optimizer(recipe)
     _check_kernels(actor)
     if actor.backend == "cuda":
@@ -128,6 +126,24 @@ def check_devices(recipe: Recipe) -> None:
                 f'[actor] backend = "cuda" needs {needed} GPUs, but torch sees {torch.cuda.device_count()} here; '
                 'backend = "cpu" needs none'
             )
+
+
+def _check_transformer_engine() -> None:
+    """`UserError` if it is missing, or of a version that the installed Megatron-Core does not declare."""
+    needed = next(line for line in importlib.metadata.requires("megatron-core") or () if "transformer-engine" in line)
+    versions = Requirement(needed).specifier
+    try:
+        found = importlib.metadata.version("transformer-engine")
+    except importlib.metadata.PackageNotFoundError:
+        raise UserError(
+            '[actor] layers = "transformer_engine", but it is not installed: '
+            f"pip install 'transformer-engine[pytorch]{versions}'"
+        ) from None
+    if not versions.contains(found, prereleases=True):
+        raise UserError(
+            f'[actor] layers = "transformer_engine": version {found} is installed, but Megatron-Core '
+            f'{importlib.metadata.version("megatron-core")} is made for {versions}; use "torch"'
+        )
 
 
 def _check_kernels(actor: ActorTable) -> None:

@@ -38,6 +38,7 @@ def test_a_norm_per_head_is_refused_where_the_model_has_one_over_all_heads(tmp_p
 
 
 GPU = {"backend": "cuda"}
+FUSED = GPU | {"layers": "transformer_engine"}
 
 
 @pytest.mark.parametrize(
@@ -97,33 +98,27 @@ def test_recompute_is_kept_when_a_recipe_is_written():
 @pytest.mark.parametrize(
     ("tables", "message"),
     [
-        (
-            {"actor": GPU | {"layers": "torch"}, "megatron": {"fp8": "hybrid"}},
-            "needs Transformer Engine's layers on GPUs",
-        ),
-        ({"megatron": {"fp8": "hybrid"}}, "on GPUs"),
-        ({"actor": GPU, "megatron": {"fp8": "e4m3"}}, "needs Transformer Engine: pip install"),
+        ({"actor": GPU, "megatron": {"fp8": "hybrid"}}, 'needs .actor. backend = "cuda" and layers = "transformer_eng'),
+        ({"megatron": {"fp8": "hybrid"}}, 'needs .actor. backend = "cuda" and layers = "transformer_engine"'),
         ({"actor": GPU, "megatron": {"fp8": "e4m3", "fp8_recipe": "custom"}}, "known are delayed, tensorwise"),
         ({"actor": GPU, "megatron": {"fp8": "e4m3", "fp8_param": True}}, "fp8_param = true: megarl reads and exports"),
         ({"actor": GPU, "megatron_ddp": {"fp8_param_gather": True}}, r"\[megatron_ddp\] fp8_param_gather = true"),
         ({"actor": GPU, "megatron": {"fp4": "e2m1"}}, "fp4"),
         (
-            {"actor": GPU | {"recompute": ["layernorm"]}, "megatron": {"fp8": "e4m3"}},
+            {"actor": FUSED | {"recompute": ["layernorm"]}, "megatron": {"fp8": "e4m3"}},
             'another .megatron. fp8_recipe than "delayed"',
         ),
     ],
 )
-def test_fp8_that_cannot_work_is_refused(tmp_path, monkeypatch, tables, message):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)  # Transformer Engine is not installed
+def test_fp8_that_cannot_work_is_refused(tmp_path, tables, message):
     with pytest.raises(UserError, match=message):
         check_layers(make_recipe(**tables), read_settings(tmp_path, "qwen3_moe"))
 
 
-def test_fp8_on_another_machine_needs_nothing_installed_here(tmp_path):
-    """As `megarl plan` checks it. It is still refused for models that have only torch-native layers."""
-    recipe = make_recipe(actor=GPU, megatron={"fp8": "hybrid", "fp8_recipe": "blockwise"})
-    check_layers(recipe, read_settings(tmp_path, "qwen3_moe"), here=False)
+def test_fp8_is_refused_for_models_that_have_only_torch_native_layers(tmp_path):
+    recipe = make_recipe(actor=FUSED, megatron={"fp8": "hybrid", "fp8_recipe": "blockwise"})
+    check_layers(recipe, read_settings(tmp_path, "qwen3_moe"))
     with pytest.raises(UserError, match="never compared with Transformer Engine's layers"):
-        check_layers(recipe, read_settings(tmp_path, "deepseek_v3"), here=False)
-    acts = make_recipe(actor=GPU | {"recompute": ["moe_act"]}, megatron={"fp8": "hybrid", "fp8_recipe": "tensorwise"})
-    check_layers(acts, read_settings(tmp_path, "qwen3_moe"), here=False)
+        check_layers(recipe, read_settings(tmp_path, "deepseek_v3"))
+    acts = make_recipe(actor=FUSED | {"recompute": ["moe_act"]}, megatron={"fp8": "hybrid", "fp8_recipe": "tensorwise"})
+    check_layers(acts, read_settings(tmp_path, "qwen3_moe"))

@@ -19,6 +19,7 @@ from megarl.planner.table import memory, table
 from megarl.recipe.load import load_recipe, override_recipe
 from tests.planner.moe import EXAMPLES, MOE, staged
 
+FUSED = ["actor.layers=transformer_engine"]
 RECIPES = sorted(EXAMPLES.glob("*_*/*.toml"))
 GPT_OSS_ATTENTION = 2 * 2880 * 4096 + 2 * 2880 * 512 + 4096 + 2 * 512 + 2880 + 64
 GPT_OSS_EXPERT = 2880 * 5760 + 5760 + 2880 * 2880 + 2880 + 2880 + 1  # and its row of the router
@@ -308,7 +309,7 @@ def test_the_optimizer_on_the_host_and_bf16_gradients_are_the_last_alternatives(
 
 def test_fp8_adds_copies_of_weights_and_shrinks_activations(counter, whole):
     """By hand: 8-bit copies of the experts and of the projections of 48 layers (tensor 4), each also transposed."""
-    fp8 = ["megatron.fp8=hybrid", "megatron.fp8_recipe=tensorwise", "megatron.moe_router_padding_for_fp8=true"]
+    fp8 = [*FUSED, "megatron.fp8=hybrid", "megatron.fp8_recipe=tensorwise", "megatron.moe_router_padding_for_fp8=true"]
     plain = moe_plan(counter, whole, 4, "h100", ["actor.recompute=none"])
     plan = moe_plan(counter, whole, 4, "h100", [*fp8, 'actor.recompute=["moe_act"]'])
     matrices = 48 * (1280 * 2048 + 1024 * 2048)
@@ -326,7 +327,7 @@ def test_figures_of_scale_md_on_memory_recomputation_and_fp8(counter, whole):
         fits = "" if plan.misfit() is None else ", which does not fit"
         size = plan.optimize["activations"] / GIB
         assert f"| `{said}` | {size:.1f}{fits} | {plan.update_seconds:.1f} |" in document
-    fp8 = moe_plan(counter, whole, 4, "h100", ["megatron.fp8=hybrid", "megatron.fp8_recipe=blockwise"])
+    fp8 = moe_plan(counter, whole, 4, "h100", [*FUSED, "megatron.fp8=hybrid", "megatron.fp8_recipe=blockwise"])
     copies, less = (fp8.optimize[name] / GIB for name in ("weights, fp8 and transposed", "activations"))
     said = f"copies are {copies:.1f} GiB and activations {less:.1f} instead of {size:.1f}"
     assert said in document.replace("\n", " ")
@@ -433,7 +434,7 @@ def test_wrong_options_and_settings_are_refused(tmp_path):
         make_plan(EXAMPLES / "llama3_2_3b/m2po.toml", 1, "h200", ["megatron.no_such_field=1"])
     with pytest.raises(UserError, match="backend=cuda"):
         make_plan(EXAMPLES / "quickstart/recipe.toml", 1, "h200")
-    fp8 = ["megatron.fp8=e4m3", "megatron.fp8_recipe=mxfp8"]
+    fp8 = [*FUSED, "megatron.fp8=e4m3", "megatron.fp8_recipe=mxfp8"]
     for gpu, message in (
         ("a100", "--gpu a100 cannot multiply in 8 bits"),
         ("h200", "'mxfp8' needs a GPU from Blackwell on"),

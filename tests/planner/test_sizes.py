@@ -126,7 +126,7 @@ def test_the_pipeline_stage_with_the_most_layers_sets_the_pace():
     assert seconds[1] / seconds[0] == pytest.approx(one[1] / one[0] * 8 * 8 / 61)
 
 
-FP8 = ["megatron.fp8=hybrid", "megatron.fp8_recipe=tensorwise"]
+FP8 = ["actor.layers=transformer_engine", "megatron.fp8=hybrid", "megatron.fp8_recipe=tensorwise"]
 
 
 def test_fp8_by_hand():
