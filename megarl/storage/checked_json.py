@@ -1,8 +1,8 @@
 """JSON objects that contain their own checksum, so that damage is detected when they are read; alone or one per line.
 
 Files of lines grow while others read them. A killed writer may leave half a line at the end: readers ignore it, and the
-next writer removes it. Any other line that cannot be read is damage: `read_json_lines` and `StrictTail` raise,
-`read_intact_lines` and `JsonTail` skip the line.
+next writer removes it. Any other line that cannot be read is damage: `read_json_lines` and a strict
+`JsonTail` raise, the others skip the line.
 """
 
 from __future__ import annotations
@@ -83,10 +83,10 @@ def append_line(path: Path, line: bytes) -> None:
 
 def read_json_lines(path: Path) -> list[Record]:
     """All objects of a file; `UserError` with the line's number if one is damaged."""
-    return parse_lines(split_lines(path.read_bytes())[0], path)
+    return _parse_lines(split_lines(path.read_bytes())[0], path)
 
 
-def parse_lines(lines: list[bytes], path: Path, first: int = 1) -> list[Record]:
+def _parse_lines(lines: list[bytes], path: Path, first: int = 1) -> list[Record]:
     """Decode complete lines of ``path``, the first of which is line number ``first``; `UserError` for a damaged one."""
     records = []
     for number, line in enumerate(lines, first):
@@ -112,56 +112,41 @@ def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
     return lines, torn
 
 
-class StrictTail:
-    """Follows a file that only grows, like ``tail -f``; a damaged line is a `UserError`."""
-
-    def __init__(self, path: Path) -> None:
-        self.path, self._offset, self._lines = path, 0, 0
-
-    def read(self) -> list[Record]:
-        """The objects appended since the last call."""
-        try:
-            with open(self.path, "rb") as file:
-                file.seek(self._offset)
-                lines = split_lines(file.read())[0]
-        except FileNotFoundError:
-            return []
-        except IsADirectoryError as error:
-            raise UserError(f"{self.path} is a directory: move it away, then start again") from error
-        records = parse_lines(lines, self.path, self._lines + 1)
-        self._offset += sum(map(len, lines)) + len(lines)
-        self._lines += len(lines)
-        return records
-
-
 class JsonTail:
     """Follows a file that grows, like ``tail -F``: it may also be truncated, replaced or missing.
 
     last: of a file that exists already, read at most this many bytes from its end; None: all of it.
+    strict: a damaged line, or a directory in the place of the file, is a `UserError`; otherwise such lines are skipped.
     """
 
-    def __init__(self, path: Path, last: int | None = None) -> None:
-        self.path, self._offset, self._inode, self._last = path, 0, -1, last
+    def __init__(self, path: Path, last: int | None = None, strict: bool = False) -> None:
+        self.path, self._offset, self._inode, self._last, self._strict = path, 0, -1, last, strict
+        self._lines = 0  # number of lines before the offset
 
     def read(self) -> tuple[bool, list[Record]]:
-        """(whether the file was truncated or replaced, the objects appended since the last call).
-
-        Damaged lines are skipped.
-        """
+        """(whether the file was truncated or replaced, the objects appended since the last call)."""
         try:
             status = os.stat(self.path)
             anew = (status.st_ino != self._inode or status.st_size < self._offset) and self._inode != -1
             if status.st_ino != self._inode or anew:
                 self._offset, self._inode = max(0, status.st_size - (self._last or status.st_size)), status.st_ino
+                self._lines = 0
             if status.st_size == self._offset:
                 return anew, []
             with open(self.path, "rb") as file:
                 file.seek(self._offset)
                 data = file.read()
-        except (FileNotFoundError, IsADirectoryError):
+        except FileNotFoundError:
+            return False, []
+        except IsADirectoryError as error:
+            if self._strict:
+                raise UserError(f"{self.path} is a directory: move it away, then start again") from error
             return False, []
         lines, torn = split_lines(data)
+        first, self._lines = self._lines + 1, self._lines + len(lines)
         self._offset += len(data) - len(torn)
+        if self._strict:
+            return anew, _parse_lines(lines, self.path, first)
         return anew, [record for line in lines if (record := _object_or_none(line)) is not None]
 
 

@@ -148,36 +148,15 @@ class Ledgers:
         return known is entry
 
 
-def ledger_sizes(directory: Path) -> dict[str, int]:
-    """{name: bytes} of every ledger: the cheap way to see whether something was appended."""
-    sizes = {}
-    for path in directory.glob("ledger*.jsonl"):
-        with contextlib.suppress(FileNotFoundError):  # sealing removes the ledgers of writers other than 0
-            sizes[path.name] = path.stat().st_size
-    return sizes
-
-
-def check_one_policy(entries: Sequence[LedgerEntry], directory: Path, weights_hash: str | None = None) -> None:
-    """`UserError` unless one policy sampled all entries: that of ``weights_hash``, by default the first entry's."""
+def check_equal(entries: Sequence[LedgerEntry], directory: Path, field: str, expected: str) -> None:
+    """`UserError` unless ``field`` of all entries ("weights_hash" or "logprob_mode") has the value ``expected``."""
     for entry in entries:
-        weights_hash = weights_hash or entry.weights_hash
-        if entry.weights_hash != weights_hash:
-            raise _other_policy(directory / entry.shard, "weights", entry.weights_hash, weights_hash)
-
-
-def check_one_mode(entries: Sequence[LedgerEntry], directory: Path, logprob_mode: str | None = None) -> None:
-    """`UserError` unless all entries have ``logprob_mode``, by default that of the first entry."""
-    for entry in entries:
-        logprob_mode = logprob_mode or entry.logprob_mode
-        if entry.logprob_mode != logprob_mode:
-            raise _other_policy(directory / entry.shard, "log-prob mode", entry.logprob_mode, logprob_mode)
-
-
-def _other_policy(shard: Path, what: str, found: str, expected: str) -> UserError:
-    return UserError(
-        f"{shard} was sampled with {what} {found!r}, not {expected!r}: a stage has one behaviour policy. "
-        f"Put the first policy back, or delete {shard.parent} to generate the stage again"
-    )
+        if (found := getattr(entry, field)) != expected:
+            what = {"weights_hash": "weights", "logprob_mode": "log-prob mode"}[field]
+            raise UserError(
+                f"{directory / entry.shard} was sampled with {what} {found!r}, not {expected!r}: a stage has one "
+                f"behaviour policy. Put the first policy back, or delete {directory} to generate the stage again"
+            )
 
 
 def check_seal(directory: Path) -> None:

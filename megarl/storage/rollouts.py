@@ -26,12 +26,10 @@ from megarl.storage.ledger import (
     SEALED,
     LedgerEntry,
     Ledgers,
-    check_one_mode,
-    check_one_policy,
+    check_equal,
     check_seal,
     check_size,
     is_sealed,
-    ledger_sizes,
     lock,
     parse,
     sealed_external,
@@ -93,8 +91,8 @@ class RolloutWriter:
         fsync_path(self.directory)
         everything = Ledgers(self.directory).read()
         if self.weights_hash is not None:
-            check_one_policy(everything, self.directory, self.weights_hash)
-        check_one_mode(everything, self.directory, self.logprob_mode)
+            check_equal(everything, self.directory, "weights_hash", self.weights_hash)
+        check_equal(everything, self.directory, "logprob_mode", self.logprob_mode)
         self._groups = {group for entry in everything for group in entry.groups}
         _remove_orphans(self.directory, f"w{self.writer:05d}_*.arrow", everything)
 
@@ -186,23 +184,19 @@ class RolloutStore:
         self._entry_of: dict[int, LedgerEntry] = {}
         self._first: LedgerEntry | None = None
         self._shard = functools.lru_cache(maxsize=OPEN_SHARDS)(self._open)
-        self._sizes: dict[str, int] | None = None
+        self.group_ids: list[int] = []
         self.refresh()
 
     def refresh(self) -> None:
         """Read which groups have been stored since the last call."""
-        sizes = ledger_sizes(self.directory)
-        if sizes == self._sizes:
+        if not (new := self._ledgers.read()):
             return
-        self._sizes = sizes  # taken before reading, so that lines appended during it are read next time
-        new = self._ledgers.read()
-        self._first = first = self._first or next(iter(new), None)
-        if first and self.one_policy:
-            check_one_policy(new, self.directory, first.weights_hash)
-        if first:
-            check_one_mode(new, self.directory, first.logprob_mode)
+        first = self._first = self._first or new[0]
+        if self.one_policy:
+            check_equal(new, self.directory, "weights_hash", first.weights_hash)
+        check_equal(new, self.directory, "logprob_mode", first.logprob_mode)
         self._entry_of |= {group: entry for entry in new for group in entry.groups}
-        self.group_ids: list[int] = sorted(self._entry_of)
+        self.group_ids = sorted(self._entry_of)
 
     @property
     def entries(self) -> list[LedgerEntry]:

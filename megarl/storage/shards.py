@@ -167,8 +167,6 @@ def validate(groups: Sequence[Group]) -> None:
             if not logprobs.max() <= LOGPROB_TOLERANCE or not np.isfinite(logprobs.min()):  # a NaN fails the first
                 raise UserError(f"{here}: log-probs must be finite and <= 0, got {logprobs.min()} to {logprobs.max()}")
             versions, first = response.policy_versions, response.policy_version
-            if not FIRST_VERSION <= first < -FIRST_VERSION:
-                raise UserError(f"{here}: policy_version {first} does not fit into 32 bits")
             if versions is not None and not (
                 versions.dtype == np.int32 and versions.shape == logprobs.shape and versions[0] == first
             ):

@@ -14,7 +14,6 @@ from typing import Any
 import tomli_w
 
 from megarl.commands.scratch import open_staged
-from megarl.commands.stages.card import write_card
 from megarl.commands.stages.packed import (
     CARD,
     CHECKPOINTS,
@@ -40,6 +39,31 @@ from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.run_dir.retention import require_policy
 
 LICENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")  # an identifier of the Hub or of SPDX
+_CARD = """---
+license: {licence}
+pretty_name: {name}
+tags:
+- megarl
+- reinforcement-learning
+---
+
+# {name}
+
+Frozen rollouts of a language model: all responses of one stage of a megarl run, each with its tokens, the log-probs at
+which they were sampled, its reward, and the version of the policy that sampled it.
+
+| | |
+|---|---|
+{rows}
+
+```sh
+megarl stage unpack THIS runs/{name}{model_option}     # every checksum is verified
+megarl samples runs/{name}                # what the model wrote
+megarl optimize runs/{name} --stage {stage} --output runs/grpo --set objective.name=grpo
+```
+
+`rollouts/*.arrow` are Arrow IPC files, one row per response; `manifest.json` has the checksum of every file{prompts}.
+"""
 
 
 def pack(run_dir: Path, number: int, output: Path, licence: str, weights: bool, prompts: bool) -> Manifest:
@@ -109,9 +133,39 @@ def _pack(stage: Stage, folder: Path, licence: str, weights: bool, prompts: bool
         prompts={name: file_sha256(path) for name, path in files.items()},
         files=dict(_sums(folder)),
     )
-    (folder / CARD).write_text(write_card(manifest, store, run.recipe, re.sub(r"[^A-Za-z0-9_.-]", "_", run.root.name)))
+    (folder / CARD).write_text(_card(manifest, store, run.recipe, re.sub(r"[^A-Za-z0-9_.-]", "_", run.root.name)))
     (folder / MANIFEST).write_bytes(manifest.dump())
     return manifest
+
+
+def _card(manifest: Manifest, store: RolloutStore, recipe: Recipe, name: str) -> str:
+    """The text of README.md, with the metadata that the Hugging Face Hub reads. name: of the run."""
+    entries = store.entries
+    responses, tokens = sum(e.responses for e in entries), sum(e.tokens for e in entries)
+    rewards, engine = sum(entry.reward_sum for entry in entries), recipe.rollout_of(manifest.stage).engine
+    facts: dict[str, Any] = {
+        "stage": f"{manifest.stage}, policy after {manifest.stage * recipe.schedule.updates_per_stage} updates",
+        "base model": manifest.model,
+        "prompts (groups)": f"{len(store.group_ids):,}",
+        "responses": f"{responses:,}",
+        "response tokens": f"{tokens:,}",
+        "mean reward": f"{rewards / max(1, responses):.4f}",
+        "temperature": recipe.rollout.temperature,
+        "engine, log-probs": f"{engine}, {entries[0].logprob_mode if entries else '-'}",
+        "licence": manifest.licence,
+        "weights": "included" if manifest.has_weights else "not included",
+        "sha256 of the weights": f"`{manifest.weights_hash}`",
+        "sha256 of the ledger": f"`{manifest.files['rollouts/ledger.jsonl'].sha256}`",
+    }
+    absent = [name for name in manifest.prompts if f"files/{name}" not in manifest.files]
+    return _CARD.format(
+        licence=manifest.licence,
+        name=name,
+        stage=manifest.stage,
+        rows="\n".join(f"| {key} | {value} |" for key, value in facts.items()),
+        model_option="" if manifest.has_weights else " --model PATH",
+        prompts=f", and of {len(absent)} prompt files that are not included" if absent else "",
+    )
 
 
 def _copy_policy(policy: Path, target: Path, weights: bool) -> None:

@@ -46,7 +46,7 @@ from megarl.storage.policies import check_policy, check_weights, copy_weights, i
 from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.run_dir.recipes import EVALUATION
-from megarl.storage.shards import Shard, to_batch, validate
+from megarl.storage.shards import FIRST_VERSION, Shard, to_batch, validate
 from megarl.views.audit.rollouts import check_shard
 
 _MEMORY = 1 << 28  # bytes for the rows of a small shard
@@ -309,6 +309,8 @@ def _read_foreign(path: Path, entry: LedgerEntry, vocabulary: int) -> list[Group
             for name, (_, tokens) in {"prompt_tokens": shard.prompts, "response_tokens": shard.tokens}.items():
                 if tokens.max() >= vocabulary:
                     raise ValueError(f"a token of {name} is outside the vocabulary of {vocabulary}")
+            if not FIRST_VERSION <= shard.versions.min() <= shard.versions.max() < -FIRST_VERSION:
+                raise ValueError("a policy_version does not fit into 32 bits")
             if tuple(shard.rows) != entry.groups:
                 raise ValueError("its groups are not those in its line of the ledger")
             if not to_batch(groups, entry.weights_hash, entry.logprob_mode).equals(batch):

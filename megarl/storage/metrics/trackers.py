@@ -7,7 +7,6 @@ The package tensorboard is used directly, since importing torch.utils.tensorboar
 
 from __future__ import annotations
 
-import contextlib
 import html
 import importlib.util
 import json
@@ -16,7 +15,7 @@ import re
 import secrets
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -83,37 +82,29 @@ class _FailSafe:
     """A tracker that is dropped at its first failure: everything is in the run directory too, so the run continues."""
 
     def __init__(self, make: Callable[[Path], Tracker], root: Path) -> None:
-        self._tracker: Tracker | None = None
         self._name = make.__name__.strip("_")
-        with self._drop_on_failure():
-            self._tracker = make(root)
+        self._tracker: Tracker | None = None
+        self._tracker = self._try(make, root)
 
-    @contextlib.contextmanager
-    def _drop_on_failure(self) -> Iterator[None]:
+    def _try(self, function: Callable[..., Any], *arguments: Any) -> Any:
         try:
-            yield
+            return function(*arguments)
         except Exception as error:  # the packages and their HTTP clients have many kinds
             self._tracker = None
-            print(
-                f"{self._name} failed, so nothing more is logged to it: {without_passwords(str(error))}",
-                file=sys.stderr,
-                flush=True,
-            )
+            why = without_passwords(str(error))
+            print(f"{self._name} failed, so nothing more is logged to it: {why}", file=sys.stderr, flush=True)
 
     def append(self, record: dict[str, Any]) -> None:
         if self._tracker:
-            with self._drop_on_failure():
-                self._tracker.append(record)
+            self._try(self._tracker.append, record)
 
     def evaluation(self, suite: str, update: int, result: dict[str, Any], samples: list[tuple[str, str]]) -> None:
         if self._tracker:
-            with self._drop_on_failure():
-                self._tracker.evaluation(suite, update, result, samples)
+            self._try(self._tracker.evaluation, suite, update, result, samples)
 
     def close(self) -> None:
         if self._tracker:
-            with self._drop_on_failure():
-                self._tracker.close()
+            self._try(self._tracker.close)
 
 
 class _Wandb:

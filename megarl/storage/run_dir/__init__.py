@@ -18,7 +18,7 @@ from megarl.errors import Busy, UserError
 from megarl.recipe.layout import TRAINING_TABLES, is_layout_setting
 from megarl.recipe.load import recipe_diff
 from megarl.recipe.tables import Recipe, RolloutTable
-from megarl.storage.checked_json import StrictTail, append_json
+from megarl.storage.checked_json import JsonTail, append_json
 from megarl.storage.checkpoints import checkpoints
 from megarl.storage.files import make_directory, remove_directory, write_atomic
 from megarl.storage.ledger import is_sealed, sealed_groups
@@ -122,8 +122,8 @@ class RunDir:
         return self.root / "events.jsonl"
 
     @functools.cached_property
-    def _new_events(self) -> StrictTail:
-        return StrictTail(self.events)
+    def _new_events(self) -> JsonTail:
+        return JsonTail(self.events, strict=True)
 
     @property
     def non_finite(self) -> Path:
@@ -295,7 +295,7 @@ class RunDir:
 
         Reads only the events that are new since the last call.
         """
-        for event in self._new_events.read():
+        for event in self._new_events.read()[1]:
             if event.get("event") == "evaluation":
                 version = event.get("update", event["stage"] * self.recipe.schedule.updates_per_stage)
                 self._evaluations.setdefault((version, event.get("suite", self._first_suite)), event)
