@@ -52,7 +52,7 @@ SUITES = {
         environment={"MEGARL_TRITON": GPU_TRITON},
     ),
     "trackers": Suite(
-        ("tests/storage/test_trackers.py",),
+        ("tests/storage/metrics/test_trackers.py",),
         packages=("-c", "build/trackers.txt", *TRACKERS),
         environment={"MEGARL_REQUIRE_TRACKERS": "1"},
     ),
