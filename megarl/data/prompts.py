@@ -43,7 +43,7 @@ def check_data(recipe: Recipe, hf: dict[str, Any]) -> None:
     rollouts = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
     lengths = [("data.max_prompt_tokens + rollout.max_response_tokens", rollouts)]
     for suite in recipe.suites:
-        what = f"{suite.place}: max_prompt_tokens + max_response_tokens"
+        what = f"{suite.where}: max_prompt_tokens + max_response_tokens"
         lengths.append((what, suite.data.max_prompt_tokens + suite.max_response_tokens))
     for what, longest in lengths:
         if longest > (context := hf["max_position_embeddings"]):
@@ -110,7 +110,7 @@ class PromptSource:
         """Among the first ``count`` training prompts: each row of a file once, and one prompt of each generator."""
         left = [len(items.rows) if isinstance(items, FileItems) else 1 for items in self._items.sources]
         for index in range(count):
-            source, _ = self._items.place(self._seed, index)
+            source, _ = self._items.locate(self._seed, index)
             if left[source]:
                 left[source] -= 1
                 yield self.train(index)

@@ -139,7 +139,7 @@ class Mixture:
             raise UserError(f"a weight of [[data.sources]] is too small: it gives less than one of {PATTERN} prompts")
         self._pattern = functools.lru_cache(2)(self._shuffled)
 
-    def place(self, seed: int, index: int) -> tuple[int, int]:
+    def locate(self, seed: int, index: int) -> tuple[int, int]:
         """(number of the source, index of the prompt within the source) of the index-th training prompt."""
         number, position = divmod(index, PATTERN)
         pattern = self._pattern(f"{seed}/{number}/sources")
@@ -148,7 +148,7 @@ class Mixture:
 
     def train(self, seed: int, index: int, attempt: int) -> Item:
         """As in `GymItems`; a replacement comes from the same source."""
-        source, nth = self.place(seed, index)
+        source, nth = self.locate(seed, index)
         return self.sources[source].train(seed, nth, attempt)
 
     def _shuffled(self, key: str) -> list[int]:

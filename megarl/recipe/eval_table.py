@@ -78,7 +78,7 @@ class Suite:
     """A suite with all its defaults filled in."""
 
     name: str
-    place: str  # in the recipe, for error messages
+    where: str  # in the recipe, for error messages
     own: bool  # whether it has prompts of its own; False: prompts held out of training
     data: DataTable  # how its prompts are read
     prompts: int
@@ -95,9 +95,9 @@ def make_suites(table: EvalTable, data: DataTable, max_response_tokens: int) -> 
 
 
 def _make(shared: EvalTable, own: SuiteTable | None, data: DataTable, max_response_tokens: int) -> Suite:
-    table, place = own or shared, f"eval.suites {own.name!r}" if own else "[eval]"
+    table, where = own or shared, f"eval.suites {own.name!r}" if own else "[eval]"
     if table.suite and not (table.source or data.source):
-        raise ValueError(f'{place.strip("[]")}.source: set "file" or "reasoning_gym", whichever {table.suite!r} is')
+        raise ValueError(f'{where.strip("[]")}.source: set "file" or "reasoning_gym", whichever {table.suite!r} is')
     described = {"source": table.source or data.source, "train": table.suite or data.train, **table.data}
     apart = any(getattr(data, key, None) != value for key, value in described.items())
     name = own.name if own else default_name(str(described["source"]), str(described["train"])) if apart else HELDOUT
@@ -109,9 +109,9 @@ def _make(shared: EvalTable, own: SuiteTable | None, data: DataTable, max_respon
     greedy = setting("greedy")
     return Suite(
         name=name,
-        place=place,
+        where=where,
         own=apart,
-        data=_merged(data, described, place) if apart else data,
+        data=_merged(data, described, where) if apart else data,
         prompts=setting("prompts"),
         samples=1 if greedy else setting("samples"),
         temperature=0.0 if greedy else setting("temperature"),
@@ -120,14 +120,14 @@ def _make(shared: EvalTable, own: SuiteTable | None, data: DataTable, max_respon
     )
 
 
-def _merged(data: DataTable, changes: dict[str, Any], place: str) -> DataTable:
+def _merged(data: DataTable, changes: dict[str, Any], where: str) -> DataTable:
     """``[data]`` for the prompts of a suite: ``changes`` describe them. ValueError for a wrong key or value."""
     kept = {key: value for key, value in data.model_dump().items() if key not in (*OF_A_SOURCE, "sources")}
     try:
         return DataTable.model_validate(kept | changes)
     except ValidationError as error:
         key, message = ".".join(map(str, error.errors()[0]["loc"])), error.errors()[0]["msg"]
-        raise ValueError(f"{place} data.{key}: {message.removeprefix('Value error, ')}") from error
+        raise ValueError(f"{where} data.{key}: {message.removeprefix('Value error, ')}") from error
 
 
 def default_name(source: str, data: str) -> str:

@@ -67,7 +67,7 @@ def check_table(recipe: Recipe, stage: int, temperatures: tuple[float, float]) -
             'with [actor] backend = "cpu" it must be 1'
         )
     low, high = temperatures
-    evaluated = [(suite.place, suite.temperature) for suite in recipe.suites if suite.temperature]  # 0: greedy
+    evaluated = [(suite.where, suite.temperature) for suite in recipe.suites if suite.temperature]  # 0: greedy
     for place, value in (("[rollout]", table.temperature), *evaluated):
         if not low <= value <= high:
             raise UserError(f"{place} temperature = {value}: {table.engine} samples at temperatures {low} to {high}")
