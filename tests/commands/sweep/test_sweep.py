@@ -10,7 +10,7 @@ import pytest
 from safetensors.torch import load_file
 
 from lab.collect import collect
-from lab.results import read
+from lab.results import load, read
 from megarl.commands.sweep import describe, sweep
 from megarl.errors import UserError
 from megarl.estimates import mean_of_replicates
@@ -122,8 +122,8 @@ def test_a_dry_run_estimates_the_time_of_the_missing_runs(swept):
 def test_the_lab_collects_what_the_runs_logged(swept, tmp_path, monkeypatch):
     file, output, *_ = swept
     monkeypatch.chdir(ROOT)
-    collect(file, output, tmp_path)
-    found = read(tmp_path)
+    collect(file, output, tmp_path / "results.tar.xz")
+    found = read(load(tmp_path / "results.tar.xz"), file.stem)
     for point, seed in (("grpo", 3), ("mu_grpo", 4)):
         run = run_of(output, f"{point}/seed_{seed}")
         assert found.accuracy[point, seed] == {e["update"]: e["accuracy"] for e in events(run, "evaluation")}
