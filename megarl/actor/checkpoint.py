@@ -163,7 +163,7 @@ def _complete(actor: Actor, path: Path, update: int, position: Position | None) 
                 files[file.name] = FileSum.of(file)
             elif file.name not in files:
                 raise RuntimeError(f"{file} was written without a checksum")
-        positions = [place for _, place in everyone if place is not None]
+        positions = [position for _, position in everyone if position is not None]
         write_manifest(path, Manifest(update, dict(sorted(files.items())), *(positions or [NOTHING])))
 
 
@@ -298,9 +298,9 @@ def _random_state() -> dict[str, ShardedTensor]:
     states["cpu"] = torch.get_rng_state()
     if torch.cuda.is_available():
         states["cuda"] = torch.cuda.get_rng_state()
-    place = (0, dist.get_rank(), dist.get_world_size())
+    offset = (0, dist.get_rank(), dist.get_world_size())
     return {
-        name: ShardedTensor.from_rank_offsets(f"random.{name}", state.cpu().clone(), place, prepend_axis_num=1)
+        name: ShardedTensor.from_rank_offsets(f"random.{name}", state.cpu().clone(), offset, prepend_axis_num=1)
         for name, state in states.items()
     }
 

@@ -108,7 +108,7 @@ def copy_weights(model_dir: Path, target: Path) -> str:
     return combine_hashes(hashes)
 
 
-def check_weights(model_dir: Path) -> None:
+def check_weight_files(model_dir: Path) -> None:
     """`UserError` unless all weight files are complete and have dtypes that megarl reads or converts.
 
     Reads only the headers, which also reveal quantised weights that config.json does not mention.

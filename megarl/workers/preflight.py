@@ -26,7 +26,7 @@ from megarl.recipe.tables import ActorTable, Recipe
 from megarl.rewards.parts import check_reward
 from megarl.rollout import check_engine
 from megarl.storage.metrics.trackers import check_trackers
-from megarl.storage.policies import check_weights
+from megarl.storage.policies import check_weight_files
 from megarl.workers.processes import Starter
 
 
@@ -62,7 +62,7 @@ def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None
             f"of the Hugging Face Hub: hf download OWNER/NAME --local-dir {recipe.model.path}"
         )
     hf = read_hf_config(recipe.model.path)
-    check_weights(recipe.model.path)
+    check_weight_files(recipe.model.path)
     check_data(recipe, hf)
     check_reward(recipe)
     for stage in recipe.distinct_rollouts:

@@ -56,13 +56,13 @@ def pull(repository: str, output: Path, revision: str | None) -> str:
         with _errors(repository), disk_errors(output):
             info = HfApi().dataset_info(repository, revision=revision, files_metadata=True)
             commit, sizes = info.sha, {file.rfilename: file.size for file in info.siblings or ()}
-            place: Any = {"repo_type": "dataset", "revision": commit, "local_dir": temporary}
+            location: Any = {"repo_type": "dataset", "revision": commit, "local_dir": temporary}
             _check_sizes(repository, sizes, {})
-            name = hf_hub_download(repository, MANIFEST, **place)
+            name = hf_hub_download(repository, MANIFEST, **location)
             manifest = Manifest.parse(Path(name).read_bytes(), Path(repository))
             _check_sizes(repository, sizes, manifest.files)
             check_space(repository, manifest, output)
-            snapshot_download(repository, **place, allow_patterns=[MANIFEST, CARD, *manifest.files])
+            snapshot_download(repository, **location, allow_patterns=[MANIFEST, CARD, *manifest.files])
         shutil.rmtree(temporary / ".cache", ignore_errors=True)  # made by huggingface_hub
         Source(temporary).verify()
     return f"wrote {output}, commit {commit}, licence {manifest.licence!a}\nnext    megarl stage unpack {output} RUN"

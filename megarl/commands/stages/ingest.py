@@ -17,7 +17,7 @@ from megarl.models.hf_config import read_hf_config
 from megarl.recipe.load import Overrides, load_recipe
 from megarl.recipe.tables import Recipe
 from megarl.storage.files import atomic_directory, check_new
-from megarl.storage.policies import check_weights, copy_policy
+from megarl.storage.policies import check_weight_files, copy_policy
 from megarl.storage.rollouts import Group, Response, RolloutWriter, seal
 from megarl.storage.run_dir import RunDir
 
@@ -69,7 +69,7 @@ def _check_recipe(recipe: Recipe) -> None:
     if not recipe.model.path.is_dir():
         raise UserError(f"[model] path: {recipe.model.path} is not a directory")
     read_hf_config(recipe.model.path)  # before the weights are copied
-    check_weights(recipe.model.path)
+    check_weight_files(recipe.model.path)
     if recipe.schedule.kind == "live":
         raise UserError(
             '[schedule] kind = "live" generates its own rollouts: rows can only be ingested into a staged run'

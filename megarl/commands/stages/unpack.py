@@ -42,7 +42,7 @@ from megarl.storage.checked_json import write_checked
 from megarl.storage.files import atomic_directory, check_new, file_sha256, make_directory
 from megarl.storage.ledger import LEDGER, SEALED, LedgerEntry, check_seal
 from megarl.storage.metrics.trackers import NONE as NO_TRACKERS
-from megarl.storage.policies import check_policy, check_weights, copy_weights, is_mxfp4, read_info, weight_files
+from megarl.storage.policies import check_policy, check_weight_files, copy_weights, is_mxfp4, read_info, weight_files
 from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.run_dir.recipes import EVALUATION
@@ -112,7 +112,7 @@ def _add_prompts(manifest: Manifest, folder: Path, given: Sequence[Path]) -> Non
 def _add_weights(manifest: Manifest, folder: Path, model: Path | None) -> None:
     if manifest.has_weights or model is None:
         return
-    check_weights(model)
+    check_weight_files(model)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".weights-") as scratch:
         found = copy_weights(model, Path(scratch))
         if found != manifest.weights_hash:

@@ -31,13 +31,13 @@ ESS_COLLAPSED = 0.02  # effective sample size as a share of the tokens
 
 @dataclass(frozen=True)
 class Position:
-    """A place between two lines of metrics.jsonl: the length and a checksum of all lines before it."""
+    """A position between two lines of metrics.jsonl: the length and a checksum of all lines before it."""
 
     size: int = 0  # bytes
     chain: str = ""  # hash chain, in hexadecimal: sha256 of (the chain up to the last line + that line)
 
     def after(self, lines: Iterable[bytes]) -> Position:
-        """The place after these further lines, each with its newline."""
+        """The position after these further lines, each with its newline."""
         size, chain = self.size, self.chain
         for line in lines:
             size, chain = size + len(line), hashlib.sha256(chain.encode() + line).hexdigest()
@@ -177,8 +177,7 @@ class LearningWatch:
         for kind, cause in find(list(self._recent)).items():
             if (record["stage"], kind) not in self._said:
                 self._said.add((record["stage"], kind))
-                place = {"stage": record["stage"], "first": first, "update": last}
-                event = {"time": round(time.time(), 3), "event": "learns_nothing", **place}
-                append_json(self._events, event | {"kind": kind, "cause": cause})
+                event = {"time": round(time.time(), 3), "event": "learns_nothing", "stage": record["stage"]}
+                append_json(self._events, event | {"first": first, "update": last, "kind": kind, "cause": cause})
 
     def close(self) -> None: ...

@@ -184,7 +184,7 @@ class RunDir:
 
     @property
     def end(self) -> Stage:
-        """The place after the last stage: it has a policy, the result, and its evaluation."""
+        """What follows the last stage: it has a policy, the result, and its evaluation."""
         return Stage(self, self.recipe.schedule.stages)
 
     def version(self, version: int) -> Path:

@@ -46,12 +46,12 @@ class SuiteResponses:
         settings: how responses are sampled and scored; stored beside the responses. If an interrupted evaluation had
         other settings, its responses are deleted.
         """
-        responses, kept = self.responses(version), self.directory / f"settings_{version:06d}.json"
+        responses, settings_file = self.responses(version), self.directory / f"settings_{version:06d}.json"
         remedy = "Delete it and start again: the responses of that evaluation are then generated again"
-        if not kept.exists() or read_checked(kept, remedy) != settings:
+        if not settings_file.exists() or read_checked(settings_file, remedy) != settings:
             if responses.exists():
                 shutil.rmtree(responses)
-            write_checked(kept, settings)
+            write_checked(settings_file, settings)
         make_directory(responses)
         return responses
 
