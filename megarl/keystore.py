@@ -190,10 +190,13 @@ class StoreClient(dist.Store):
     as long as torch uses it: torch keeps only the C++ half alive.
     """
 
+    timeout: timedelta  # a property of torch's class, which torch's stubs lack
+
     def __init__(self, address: str, port: int, secret: bytes, timeout: timedelta, prefix: str = "") -> None:
         super().__init__()
         self._arguments = (address, port, secret, timeout, prefix)
-        self._timeout, self._prefix, self._lock = timeout, prefix, threading.Lock()
+        self.set_timeout(timeout)
+        self._prefix, self._lock = prefix, threading.Lock()
         self._clones: list[StoreClient] = []
         self._socket = socket.create_connection((address, port), timeout=HANDSHAKE_SECONDS)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -216,7 +219,7 @@ class StoreClient(dist.Store):
 
     def _ask(self, *request: Any, timeout: timedelta | None = None) -> Any:
         with self._lock:
-            self._socket.settimeout((timeout or self._timeout).total_seconds())
+            self._socket.settimeout((timeout or self.timeout).total_seconds())
             try:
                 self._socket.sendall(self._session.pack(request))
                 head = self._receive(HEAD)
@@ -256,16 +259,6 @@ class StoreClient(dist.Store):
         return self._ask("count")
 
     deleteKey, getNumKeys = delete_key, num_keys
-
-    def set_timeout(self, timeout: timedelta) -> None:
-        self._timeout = timeout
-
-    @property
-    def timeout(self) -> timedelta:
-        return self._timeout
-
-    def has_extended_api(self) -> bool:
-        return False
 
     def abort(self) -> None:
         """Make a pending request fail at once, and every later one; may be called from any thread."""
