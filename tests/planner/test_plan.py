@@ -117,6 +117,15 @@ def test_parameters_of_a_rank(counter):
     assert last.dense - first.dense == 2048  # the final norm
 
 
+def test_a_layout_that_cannot_be_built_is_reported_and_the_next_one_counted(counter):
+    hf, recipe = read_hf_config(MOE.parent), staged()
+    with pytest.raises(UserError, match=r"^\[megatron\] moe_apply_probs_on_input: the experts of layers"):
+        counter.count(hf, override_recipe(recipe, ["megatron.moe_apply_probs_on_input=true"]), 32)
+    with pytest.raises(UserError, match="^Megatron-Core cannot build this layout: .*Error: .*not divisible by"):
+        counter.count(hf, recipe, 33)
+    assert len(counter.count(hf, recipe, 32)) == 1
+
+
 def test_only_adapters_have_gradients_optimizer_state_and_checkpoints(counter):
     """Adapters of rank 16, with tensor 4 and expert 8 on 32 GPUs: what each of the ranks has, counted by hand."""
     hf, recipe = read_hf_config(MOE.parent), override_recipe(staged(), ["actor.lora.rank=16"])
