@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM
 from megarl.actor import parallel
 from megarl.distributed import become_single_process
 from megarl.objectives import build_objective
-from megarl.phases.generation import generate_rollouts, missing_chunks
+from megarl.phases.generation import missing_chunks
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.samples import to_samples
 from megarl.recipe.load import load_recipe
@@ -145,6 +145,10 @@ def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
     actor = step.Actor.build(recipe, run.stage(0).policy, torch.device("cpu"))
     metrics = MetricsWriter(run.metrics, NOTHING, b"", 0, recipe.run)
 
+    def generate(chunk):
+        chunks = [chunk, None]
+        return worker.generate(lambda: chunks.pop(0), worker.prompts.train, worker.sampling())
+
     def update(store, stage, staleness):
         groups = store.read(run.stage(stage).groups_of_update(store.chosen, staleness))
         samples = to_samples(groups, recipe.objective)
@@ -160,7 +164,7 @@ def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
         here.rollouts.mkdir(parents=True)
         with RolloutWriter(here.rollouts, weights_hash=worker.weights_hash, logprob_mode="processed") as writer:
             for chunk in missing_chunks(here.groups, here.groups, True, recipe.rollout.groups_per_chunk):
-                timed("megarl/generate", lambda chunk=chunk: writer.append(*generate_rollouts(worker, iter([chunk]))))
+                timed("megarl/generate", lambda chunk=chunk: writer.append(*generate(chunk)))
                 timed("plain/generate", plain.generate, chunk)
         timed("megarl/generate", seal, here.rollouts, here.groups)
         store = RolloutStore(here.rollouts)

@@ -29,9 +29,8 @@ from vllm_throughput import SAMPLES, make_model
 
 from megarl.data.prompts import Prompt
 from megarl.data.sources import GymItems
-from megarl.phases.generation import generate_rollouts
 from megarl.phases.rollout_worker import RolloutWorker
-from megarl.phases.scoring import Scoring
+from megarl.phases.scoring import Scoring, text_of
 from megarl.recipe.load import load_recipe
 from megarl.recipe.tables import RewardTable
 from megarl.rewards.math import Math
@@ -106,9 +105,12 @@ def take_turns(worker: RolloutWorker, ways: dict[str, Any], size: int, turns: in
         names = list(ways) if turn % 2 else list(ways)[::-1]
         row: dict[str, Any] = {"turn": turn, "responses": size * SAMPLES}
         for name in names:
-            worker.scoring = Scoring(ways[name], worker.recipe.reward, True, worker.recipe.rollout.max_response_tokens)
+            longest = worker.recipe.rollout.max_response_tokens
+            worker.scoring = Scoring(ways[name], worker.recipe.reward, text_of(worker.tokenizer), True, longest)
             asking, cpu, wall = getattr(ways[name], "seconds", 0.0), time.process_time(), time.perf_counter()
-            stored = [group for portion in generate_rollouts(worker, iter([groups])) for group in portion]
+            chunks = [groups, None]
+            portions = worker.generate(lambda left=chunks: left.pop(0), worker.prompts.train, worker.sampling())
+            stored = [group for portion in portions for group in portion]
             row |= {f"{name}, CPU s": time.process_time() - cpu, f"{name}, s": time.perf_counter() - wall}
             assert len(stored) == size
             if isinstance(ways[name], TimedPool):

@@ -28,7 +28,6 @@ from common import ROOT, write_table
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
 from megarl.data.prompts import Prompt
-from megarl.phases.generation import generate_rollouts
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.recipe.load import load_recipe
 from megarl.recipe.tables import Recipe
@@ -67,7 +66,8 @@ def phase(worker: RolloutWorker, groups: range, scratch: Path) -> int:
     """Generate and store ``groups`` as a rollout phase does once its engine has started; returns the tokens."""
     tokens = 0
     with RolloutWriter(scratch, weights_hash=worker.weights_hash, logprob_mode="processed") as writer:
-        for portion in generate_rollouts(worker, iter([[group] for group in groups])):
+        chunks = [*([group] for group in groups), None]
+        for portion in worker.generate(lambda: chunks.pop(0), worker.prompts.train, worker.sampling()):
             writer.append(portion)
             tokens += sum(len(response.tokens) for group in portion for response in group.responses)
     return tokens

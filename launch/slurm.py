@@ -47,6 +47,7 @@ from launch.layout import (  # noqa: E402
 )
 from megarl.errors import UserError  # noqa: E402
 from megarl.recipe.load import load_without_objective  # noqa: E402
+from megarl.recipe.names import ENGINES  # noqa: E402
 from megarl.recipe.tables import Recipe  # noqa: E402
 
 
@@ -172,8 +173,8 @@ def agent_arguments(recipe: Recipe, link: ChainJob, options: argparse.Namespace)
         settings.append(f'data.train="{recipe.data.train}"')
     if recipe.data.template_file:
         settings.append(f'data.template="{recipe.data.template_file}"')
-    if recipe.rollout.sglang_python:
-        settings.append(f'rollout.sglang_python="{recipe.rollout.sglang_python}"')
+    interpreters = {engine: recipe.rollout.interpreter(engine) for engine in ENGINES}
+    settings += [f'rollout.{engine}_python="{python}"' for engine, python in interpreters.items() if python]
     if recipe.eval.suite:
         settings.append(f'eval.suite="{recipe.eval.suite}"')
     settings += [f'eval.suites.{table.name}.suite="{table.suite}"' for table in recipe.eval.suites if table.suite]

@@ -32,7 +32,7 @@ HEAVY = {  # package: the modules (and everything below them) whose import may l
         "megarl.workers.warm",
     ),
     "nemo_run": (),
-    **{name: (module,) for name, module in ENGINES.items()},  # an engine is named like its package
+    **{name: (engine.module,) for name, engine in ENGINES.items()},  # an engine is named like its package
 }
 IMPORTERS = HEAVY | {"megatron": ("megarl.actor",)}  # the modules that may have the import statement, lazy or not
 LIGHT = ("megarl", "megarl.errors", "megarl.workers.node_rank", "megarl.workers.processes")

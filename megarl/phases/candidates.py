@@ -15,8 +15,7 @@ import numpy as np
 
 from megarl.advantages import zero_variance
 from megarl.distributed import ReplicaGroup
-from megarl.phases.scoring import ScoredGroup
-from megarl.storage.rollouts import Response, RolloutStore
+from megarl.storage.rollouts import Group, RolloutStore
 
 POLL_SECONDS = 0.2  # between two reads of other replicas' messages while responses are being decoded
 
@@ -82,13 +81,13 @@ class Candidates:
         if self.chooses:
             for number in store.group_ids:  # read one by one, because the store keeps few shards open
                 (group,) = store.read([number])
-                self._choice.add(number, _has_variance(group.responses))
+                self._choice.add(number, _has_variance(group))
             self._publish(self._choice.varies)
 
-    def add(self, group: ScoredGroup) -> None:
+    def add(self, group: Group) -> None:
         """Publish a group. It need not be stored yet: if storing fails, so does the phase, which restarts from disk."""
         if self.chooses:
-            self._publish({group.seeded.number: _has_variance(group.responses)})
+            self._publish({group.group_id: _has_variance(group)})
 
     def _publish(self, varies: dict[int, bool]) -> None:
         number = self._store.add("candidates", 1) - 1
@@ -131,5 +130,5 @@ class Candidates:
         }
 
 
-def _has_variance(responses: Sequence[Response]) -> bool:
-    return not bool(zero_variance(np.array([[response.reward for response in responses]])))
+def _has_variance(group: Group) -> bool:
+    return not bool(zero_variance(np.array([[response.reward for response in group.responses]])))

@@ -17,12 +17,10 @@ import numpy as np
 from megarl.data.prompts import Prompt
 from megarl.distributed import ReplicaGroup
 from megarl.estimates import summarise
-from megarl.phases.generation import generate, missing_chunks
-from megarl.phases.rollout_worker import RolloutWorker, SamplingSettings
-from megarl.phases.scoring import SeededPrompt
+from megarl.phases.generation import missing_chunks
+from megarl.phases.rollout_worker import RolloutWorker, never
 from megarl.recipe.tables import Suite
 from megarl.rewards.answers import COMPARED, answer_of
-from megarl.rollout.engine import never
 from megarl.storage.metrics import trackers
 from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
@@ -140,17 +138,32 @@ class _Evaluation:
         if self.replicas.rank == 0 and (there := len(self.prompts) - len(missing)):
             resumed = {"phase": "evaluate", "skipped": there, "total": len(self.prompts), "unit": "prompts"}
             self.stage.log_event("resume", suite=self.suite.name, **resumed)
-        suite, worker = self.suite, self.worker
-        draws = SamplingSettings(suite.samples, suite.temperature, suite.max_response_tokens, suite.top_p)
+        suite, worker, counter = self.suite, self.worker, self.replicas.store
+        draws = worker.sampling(
+            samples=suite.samples,
+            temperature=suite.temperature,
+            max_tokens=suite.max_response_tokens,
+            top_p=suite.top_p,
+        )
+        chunks = missing_chunks(
+            range(len(self.prompts)), missing, worker.engine.repeats_chunks, worker.recipe.rollout.groups_per_chunk
+        )
+
+        def take() -> Sequence[int] | None:
+            if interrupted() or (number := counter.add(f"next/{self.key}", 1) - 1) >= len(chunks):
+                return None
+            return chunks[number]
+
         whole = draws.temperature > 0 and draws.top_p == 1
         mode = "processed" if whole else "engine"  # with top_p < 1 or temperature 0 log-probs depend on the engine
         with RolloutWriter(
             self.directory, weights_hash=worker.weights_hash, logprob_mode=mode, writer=self.replicas.rank
         ) as writer:
             stops = never if worker.engine.repeats_chunks else interrupted  # such engines finish a chunk once begun
-            for groups in generate(worker, self._take(missing, interrupted), self._prompt, draws, stops):
-                kept = (self._with_answers(group) for group in groups)
-                writer.append([group for group in kept if group.group_id in missing])
+            for groups in worker.generate(
+                take, self.prompts.__getitem__, draws, interrupted=stops, other_seeds=_EVALUATION_SEED
+            ):
+                writer.append([self._as_stored(group) for group in groups if group.group_id in missing])
 
     def _settings(self) -> dict[str, Any]:
         """The settings, beside policy and prompts, on which the responses and their rewards depend."""
@@ -158,24 +171,15 @@ class _Evaluation:
         sampling = {name: getattr(self.suite, name) for name in names}
         return sampling | {"reward": self.worker.recipe.reward.model_dump(mode="json")}
 
-    def _take(self, missing: Collection[int], interrupted: Callable[[], bool]) -> Iterator[Sequence[int]]:
-        whole, size = self.worker.engine.repeats_chunks, self.worker.recipe.rollout.groups_per_chunk
-        chunks, counter = missing_chunks(range(len(self.prompts)), missing, whole, size), self.replicas.store
-        while not interrupted() and (number := counter.add(f"next/{self.key}", 1) - 1) < len(chunks):
-            yield chunks[number]
-
-    def _prompt(self, number: int) -> SeededPrompt:
-        return SeededPrompt(_EVALUATION_SEED + number, self.prompts[number])
-
-    def _with_answers(self, group: Group) -> Group:
-        """The group as it is stored: with the prompt's number as id, extracted answers, and no routed experts."""
+    def _as_stored(self, group: Group) -> Group:
+        """The group with extracted answers and without routed experts."""
         kind, decode = self.worker.recipe.reward.kind, self.worker.tokenizer.decode
         responses = tuple(replace(response, routed_experts=None) for response in group.responses)
         if kind in COMPARED and self.suite.samples > 1:
             texts = (decode(response.tokens, skip_special_tokens=True) for response in responses)
             answers = (answer_of(kind, text) for text in texts)
             responses = tuple(replace(r, answer=a) for r, a in zip(responses, answers, strict=True))
-        return Group(group.group_id - _EVALUATION_SEED, group.prompt_tokens, responses)
+        return replace(group, responses=responses)
 
     def finish(self, start: float) -> None:
         """Seal the responses and log the results. start: `time.monotonic` at the beginning of the evaluation."""

@@ -1,20 +1,25 @@
-"""Generates groups of scored responses, in portions to be stored, for rollouts, live runs and evaluations."""
+"""How a replica takes its share of the groups of a store, and what it tells of its generation in events.jsonl."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from megarl.phases.rollout_worker import RolloutWorker, SamplingSettings
-from megarl.phases.scoring import ScoredGroup, SeededPrompt
+from megarl.distributed import ReplicaGroup
+from megarl.phases.rollout_worker import RolloutWorker, never
+from megarl.phases.stop import StopRequest
 from megarl.recipe.schedule import cut_chunks
-from megarl.rollout.engine import never
 from megarl.storage.rollouts import Group, Response
+from megarl.storage.run_dir import Stage
+from megarl.storage.shards import any_unfinished
 
-STORE_SECONDS = 1.0  # between two shards; a kill loses only the groups completed since the last one
+EVENT_SECONDS = 30.0
+SOLVE_RATE_BINS = 5  # share of a group's responses that is right: 0, three equal parts of (0, 1), 1
 
 
 def missing_chunks(
@@ -34,63 +39,127 @@ def missing_chunks(
     return [part for part in parts if any(group in missing for group in part)]
 
 
-def generate_rollouts(
-    worker: RolloutWorker,
-    chunks: Iterator[Sequence[int]],
-    interrupted: Callable[[], bool] = never,
-    store_seconds: float = STORE_SECONDS,
-    on_scored: Callable[[ScoredGroup], None] = lambda group: None,
-    earlier: Callable[[int], tuple[Response, ...]] = lambda group: (),
-    budget: float = math.inf,
-) -> Iterator[list[Group]]:
-    """`generate` groups of training prompts with the settings of ``[rollout]``.
+@dataclass
+class ReplicaRollouts:
+    """One replica's part in the rollouts of a stage."""
 
-    earlier: the responses of a group that an earlier stage left unfinished, which are continued; () for a new group.
-    budget: largest number of tokens to add to each response.
-    """
-    table = worker.recipe.rollout
-    draws = SamplingSettings(table.responses_per_prompt, table.temperature, table.max_response_tokens, budget=budget)
+    stage: Stage
+    replicas: ReplicaGroup
+    worker: RolloutWorker
+    stop: StopRequest
+    stats: RolloutStats = field(default_factory=lambda: RolloutStats())
 
-    def prompt(group: int) -> SeededPrompt:
-        return SeededPrompt(group, worker.prompts.train(group), earlier(group))
+    def fill(
+        self,
+        name: str,
+        chunks: Sequence[Sequence[int]],
+        store: Callable[[list[Group]], None],
+        *,
+        may_begin: Callable[[Sequence[int]], bool] = lambda chunk: True,
+        enough: Callable[[], bool] = never,
+        earlier: Callable[[int], tuple[Response, ...]] = lambda group: (),
+        budget: float = math.inf,
+        scored_first: bool = False,
+        on_scored: Callable[[Group], None] = lambda group: None,
+    ) -> None:
+        """Generate ``chunks``, together with all replicas, until there are ``enough`` or a stop is asked for.
 
-    return generate(worker, chunks, prompt, draws, interrupted, store_seconds, on_scored)
+        name: of this work in the replicas' store. store: writes a portion of groups. budget: largest number of tokens
+        to add to each response. Other arguments as in `RolloutWorker.generate`.
+        """
+
+        def take() -> Sequence[int] | None:
+            # from a counter that the replicas share, so that a slow one does not hold up the others
+            if self.stop.asked or (number := self.replicas.store.add(f"next_chunk/{name}", 1) - 1) >= len(chunks):
+                return None
+            return chunks[number] if may_begin(chunks[number]) else None
+
+        def count(group: Group) -> None:
+            self.stats.add(group, earlier(group.group_id))
+            on_scored(group)
+
+        worker, rank = self.worker, self.replicas.rank
+        for groups in worker.generate(
+            take,
+            worker.prompts.train,
+            worker.sampling(budget=budget),
+            # an engine with `repeats_chunks` finishes the chunk it has begun
+            interrupted=never if worker.engine.repeats_chunks else lambda: self.stop.asked or enough(),
+            earlier=earlier,
+            scored_first=scored_first,
+            on_scored=count,
+        ):
+            store(groups)
+            if self.stats.due():
+                self.stats.log(self.stage, rank, worker)
+        self.stats.log(self.stage, rank, worker)
 
 
-def generate(
-    worker: RolloutWorker,
-    chunks: Iterator[Sequence[int]],
-    prompt: Callable[[int], SeededPrompt],
-    draws: SamplingSettings,
-    interrupted: Callable[[], bool] = never,
-    store_seconds: float = STORE_SECONDS,
-    on_scored: Callable[[ScoredGroup], None] = lambda group: None,
-) -> Iterator[list[Group]]:
-    """Generate the groups of ``chunks``; yields portions of complete groups, which the caller stores.
+class RolloutStats:
+    """Counts the responses of one replica in one attempt at a phase."""
 
-    A portion is a whole chunk if the engine has `repeats_chunks` and nothing interrupts it; otherwise it is all groups
-    that were completed within ``store_seconds``.
+    def __init__(self) -> None:
+        self.start = self._next = time.monotonic()
+        self.groups = self.responses = self.tokens = 0
+        self.unstopped = 0  # responses that did not end with a stop token
+        self.unfinished = 0  # groups that a later stage has to finish
+        self.longest = 0
+        self.rewards = 0.0
+        self.solve_rates = [0] * SOLVE_RATE_BINS
 
-    prompt: gives the prompt of a group and the number that seeds its responses, which becomes the group's id.
-    interrupted: once it returns True, no more chunks are taken, and unfinished responses are kept in the worker.
-    on_scored: called with each group as soon as it is scored, before it is stored.
-    """
-    sizes: list[int] = []
-    whole = worker.engine.repeats_chunks and interrupted is never
+    def add(self, group: Group, earlier: Sequence[Response] = ()) -> None:
+        """Count a group; of one that was continued, with its ``earlier`` responses, only the tokens that were added."""
+        lengths = [len(response.tokens) for response in group.responses]
+        self.tokens += sum(lengths) - sum(len(response.tokens) for response in earlier)
+        if any_unfinished(group.responses):
+            self.unfinished += 1
+            return
+        rewards = np.array([response.reward for response in group.responses])
+        self.groups += 1
+        self.responses += len(lengths)
+        self.longest = max(self.longest, *lengths)
+        self.unstopped += sum(response.finish_reason != "stop" for response in group.responses)
+        self.rewards += float(rewards.sum())
+        self.solve_rates[solve_rate_bin(float(np.mean([r.correctness for r in group.responses])))] += 1
 
-    def seeded_prompts() -> Iterator[list[SeededPrompt]]:
-        for chunk in chunks:
-            sizes.append(len(chunk))
-            yield [prompt(group) for group in chunk]
+    def due(self) -> bool:
+        """Whether an event should be logged now; True once every `EVENT_SECONDS`."""
+        now = time.monotonic()
+        if now - self._next < EVENT_SECONDS:
+            return False
+        self._next = now
+        return True
 
-    portion: list[Group] = []
-    stored = time.monotonic()
-    for scored in worker.generate(seeded_prompts(), draws, interrupted, on_scored):
-        seeded = scored.seeded
-        portion.append(Group(seeded.number, np.asarray(seeded.prompt.tokens, np.int32), scored.responses))
-        # in the first case scoring is in order, so the groups of a chunk come one after another
-        if len(portion) == sizes[scored.chunk] if whole else time.monotonic() - stored >= store_seconds:
-            yield portion
-            portion, stored = [], time.monotonic()
-    if portion:
-        yield portion
+    def log(self, stage: Stage, rank: int, worker: RolloutWorker) -> None:
+        """Append a `rollout_progress` event of replica ``rank`` to events.jsonl."""
+        event = self.event(worker.engine.decoding, worker.scoring.over_limit)
+        stage.log_event("rollout_progress", rank=rank, **event)
+
+    def event(self, decoding: int, over_limit: int) -> dict[str, Any]:
+        """The fields of a `rollout_progress` event.
+
+        decoding: responses that the engine has taken and not finished. over_limit: responses that exceeded the limits
+        of their verifier.
+        """
+        seconds = time.monotonic() - self.start
+        return {
+            "seconds": round(seconds, 3),
+            "groups": self.groups,
+            **({"unfinished": self.unfinished} if self.unfinished else {}),
+            "responses": self.responses,
+            "decoding": decoding,
+            "tokens": self.tokens,
+            "tokens_per_second": round(self.tokens / max(1e-9, seconds), 1),
+            "longest": self.longest,
+            "truncated": self.unstopped,
+            "over_limit": over_limit,
+            "reward_sum": self.rewards,
+            "solve_rates": self.solve_rates,
+        }
+
+
+def solve_rate_bin(mean: float) -> int:
+    """The bin of a group of whose responses the share ``mean`` is right; 0 and 1, without variance, have their own."""
+    if mean in (0.0, 1.0):
+        return 0 if mean == 0.0 else SOLVE_RATE_BINS - 1
+    return 1 + min(int(mean * (SOLVE_RATE_BINS - 2)), SOLVE_RATE_BINS - 3)

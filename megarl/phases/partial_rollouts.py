@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.distributed import ReplicaGroup
 from megarl.errors import STOPPED
-from megarl.phases.generation import generate_rollouts, missing_chunks
-from megarl.phases.rollout_stats import RolloutStats
+from megarl.phases.generation import ReplicaRollouts, missing_chunks
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.stop import StopRequest
-from megarl.rollout.engine import never
 from megarl.storage.files import make_directory
 from megarl.storage.ledger import SEALED
-from megarl.storage.rollouts import Response, RolloutStore, RolloutWriter, seal
+from megarl.storage.rollouts import Group, Response, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
 from megarl.storage.shards import any_unfinished
 
@@ -34,7 +32,7 @@ class PartialRollouts:
 
     def __init__(self, stage: Stage, replicas: ReplicaGroup, worker: RolloutWorker, stop: StopRequest) -> None:
         self.stage, self.replicas, self.worker, self.stop = stage, replicas, worker, stop
-        self.candidates, self.stats = stage.candidates(), RolloutStats()
+        self.candidates, self.rollouts = stage.candidates(), ReplicaRollouts(stage, replicas, worker, stop)
 
     def work(self, budget: int) -> None:
         """Generate and seal; ends the process when asked to stop. budget: tokens that each response gets in a stage."""
@@ -100,34 +98,21 @@ class PartialRollouts:
         """
         store = RolloutStore(before) if before else None
 
-        def take() -> Iterator[Sequence[int]]:
-            counter = self.replicas.store
-            while not self.stop.asked and (number := counter.add(f"next_chunk/{name}", 1) - 1) < len(chunks):
-                yield chunks[number]
-
         def earlier(group: int) -> tuple[Response, ...]:
             return store.read([group])[0].responses if store and not store.missing([group]) else ()
 
-        # an engine with `repeats_chunks` finishes the chunk it has begun
-        interrupted = never if self.worker.engine.repeats_chunks else lambda: self.stop.asked
         with self._writer(self.stage.rollouts) as complete, self._writer(self.stage.unfinished) as cut:
-            for groups in generate_rollouts(
-                self.worker, take(), interrupted, on_scored=self.stats.add, earlier=earlier, budget=budget
-            ):
+
+            def keep(groups: list[Group]) -> None:
                 wanted = [group for group in groups if group.group_id in missing]
                 complete.append([group for group in wanted if not any_unfinished(group.responses)])
                 cut.append([group for group in wanted if any_unfinished(group.responses)])
-                if self.stats.due():
-                    self._log_progress()
-        self._log_progress()
+
+            self.rollouts.fill(name, chunks, keep, earlier=earlier, budget=budget)
         if self.stop.asked:
             self.worker.close()
             sys.exit(STOPPED)  # without a barrier: the other replicas get the same signal
         self.replicas.barrier(f"generated/{name}")
-
-    def _log_progress(self) -> None:
-        event = self.stats.event(self.worker.decoding, self.worker.scoring.over_limit)
-        self.stage.log_event("rollout_progress", rank=self.replicas.rank, **event)
 
     def _needed(self) -> dict[str, list[int]]:
         """Rank 0: the groups to generate beyond the budget, and which of them are ``missing``, not complete yet."""

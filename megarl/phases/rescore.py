@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from dataclasses import replace
 
 from megarl.data.prompts import open_prompts
 from megarl.heartbeats import beat
-from megarl.phases.generation import STORE_SECONDS
-from megarl.phases.scoring import PendingGroup, Scoring, SeededPrompt
+from megarl.phases.rollout_worker import STORE_SECONDS
+from megarl.phases.scoring import PendingGroup, Scoring, text_of
 from megarl.phases.stop import StopRequest
 from megarl.rewards.parts import build_verifier
 from megarl.rewards.pool import Limits, VerifierPool
@@ -34,7 +33,7 @@ def rescore(stage: Stage) -> None:
     make_directory(target)
     tokenizer, prompts = open_prompts(recipe, stage.policy)
     verifiers = VerifierPool(lambda: build_verifier(recipe, prompts), Limits.of_this_process(recipe))
-    scoring = Scoring(verifiers, recipe.reward, True, recipe.rollout.max_response_tokens)
+    scoring = Scoring(verifiers, recipe.reward, text_of(tokenizer), True, recipe.rollout.max_response_tokens)
     first = source.entries[0]
     with RolloutWriter(target, weights_hash=first.weights_hash, logprob_mode=first.logprob_mode) as writer:
         missing = RolloutStore(target).missing(source.group_ids)
@@ -46,14 +45,11 @@ def rescore(stage: Stage) -> None:
             beat("scoring", f"group {missing[begin]}")
             groups = source.read(missing[begin : begin + GROUPS_AT_ONCE])
             for group in groups:
-                pending = PendingGroup(
-                    0, SeededPrompt(group.group_id, prompts.train(group.group_id)), len(group.responses)
-                )
+                pending = PendingGroup(group.group_id, prompts.train(group.group_id), len(group.responses))
                 for sample, response in enumerate(group.responses):
-                    text = str(tokenizer.decode(response.tokens.tolist(), skip_special_tokens=True))
-                    scoring.add(pending, sample, replace(response, correct=None), text)
-            scoring.wait_for_all()
-            portion += _scored(groups, scoring)
+                    scoring.add(pending, sample, replace(response, correct=None))
+            given = {group.group_id: group.prompt_tokens for group in groups}
+            portion += [replace(group, prompt_tokens=given[group.group_id]) for group in scoring.take_rest()]
             if time.monotonic() - stored > STORE_SECONDS:
                 writer.append(portion)
                 stored, portion = time.monotonic(), []
@@ -61,9 +57,3 @@ def rescore(stage: Stage) -> None:
     scoring.close()
     stop.exit_if_asked()
     seal(target, stage.groups, list(source.chosen) if len(source.chosen) < len(source.group_ids) else None)
-
-
-def _scored(groups: list[Group], scoring: Scoring) -> Iterator[Group]:
-    responses = {scored.seeded.number: scored.responses for scored in scoring.take()}
-    for group in groups:
-        yield Group(group.group_id, group.prompt_tokens, responses[group.group_id])

@@ -6,19 +6,15 @@ Where an evaluation of that policy is due, the engines answer the held-out promp
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
 
 from megarl.distributed import ReplicaGroup
 from megarl.errors import STOPPED
 from megarl.phases.candidates import Candidates
 from megarl.phases.evaluate import start_evaluated
-from megarl.phases.generation import generate_rollouts, missing_chunks
+from megarl.phases.generation import ReplicaRollouts, missing_chunks
 from megarl.phases.partial_rollouts import PartialRollouts
-from megarl.phases.rollout_stats import RolloutStats
 from megarl.phases.rollout_worker import RolloutWorker
-from megarl.phases.scoring import ScoredGroup
 from megarl.phases.stop import StopRequest
-from megarl.rollout.engine import never
 from megarl.storage.files import make_directory
 from megarl.storage.rollouts import RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
@@ -55,35 +51,19 @@ def _rollout_whole(stage: Stage, replicas: ReplicaGroup, worker: RolloutWorker, 
     if replicas.rank == 0 and (there := total - sum(map(len, chunks))) > 0:
         stage.log_event("resume", phase="rollout", skipped=there, total=total, unit="groups")
 
-    def take() -> Iterator[Sequence[int]]:
-        # replicas take the next chunk from a shared counter, so that a slow one does not hold up the others
-        while not stop.asked and (number := replicas.store.add("next_chunk", 1) - 1) < len(chunks):
-            if whole and candidates.chooses:
-                worker.scoring.wait_for_all()  # else the speed of scoring would affect which chunks are generated
-            if not candidates.may_be_chosen(chunks[number]):
-                return
-            yield chunks[number]
-
-    def log_progress() -> None:
-        event = stats.event(worker.decoding, worker.scoring.over_limit)
-        stage.log_event("rollout_progress", rank=replicas.rank, **event)
-
-    def on_scored(group: ScoredGroup) -> None:
-        stats.add(group)
-        candidates.add(group)
-
-    # an engine with `repeats_chunks` finishes the chunk it has begun
-    interrupted = never if whole else lambda: stop.asked or candidates.are_enough()
     with RolloutWriter(
         stage.rollouts, weights_hash=worker.weights_hash, logprob_mode="processed", writer=replicas.rank
     ) as writer:
-        stats = RolloutStats()
-        for groups in generate_rollouts(worker, take(), interrupted, on_scored=on_scored):
+        ReplicaRollouts(stage, replicas, worker, stop).fill(
+            "all",
+            chunks,
             # a repeated chunk may contain groups that an earlier attempt has stored
-            writer.append([group for group in groups if group.group_id in missing])
-            if stats.due():
-                log_progress()
-    log_progress()
+            lambda groups: writer.append([group for group in groups if group.group_id in missing]),
+            may_begin=candidates.may_be_chosen,
+            enough=candidates.are_enough,
+            scored_first=whole and candidates.chooses,  # else the speed of scoring would affect what is generated
+            on_scored=candidates.add,
+        )
     worker.close()
     if stop.asked:
         sys.exit(STOPPED)  # without a barrier: the other replicas get the same signal

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -11,36 +12,30 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data.prompts import PromptSource, open_prompts
+from megarl.data.prompts import Prompt, PromptSource, open_prompts
 from megarl.data.tokenizer import stop_token_ids
 from megarl.distributed import ReplicaGroup
 from megarl.errors import UserError
 from megarl.heartbeats import beat
-from megarl.phases.scoring import PendingGroup, ScoredGroup, Scoring, SeededPrompt
+from megarl.phases.scoring import PendingGroup, Scoring, text_of
 from megarl.recipe.tables import Recipe
 from megarl.rewards.parts import build_verifier
 from megarl.rewards.pool import Limits, VerifierPool
 from megarl.rollout import build_engine
 from megarl.rollout.drift import Drift, check_weights, hugging_face_reference
-from megarl.rollout.engine import Completion, Request, RolloutEngine, Sampling, never, response_seed
+from megarl.rollout.engine import Completion, Request, RolloutEngine, Sampling, response_seed
 from megarl.storage.policies import decode_reference, encode_reference, read_info, read_reference
-from megarl.storage.rollouts import Response
-from megarl.storage.shards import UNFINISHED, any_unfinished
+from megarl.storage.rollouts import Group, Response
+from megarl.storage.shards import UNFINISHED
 
 PROMPTS, PROMPT_TOKENS = 16, 128  # size of the reference text of a base model, which transformers scores on a CPU
-CONTINUED = -1  # the chunk number of a group that an earlier call of `RolloutWorker.generate` began
+STORE_SECONDS = 1.0  # between two shards; a kill loses only the groups completed since the last one
 _Place = tuple[PendingGroup, int]  # a response: its group and its index in the group
 
 
-@dataclass(frozen=True)
-class SamplingSettings:
-    """How the responses to each prompt are sampled; fields as in `Sampling`."""
-
-    samples: int
-    temperature: float
-    max_tokens: int
-    top_p: float = 1.0
-    budget: float = math.inf
+def never() -> bool:
+    """Nothing interrupts the generation."""
+    return False
 
 
 @dataclass
@@ -56,7 +51,6 @@ class RolloutWorker:
     weights_hash: str
     stopped: Callable[[], bool] = never  # once True, `generate` no longer waits for rewards; the next attempt repeats
     unfinished: list[PendingGroup] = field(default_factory=list)  # left by an interrupted `generate`
-    decoding: int = 0  # responses that the engine has taken and not returned
     checksum: str | None = None  # of the engine's weights at their last check; None if the engine has no checksums
     other_checksum: str | None = None  # `checksum` of the previous policy, if the last `load` changed the weights
 
@@ -78,7 +72,13 @@ class RolloutWorker:
             tokenizer=tokenizer,
             prompts=prompts,
             # repeated chunks must be stored in the same order, whichever response was scored first
-            scoring=Scoring(verifiers, recipe.reward, engine.repeats_chunks, recipe.rollout.max_response_tokens),
+            scoring=Scoring(
+                verifiers,
+                recipe.reward,
+                text_of(tokenizer),
+                engine.repeats_chunks,
+                recipe.rollout.max_response_tokens,
+            ),
             engine=engine,
             stop_token_ids=tuple(stop_token_ids(tokenizer, policy_dir)),
             weights_hash=info.weights_hash,
@@ -121,117 +121,124 @@ class RolloutWorker:
         self.checksum = drift.checksum
         return drift
 
+    def sampling(self, **changes: Any) -> Sampling:
+        """How responses are sampled for training, with ``changes``, which are fields of `Sampling`."""
+        table = self.recipe.rollout
+        draws = Sampling(
+            temperature=table.temperature,
+            max_tokens=table.max_response_tokens,
+            samples=table.responses_per_prompt,
+            stop_token_ids=self.stop_token_ids,
+            seeds=(),
+            timeout=table.response_timeout,
+        )
+        return replace(draws, **changes)
+
     def generate(
         self,
-        chunks: Iterator[Sequence[SeededPrompt]],
-        draws: SamplingSettings,
+        take: Callable[[], Sequence[int] | None],
+        prompt: Callable[[int], Prompt],
+        draws: Sampling,
+        *,
         interrupted: Callable[[], bool] = never,
-        on_scored: Callable[[ScoredGroup], None] = lambda group: None,
-    ) -> Iterator[ScoredGroup]:
-        """Generate and score responses to the prompts of ``chunks``; yields each prompt's group once it is complete.
+        earlier: Callable[[int], tuple[Response, ...]] = lambda group: (),
+        other_seeds: int = 0,
+        scored_first: bool = False,
+        store_seconds: float = STORE_SECONDS,
+        on_scored: Callable[[Group], None] = lambda group: None,
+    ) -> Iterator[list[Group]]:
+        """Generate and score groups; yields portions of complete ones, which the caller stores.
 
-        A chunk is taken when the engine has room for it. Responses that are unfinished when ``interrupted`` becomes
-        True are continued by the next call, before any chunk. ``on_scored`` is called with each group as soon as all of
-        its rewards are known.
+        A portion is a whole chunk if the engine has `repeats_chunks` and nothing interrupts it; otherwise it is all
+        groups that were completed within ``store_seconds``.
+
+        take: gives the group ids of the next chunk when the engine has room for it; None: there is no other chunk.
+        draws: how each response is sampled, but for the seeds.
+        interrupted: once it returns True, no more chunks are taken. The next call continues unfinished responses first.
+        earlier: the responses of a group that an earlier stage left unfinished, which are continued; () for a new one.
+        other_seeds: is added to the ids of groups for the seeds of their responses.
+        scored_first: take a chunk only once all responses generated before are scored.
+        on_scored: called with each group as soon as it is scored, before it is stored.
         """
-        pending, self.unfinished = self.unfinished, []
+        pending = {group.number: group for group in self.unfinished}
+        left, self.unfinished = self.unfinished, []
         asked: list[tuple[int, list[_Place]]] = []  # for each request: responses per prompt, and all its responses
-        self.scoring.on_scored, samples = on_scored, draws.samples
+        whole = self.engine.repeats_chunks and interrupted is never
+        sizes: list[int] = []  # of the chunks that are not stored yet
+        portion: list[Group] = []
+        more, stopping, stored = True, False, time.monotonic()
 
-        def ask(groups: Sequence[PendingGroup], continues: bool) -> Request:
-            places = [(g, k) for g in groups for k in range(samples) if k not in g.responses and k not in g.ended]
-            asked.append((1 if continues else samples, places))
-            self.decoding += len(places)
-            return self._continuation(places, draws) if continues else self._request(groups, draws)
+        def ask(groups: Sequence[PendingGroup], continues: bool) -> None:
+            places = [(group, k) for group in groups for k in range(draws.samples) if k not in group.responses]
+            self.engine.submit(len(asked), self._request(places, draws, other_seeds, continues))
+            asked.append((1 if continues else draws.samples, places))
 
-        def requests() -> Iterator[Request]:
-            if pending:
-                yield ask(pending, continues=True)
-            for number, chunk in enumerate(chunks):
-                beat("chunk", f"chunk {number + 1} of this replica, prompt {chunk[0].number}")
-                groups = [_pending(number, seeded, samples) for seeded in chunk]
-                pending.extend(groups)
-                yield ask(groups, continues=any(seeded.earlier for seeded in chunk))
+        try:
+            while True:
+                stopping = stopping or interrupted()
+                while (left or more) and not stopping and self.engine.has_room():
+                    if left:
+                        ask(left, continues=True)
+                        left = []
+                    elif scored_first and self.scoring.busy:
+                        break
+                    elif (chunk := take()) is None:
+                        more = False
+                    else:
+                        beat("chunk", f"chunk {len(asked) + 1} of this replica, prompt {chunk[0]}")
+                        groups = [_pending(number, prompt(number), draws, earlier(number)) for number in chunk]
+                        pending |= {group.number: group for group in groups}
+                        sizes.append(len(chunk))
+                        ask(groups, continues=any(group.parts or group.responses for group in groups))
+                if self.engine.decoding:
+                    for number, completion in self.engine.interrupt() if stopping else self.engine.step():
+                        each, places = asked[number]
+                        group, k = places[completion.prompt * each + completion.sample]
+                        group.parts.setdefault(k, []).append(completion)
+                        if completion.finish_reason != "interrupted":
+                            self.scoring.add(group, k, _joined(group.parts.pop(k), draws.max_tokens))
+                    scored = self.scoring.take() if self.scoring.is_due() else []
+                elif self.scoring.busy and not self.stopped():
+                    beat("scoring")
+                    scored = self.scoring.take(wait=True, unless=self.stopped)
+                else:
+                    break
+                for one in scored:
+                    del pending[one.group_id]
+                    on_scored(one)
+                portion += scored
+                while portion and (
+                    len(portion) >= sizes[0] if whole else time.monotonic() - stored >= store_seconds
+                ):  # chunks come one after another, and so do their groups, since then scoring is in order
+                    size = sizes.pop(0) if whole else len(portion)
+                    yield portion[:size]
+                    portion, stored = portion[size:], time.monotonic()
+        finally:
+            self.engine.abort()
+        if portion:
+            yield portion
+        self.unfinished = list(pending.values())
 
-        def stopped() -> bool:
-            self.scoring.poll()
-            return interrupted()
-
-        for number, completion in self.engine.serve(requests(), never if interrupted is never else stopped):
-            self.decoding -= 1
-            each, places = asked[number]
-            group, k = places[completion.prompt * each + completion.sample]
-            group.parts.setdefault(k, []).append(completion)
-            if completion.finish_reason == "interrupted":
-                continue
-            self._score(group, k, group.parts.pop(k), draws)
-            if self.scoring.is_due():
-                yield from self.scoring.take()
-        for _ in self.scoring.waiting(unless=self.stopped):
-            yield from self.scoring.take()
-        self.unfinished = [group for group in pending if not group.done]
-        for group in self.unfinished:
-            group.chunk = CONTINUED
-
-    def _request(self, groups: Sequence[PendingGroup], draws: SamplingSettings) -> Request:
-        seeds = [self._seed(group.seeded, k) for group in groups for k in range(draws.samples)]
-        return Request([list(group.seeded.prompt.tokens) for group in groups], self._sampling(draws, seeds))
-
-    def _continuation(self, places: Sequence[_Place], draws: SamplingSettings) -> Request:
-        """A request that continues responses: it repeats the prompt for each response, with the response's prefix."""
-        seeds = [self._seed(group.seeded, k) for group, k in places]
+    def _request(self, places: Sequence[_Place], draws: Sampling, other_seeds: int, continues: bool) -> Request:
+        """A request for responses. continues: repeat the prompt for each response, with the response's prefix."""
+        seeds = tuple(response_seed(self.recipe.run.seed, group.number + other_seeds, k) for group, k in places)
+        if not continues:
+            prompts = [list(group.prompt.tokens) for group, _ in places[:: draws.samples]]
+            return Request(prompts, replace(draws, seeds=seeds))
         parts = [group.parts.get(k, ()) for group, k in places]
         prefixes = tuple(tuple(token for part in found for token in part.tokens.tolist()) for found in parts)
-        sampling = replace(self._sampling(draws, seeds), samples=1, prefixes=prefixes)
-        return Request([list(group.seeded.prompt.tokens) for group, _ in places], sampling)
-
-    def _sampling(self, draws: SamplingSettings, seeds: Sequence[int]) -> Sampling:
-        return Sampling(
-            temperature=draws.temperature,
-            max_tokens=draws.max_tokens,
-            samples=draws.samples,
-            stop_token_ids=self.stop_token_ids,
-            seeds=tuple(seeds),
-            timeout=self.recipe.rollout.response_timeout,
-            top_p=draws.top_p,
-            budget=draws.budget,
-        )
-
-    def _seed(self, seeded: SeededPrompt, sample: int) -> int:
-        return response_seed(self.recipe.run.seed, seeded.number, sample)
-
-    def _score(self, group: PendingGroup, sample: int, parts: Sequence[Completion], draws: SamplingSettings) -> None:
-        """Have a response scored. parts: its spans of tokens, each sampled by one policy.
-
-        Where responses may stay unfinished, those of a group are scored only once all have ended.
-        """
-        response = _joined(parts, draws.max_tokens)
-        if draws.budget == math.inf and not group.seeded.earlier:
-            self.scoring.add(group, sample, response, self._text(response))
-            return
-        group.ended[sample] = response
-        if len(group.ended) < group.samples:
-            return
-        if any_unfinished(group.ended.values()):
-            self.scoring.add_unscored(group)
-            return
-        for number in range(group.samples):
-            response = group.ended.pop(number)
-            self.scoring.add(group, number, response, self._text(response))
-
-    def _text(self, response: Response) -> str:
-        text: str = self.tokenizer.decode(response.tokens, skip_special_tokens=True)
-        return text
+        prompts = [list(group.prompt.tokens) for group, _ in places]
+        return Request(prompts, replace(draws, seeds=seeds, samples=1, prefixes=prefixes))
 
 
-def _pending(chunk: int, seeded: SeededPrompt, samples: int) -> PendingGroup:
+def _pending(number: int, prompt: Prompt, draws: Sampling, earlier: Sequence[Response]) -> PendingGroup:
     """A group to generate, with the responses, or parts of them, that an earlier stage generated."""
-    group = PendingGroup(chunk, seeded, samples)
-    for sample, response in enumerate(seeded.earlier):
+    group = PendingGroup(number, prompt, draws.samples, together=draws.budget < math.inf or bool(earlier))
+    for sample, response in enumerate(earlier):
         if response.finish_reason == UNFINISHED:
-            group.parts[sample] = _spans(response, len(seeded.prompt.tokens))
+            group.parts[sample] = _spans(response, len(prompt.tokens))
         else:
-            group.ended[sample] = response
+            group.responses[sample] = response
     return group
 
 

@@ -20,10 +20,8 @@ from megarl.errors import UserError
 from megarl.heartbeats import beat
 from megarl.objectives import OBJECTIVES, Objective, build_objective
 from megarl.phases.export import load_policy, write_policy
-from megarl.phases.generation import generate
-from megarl.phases.rollout_worker import RolloutWorker, SamplingSettings
+from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.samples import to_samples
-from megarl.phases.scoring import SeededPrompt
 from megarl.phases.updates import frozen_policies
 from megarl.recipe.megatron import token_alignment
 from megarl.storage.policies import read_info
@@ -172,13 +170,10 @@ class Comparison:
 
     def _answer(self, worker: RolloutWorker, groups: list[Group]) -> list[Group]:
         """Fresh responses to the prompts of ``groups``, scored, sorted by group id."""
-        table = self.stage.run.recipe.rollout
-        draws = SamplingSettings(table.responses_per_prompt, table.temperature, table.max_response_tokens)
-
-        def prompt(group: int) -> SeededPrompt:
-            return SeededPrompt(OTHER_SEEDS + group, worker.prompts.train(group))
-
-        portions = generate(worker, iter([[group.group_id for group in groups]]), prompt, draws)
+        chunks = [[group.group_id for group in groups], None]
+        portions = worker.generate(
+            lambda: chunks.pop(0), worker.prompts.train, worker.sampling(), other_seeds=OTHER_SEEDS
+        )
         answered = [group for portion in portions for group in portion]
         return sorted(answered, key=lambda group: group.group_id)
 

@@ -23,6 +23,7 @@ from megarl.planner.table import table
 from megarl.recipe.layout import Layout, check_layout
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.recipe.megatron import scaling_of
+from megarl.recipe.names import ENGINES
 from megarl.recipe.optimizer import check_optimizer
 from megarl.recipe.tables import Recipe
 
@@ -128,7 +129,8 @@ def alternatives(plan: Plan, counter: ParameterCounter) -> Iterator[list[str]]:
 def _memory_that_fits(plan: Plan) -> Iterator[list[str]]:
     """The largest ``rollout.memory_fraction`` with which an engine fits beside trainers that stay in memory."""
     engine, memory = plan.recipe.rollout, plan.device.memory
-    beyond = plan.engine_share - (engine.memory_fraction or 0) * memory if engine.engine == "sglang" else 0.0
+    share_of_cache = ENGINES[engine.engine].share_of_cache
+    beyond = plan.engine_share - (engine.memory_fraction or 0) * memory if share_of_cache else 0.0
     hundredths = int(100 * (plan.left_to_engines - beyond) / memory)
     if hundredths > 0:
         changes = [f"rollout.memory_fraction={hundredths / 100}"]

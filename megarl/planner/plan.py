@@ -19,6 +19,7 @@ from megarl.planner.parameter_counts import ParameterCounter, StageParameters
 from megarl.planner.sizes import GPUS, Gpu
 from megarl.recipe.layout import Layout
 from megarl.recipe.megatron import SCALINGS, scaling_of
+from megarl.recipe.names import ENGINES
 from megarl.recipe.optimizer import OptimizerBytes, offloaded
 from megarl.recipe.tables import Recipe
 
@@ -227,19 +228,16 @@ class Plan:
     def engine_share(self) -> float:
         """Bytes of a GPU that an engine fills.
 
-        ``rollout.memory_fraction`` is the share of the whole engine, but in SGLang of weights and KV cache alone.
-        Without it vLLM 0.32 takes .92, and SGLang 0.5.23 leaves 10 GiB to everything else on GPUs of more than 60 GiB.
+        What ``rollout.memory_fraction`` means, and its default, depend on the engine (`megarl.recipe.names`).
         """
-        fraction, memory = self.recipe.rollout.memory_fraction, self.device.memory
-        if self.recipe.rollout.engine == "sglang":
-            rest = self.assume.engine_bytes + self._decoding_logit_bytes
-            return memory - 10 * GIB + rest if fraction is None else fraction * memory + rest
-        return (fraction or 0.92) * memory
+        engine, fraction = ENGINES[self.recipe.rollout.engine], self.recipe.rollout.memory_fraction
+        share = engine.takes(self.device.memory) if fraction is None else fraction * self.device.memory
+        return share + self.assume.engine_bytes + self._decoding_logit_bytes if engine.share_of_cache else share
 
     @property
     def _in_8_bits(self) -> bool:
         """Whether the recipe tells the engine to quantise the bfloat16 weights to 8 bits."""
-        options = getattr(self.recipe.rollout, self.recipe.rollout.engine, {})
+        options = self.recipe.rollout.options(self.recipe.rollout.engine)
         return bool(options) and options.get("quantization") == "fp8"
 
     def engine_weights(self, parameters: float) -> float:
@@ -415,8 +413,9 @@ class Plan:
         memory, whole = self.engine_share, self.device.memory
         if memory > whole:
             return (
-                f"rollout.memory_fraction = {table.memory_fraction}: SGLang's share is of weights and KV cache alone; "
-                f"with activations and CUDA graphs an engine takes {gib(memory)} of a GPU's {gib(whole)}"
+                f"rollout.memory_fraction = {table.memory_fraction}: {ENGINES[table.engine].title}'s share is of "
+                f"weights and KV cache alone; with activations and CUDA graphs an engine takes {gib(memory)} of a "
+                f"GPU's {gib(whole)}"
             )
         used = sum(self.rollout.values()) - self.rollout["KV cache"]
         if used > memory:

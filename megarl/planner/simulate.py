@@ -128,7 +128,8 @@ class Simulation:
         share = min(self.plan.engine_share, self.plan.left_to_engines) / memory
         if share <= 0:
             return None
-        small = table.model_copy(update={"memory_fraction": share, "engine": "vllm"})
+        # an engine whose memory_fraction is the share of the whole of it
+        small = table.model_copy(update={"memory_fraction": share, "engine": "builtin"})
         beside = replace(self.plan, recipe=self.plan.recipe.model_copy(update={"rollout": small}))
         return None if beside.rollout_misfit() is not None else self._steps(beside)
 

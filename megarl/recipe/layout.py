@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from megarl.errors import UserError
+from megarl.recipe.names import ENGINES
 from megarl.recipe.tables import Recipe
 
 # settings of TransformerConfig that megarl derives itself, and what to set instead
@@ -63,7 +64,7 @@ LAYOUT_SETTINGS = (
     "rollout.tensor_parallel",
     "rollout.memory_fraction",
     "rollout.groups_per_chunk",
-    "rollout.sglang_python",
+    *(f"rollout.{name}_python" for name, engine in ENGINES.items() if engine.interpreter),
     "actor.tokens_per_micro_batch",
     "actor.recompute",
     "actor.checkpoint_every",

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ValidationError
 from megarl.errors import UserError, nearest
 from megarl.recipe.data_table import MESSAGES, DataTable, SourceTable
 from megarl.recipe.eval_table import EvalTable, SuiteTable
+from megarl.recipe.names import ENGINES
 from megarl.recipe.tables import ObjectiveTable, Recipe
 
 MAX_SIZE = 16 << 20  # largest recipe file in bytes
@@ -90,9 +91,9 @@ def _absolute_paths(recipe: Recipe) -> Recipe:
     model = model.model_copy(update={"path": model.path.resolve(), "tokenizer": tokenizer})
     suites = [_absolute_suite(suite, data.source) for suite in evaluation.suites]
     evaluation = _absolute_suite(evaluation, data.source).model_copy(update={"suites": suites})
-    rollout = recipe.rollout
-    if rollout.sglang_python:  # links are kept: an environment's interpreter is a link that must be called by its name
-        rollout = rollout.model_copy(update={"sglang_python": rollout.sglang_python.absolute()})
+    # links are kept: an environment's interpreter is a link that must be called by its name
+    interpreters = {f"{name}_python": path.absolute() for name in ENGINES if (path := recipe.rollout.interpreter(name))}
+    rollout = recipe.rollout.model_copy(update=interpreters)
     return recipe.model_copy(
         update={"model": model, "data": _absolute_data(data), "eval": evaluation, "rollout": rollout}
     )

@@ -14,7 +14,7 @@ from megarl.rollout.engine import EngineModule, RolloutEngine, section
 
 def engine_module(name: str) -> EngineModule:
     """Import and return the module of the engine ``name``; this does not yet import the engine's own package."""
-    return cast(EngineModule, importlib.import_module(ENGINES[name]))
+    return cast(EngineModule, importlib.import_module(ENGINES[name].module))
 
 
 def build_engine(

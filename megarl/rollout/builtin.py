@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from megarl.errors import UserError
 from megarl.heartbeats import beat
 from megarl.recipe.tables import Recipe
 from megarl.rollout.drift import score
-from megarl.rollout.engine import Completion, Request, RolloutEngine, Sampling, check_request, never, section
+from megarl.rollout.engine import Completion, Request, RolloutEngine, check_request, section
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
@@ -59,6 +58,8 @@ class BuiltinEngine:
         self.device, self.dtype = torch.device(device), dtype
         self.precision = str(dtype).removeprefix("torch.")
         self._model: PreTrainedModel | None = None
+        self._decoder: _Decoder | None = None  # the request that is being served
+        self._number = 0  # its number
         self.load_weights(policy_dir, version)
 
     @torch.inference_mode()
@@ -89,72 +90,35 @@ class BuiltinEngine:
     def close(self) -> None:
         self.sleep()
 
-    def serve(
-        self, requests: Iterator[Request | None], interrupted: Callable[[], bool] = never
-    ) -> Iterator[tuple[int, Completion]]:
-        """Serves one request after another, because responses that decode together change each other's last bits."""
-        for number, request in enumerate(request for request in requests if request is not None):
-            for completion in self._start(request, interrupted):
-                yield number, completion
-            if interrupted():
-                return
+    @property
+    def decoding(self) -> int:
+        return self._decoder.unfinished if self._decoder else 0
 
-    def _start(self, request: Request, interrupted: Callable[[], bool]) -> Iterator[Completion]:
+    def has_room(self) -> bool:
+        """One request is served after another, because responses that decode together change each other's last bits."""
+        return not self.decoding
+
+    def submit(self, number: int, request: Request) -> None:
         if self._model is None:
-            raise RuntimeError("the engine sleeps: call wake() before serve()")
+            raise RuntimeError("the engine sleeps: call wake() before submit()")
         config = self._model.config
         check_request(request.prompts, request.sampling, config.vocab_size, config.max_position_embeddings)
-        starts, fanout = _starts(request)
-        return self._decode(_Decoder(self._model, request.sampling, fanout), starts, request, interrupted)
+        self._number, self._decoder = number, _Decoder(self._model, request, self.version)
 
-    def _decode(
-        self, decoder: _Decoder, starts: list[list[int]], request: Request, interrupted: Callable[[], bool]
-    ) -> Iterator[Completion]:
-        sampling, fanout = request.sampling, decoder.fanout
-        waiting = sorted(range(len(starts)), key=lambda index: len(starts[index]), reverse=True)
-        lengths = np.array([len(prompt) for prompt in request.prompts]).repeat(sampling.samples)
-        begun = np.array([len(prefix) for prefix in sampling.prefixes] or [0] * len(lengths))
-        deadlines = np.full(len(lengths), np.inf)
-        tokens = np.empty((len(lengths), sampling.max_tokens), np.int32)
-        logprobs = np.empty((len(lengths), sampling.max_tokens), np.float32)
-        uniforms, limits = _Uniforms(sampling.seeds), np.array(sampling.limits)
+    def step(self) -> list[tuple[int, Completion]]:
+        assert self._decoder is not None
+        beat("decoding")
+        ended = [(self._number, completion) for completion in self._decoder.step()]
+        if not self.decoding:
+            self._decoder = None  # with its cache
+        return ended
 
-        def completion(row: int, length: int, finish_reason: str) -> Completion:
-            return Completion(
-                prompt=row // sampling.samples,
-                sample=row % sampling.samples,
-                tokens=tokens[row, begun[row] : length].copy(),
-                logprobs=logprobs[row, begun[row] : length].copy(),
-                finish_reason=finish_reason,
-                routed_experts=None,
-                policy_version=self.version,
-            )
+    def interrupt(self) -> list[tuple[int, Completion]]:
+        decoder, self._decoder = self._decoder, None
+        return [(self._number, completion) for completion in decoder.interrupted()] if decoder else []
 
-        while waiting or len(decoder.rows):
-            beat("decoding")
-            if interrupted():
-                for row in decoder.rows.tolist():
-                    yield completion(row, decoder.position - int(lengths[row]), "interrupted")
-                for row in (index * fanout + k for index in waiting for k in range(fanout)):
-                    yield completion(row, int(begun[row]), "interrupted")
-                return
-            if not len(decoder.rows):
-                decoder.position = len(starts[waiting[-1]])
-            while waiting and len(starts[waiting[-1]]) == decoder.position:
-                joining = [i for i in waiting if len(starts[i]) == decoder.position]
-                del waiting[-len(joining) :]
-                decoder.join(joining, [starts[i] for i in joining])
-            now, rows = time.monotonic(), decoder.rows
-            deadlines[rows] = np.minimum(deadlines[rows], now + sampling.timeout)
-            steps = decoder.position - lengths[rows]  # tokens each row has sampled so far
-            sampled, sampled_logprobs, stopped = decoder.sample(uniforms.draw(rows, steps))
-            tokens[rows, steps], logprobs[rows, steps] = sampled, sampled_logprobs
-            full = steps + 1 == limits[rows]
-            finished = stopped | full | (now > deadlines[rows])
-            for i in np.flatnonzero(finished):
-                reason = "stop" if stopped[i] else "length" if full[i] else "timeout"
-                yield completion(int(rows[i]), int(steps[i]) + 1, reason)
-            decoder.advance(sampled, finished)
+    def abort(self) -> None:
+        self._decoder = None
 
 
 def _starts(request: Request) -> tuple[list[list[int]], int]:
@@ -182,15 +146,74 @@ def _nucleus(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
 
 
 class _Decoder:
-    """The rows being decoded, all at the same ``position``, with their KV cache and the logits of their next tokens."""
+    """A request being served.
 
-    def __init__(self, model: PreTrainedModel, sampling: Sampling, fanout: int) -> None:
-        self.model, self.fanout, self.temperature, self.top_p = model, fanout, sampling.temperature, sampling.top_p
-        self.stop_token_ids = np.array(sampling.stop_token_ids, np.int64)
-        self.rows = np.empty(0, np.int64)  # [n] prompt * samples + sample
+    The n rows being decoded are all at the same ``position``. They share a KV cache and have the logits of their next
+    tokens.
+    """
+
+    def __init__(self, model: PreTrainedModel, request: Request, version: int) -> None:
+        self.model, self.sampling, self.version = model, request.sampling, version
+        self.starts, self.fanout = _starts(request)
+        self.waiting = sorted(range(len(self.starts)), key=lambda i: len(self.starts[i]), reverse=True)  # not begun
+        self.stop_token_ids = np.array(self.sampling.stop_token_ids, np.int64)
+        self.uniforms, self.limits = _Uniforms(self.sampling.seeds), np.array(self.sampling.limits)
+        # of all responses of the request, each with the number prompt * samples + sample
+        self.lengths = np.array([len(prompt) for prompt in request.prompts]).repeat(self.sampling.samples)
+        self.begun = np.array([len(prefix) for prefix in self.sampling.prefixes] or [0] * len(self.lengths))
+        self.deadlines = np.full(len(self.lengths), np.inf)
+        self.tokens = np.empty((len(self.lengths), self.sampling.max_tokens), np.int32)
+        self.logprobs = np.empty((len(self.lengths), self.sampling.max_tokens), np.float32)
+        # of the rows
+        self.rows = np.empty(0, np.int64)  # [n] the number of the response
         self.position = 0
         self.cache = _empty_cache(model)
         self.logits = torch.empty(0, model.config.vocab_size, device=model.device)  # [n, V] float32
+
+    @property
+    def unfinished(self) -> int:
+        """The number of responses that have not ended."""
+        return len(self.rows) + len(self.waiting) * self.fanout
+
+    def step(self) -> list[Completion]:
+        """Let prompts of the current length join, sample a token for each row, and return the rows that end with it."""
+        if not len(self.rows):
+            self.position = len(self.starts[self.waiting[-1]])
+        while self.waiting and len(self.starts[self.waiting[-1]]) == self.position:
+            joining = [i for i in self.waiting if len(self.starts[i]) == self.position]
+            del self.waiting[-len(joining) :]
+            self.join(joining, [self.starts[i] for i in joining])
+        now, rows = time.monotonic(), self.rows
+        self.deadlines[rows] = np.minimum(self.deadlines[rows], now + self.sampling.timeout)
+        steps = self.position - self.lengths[rows]  # tokens each row has sampled so far
+        sampled, logprobs, stopped = self.sample(self.uniforms.draw(rows, steps))
+        self.tokens[rows, steps], self.logprobs[rows, steps] = sampled, logprobs
+        full = steps + 1 == self.limits[rows]
+        finished = stopped | full | (now > self.deadlines[rows])
+        ended = []
+        for i in np.flatnonzero(finished):
+            reason = "stop" if stopped[i] else "length" if full[i] else "timeout"
+            ended.append(self._completion(int(rows[i]), int(steps[i]) + 1, reason))
+        self.advance(sampled, finished)
+        return ended
+
+    def interrupted(self) -> list[Completion]:
+        """All unfinished responses as far as they got."""
+        begun = [(row, self.position - int(self.lengths[row])) for row in self.rows.tolist()]
+        others = [index * self.fanout + k for index in self.waiting for k in range(self.fanout)]
+        ends = begun + [(row, int(self.begun[row])) for row in others]
+        return [self._completion(row, end, "interrupted") for row, end in ends]
+
+    def _completion(self, row: int, length: int, finish_reason: str) -> Completion:
+        return Completion(
+            prompt=row // self.sampling.samples,
+            sample=row % self.sampling.samples,
+            tokens=self.tokens[row, self.begun[row] : length].copy(),
+            logprobs=self.logprobs[row, self.begun[row] : length].copy(),
+            finish_reason=finish_reason,
+            routed_experts=None,
+            policy_version=self.version,
+        )
 
     @torch.inference_mode()
     def join(self, indices: list[int], starts: list[list[int]]) -> None:
@@ -211,12 +234,12 @@ class _Decoder:
     @torch.inference_mode()
     def sample(self, uniforms: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Next tokens [n] by the inverse CDF at ``uniforms`` [n] float64, their log-probs [n], which are stops [n]."""
-        logprobs = (self.logits / (self.temperature or 1.0)).log_softmax(-1)
-        if self.temperature == 0:
+        logprobs = (self.logits / (self.sampling.temperature or 1.0)).log_softmax(-1)
+        if self.sampling.temperature == 0:
             tokens = logprobs.argmax(-1, keepdim=True)
         else:
-            if self.top_p < 1:
-                logprobs = _nucleus(logprobs, self.top_p)
+            if self.sampling.top_p < 1:
+                logprobs = _nucleus(logprobs, self.sampling.top_p)
             cdf = logprobs.double().exp_().cumsum(-1)
             # u <= 1 - 2**-53, so u * total rounds to less than the total: no token of probability 0 can be drawn.
             target = torch.from_numpy(uniforms)[:, None].to(cdf.device) * cdf[:, -1:]

@@ -11,16 +11,16 @@ import itertools
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import numpy as np
 
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe
-from megarl.rollout.engine import Completion, Request, Sampling, expert_type, never, section
+from megarl.rollout.engine import Completion, Request, Sampling, expert_type, section
 
 # A record with more ids than this that all name the same expert was not filled in: chance does not route tokens so.
 CHANCE = 256
@@ -50,7 +50,7 @@ class Settings:
             memory_fraction=table.memory_fraction,
             tensor_parallel=table.tensor_parallel,
             float32_head=table.float32_head,
-            options=getattr(table, table.engine),
+            options=table.options(table.engine),
             **more,
         )
 
@@ -159,49 +159,39 @@ class ContinuousEngine(ABC):
         # Unique for the engine's lifetime, and none is a prefix of another: SGLang aborts all responses whose names
         # begin with the given one, and does so once more two seconds after it has answered.
         self._names = (f"{number}/" for number in itertools.count())
+        self._running: dict[str, Running] = {}
 
-    def serve(
-        self, requests: Iterator[Request | None], interrupted: Callable[[], bool] = never
-    ) -> Iterator[tuple[int, Completion]]:
-        """Takes the next request as soon as there is room for another response, while earlier ones are decoded."""
-        number, more = 0, True
-        running: dict[str, Running] = {}
-        self._begin()
-        try:
-            while more or running:
-                while more and self._has_room(running) and not interrupted():
-                    following: Request | Literal["end"] | None = next(requests, "end")
-                    if following == "end":
-                        more = False
-                    elif following is None:
-                        break
-                    else:
-                        running |= self._submit(number, following)
-                        number += 1
-                if interrupted():
-                    yield from self._cut_off(list(running), running, "interrupted")
-                    return
-                if running:
-                    yield from self._step(running)
-                    now = time.monotonic()
-                    late = [name for name, response in running.items() if response.deadline < now]
-                    yield from self._cut_off(late, running, "timeout")
-        finally:
-            if running:  # after an error, or when the caller closes this generator
-                self._abandon(running)
+    @property
+    def decoding(self) -> int:
+        return len(self._running)
 
-    def _has_room(self, running: Mapping[str, Running]) -> bool:
-        """Whether to take another request: fewer responses run than the recipe allows, and the KV cache has room.
+    def has_room(self) -> bool:
+        """Whether fewer responses run than the recipe allows, and the KV cache has room.
 
         Each response is assumed to have the mean length so far. In this mean running responses count with the full
         length, because short ones end first. An engine whose cache is full evicts responses and recomputes them later.
         """
-        if len(running) >= self.settings.responses:
+        running = self.decoding
+        if running >= self.settings.responses:
             return False
-        lengths = self._done_tokens + len(running) * self.settings.context
-        return not running or (len(running) + 1) * lengths <= self.cache_tokens * (self._done + len(running))
+        lengths = self._done_tokens + running * self.settings.context
+        return not running or (running + 1) * lengths <= self.cache_tokens * (self._done + running)
 
-    def _submit(self, number: int, request: Request) -> dict[str, Running]:
+    def step(self) -> list[tuple[int, Completion]]:
+        ended = self._step()
+        now = time.monotonic()
+        late = [name for name, response in self._running.items() if response.deadline < now]
+        return ended + self._cut_off(late, "timeout")
+
+    def interrupt(self) -> list[tuple[int, Completion]]:
+        return self._cut_off(list(self._running), "interrupted")
+
+    def abort(self) -> None:
+        if self._running:
+            self._abort()
+            self._running.clear()
+
+    def submit(self, number: int, request: Request) -> None:
         self._check(request)
         sampling, submitted = request.sampling, {}
         for index, (seed, limit) in enumerate(zip(sampling.seeds, sampling.limits, strict=True)):
@@ -218,7 +208,7 @@ class ContinuousEngine(ABC):
                 timeout=sampling.timeout,
             )
         self._send(submitted, sampling)
-        return submitted
+        self._running |= submitted
 
     def _completion(
         self,
@@ -228,7 +218,7 @@ class ContinuousEngine(ABC):
         finish_reason: str,
         routed_experts: np.ndarray | None = None,
     ) -> tuple[int, Completion]:
-        """The pair that `serve` yields for a response, from its tokens [n] and log-probs [n]."""
+        """The pair that `step` returns for a response, from its tokens [n] and log-probs [n]."""
         if finish_reason != "interrupted":
             self._done, self._done_tokens = self._done + 1, self._done_tokens + len(response.tokens) + len(tokens)
         return response.request, Completion(
@@ -241,9 +231,6 @@ class ContinuousEngine(ABC):
             policy_version=self.version,
         )
 
-    def _begin(self) -> None:  # noqa: B027 - most engines have nothing to prepare
-        """Called at the start of every `serve`."""
-
     @abstractmethod
     def _check(self, request: Request) -> None:
         """Raise `UserError` for a request that the engine cannot serve, RuntimeError if the engine sleeps."""
@@ -253,17 +240,17 @@ class ContinuousEngine(ABC):
         """Submit the responses of one request; call `Running.begin` of each here or in a later `_step`."""
 
     @abstractmethod
-    def _step(self, running: dict[str, Running]) -> Iterator[tuple[int, Completion]]:
-        """Decode briefly; remove the responses that have ended from ``running`` and yield them."""
+    def _step(self) -> list[tuple[int, Completion]]:
+        """Decode briefly; remove the responses that have ended from ``_running`` and return them."""
 
     @abstractmethod
-    def _cut_off(self, names: list[str], running: dict[str, Running], why: str) -> Iterator[tuple[int, Completion]]:
+    def _cut_off(self, names: list[str], why: str) -> list[tuple[int, Completion]]:
         """End the responses ``names`` early, with ``why`` as their finish reason.
 
-        "interrupted": ``names`` are all running responses; all are yielded here, even those without a token.
-        "timeout": they are yielded here or by a later `_step`; each gets at least one token first.
+        "interrupted": ``names`` are all running responses; all are returned here, even those without a token.
+        "timeout": they are returned here or by a later `_step`; each gets at least one token first.
         """
 
     @abstractmethod
-    def _abandon(self, running: dict[str, Running]) -> None:
-        """Abort the running responses; nobody waits for them any more."""
+    def _abort(self) -> None:
+        """Make the engine drop the running responses; nobody waits for them any more."""

@@ -32,7 +32,7 @@ import numpy as np
 import torch
 
 from megarl.errors import UserError
-from megarl.rollout.engine import Request, RolloutEngine, Sampling
+from megarl.rollout.engine import Request, RolloutEngine, Sampling, answers
 from megarl.storage.policies import Reference
 
 # Allowed distance in nats: (at a single token, mean over all). Two float32 implementations differ by about 1e-5. In
@@ -79,7 +79,7 @@ def check_weights(engine: RolloutEngine, reference: Reference, before: str | Non
     prompts = [sequence[: max(1, len(sequence) // 2)] for sequence in reference.sequences[:SAMPLES]]
     tokens = min([SAMPLED_TOKENS, *(len(s) - len(p) for s, p in zip(reference.sequences, prompts, strict=False))])
     how = Sampling(1.0, tokens, 1, (), seeds=tuple(range(len(prompts))))
-    completions = [completion for _, completion in engine.serve(iter([Request(prompts, how)]))]
+    completions = answers(engine, Request(prompts, how))
     whole = [[*prompts[c.prompt], *c.tokens.tolist()] for c in completions]
     own = [score[-len(c.tokens) :] for score, c in zip(engine.score(whole), completions, strict=True)]
     sampled = _distances([c.logprobs for c in completions], own)

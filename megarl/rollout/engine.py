@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -83,13 +83,8 @@ def expert_type(experts: int) -> np.dtype[Any]:
     return np.min_scalar_type(-experts)
 
 
-def never() -> bool:
-    """The default ``interrupted`` callback of `RolloutEngine.serve`: nothing interrupts the generation."""
-    return False
-
-
 class RolloutEngine(Protocol):
-    """One engine replica, with the weights of one policy, as a rollout phase uses it.
+    """One engine replica, with the weights of one policy, as a rollout phase uses it: submit, step, submit ...
 
     repeats_chunks: whether the same request always gives the same bytes. If so, a resumed phase repeats whole requests.
     Engines that decode several requests together cannot promise it; for them only the missing groups are regenerated.
@@ -98,16 +93,24 @@ class RolloutEngine(Protocol):
     repeats_chunks: bool
     precision: str  # "float32" | "bfloat16" | "quantised"
 
-    def serve(
-        self, requests: Iterator[Request | None], interrupted: Callable[[], bool] = never
-    ) -> Iterator[tuple[int, Completion]]:
-        """Yield a pair (number of the request, completion) whenever a response ends, in any order; numbers start at 0.
+    @property
+    def decoding(self) -> int:
+        """The number of responses that were submitted and not returned yet."""
 
-        The engine takes the next item of ``requests`` only when it has room for it. An item None means that no request
-        is available yet: the engine goes on decoding and asks again. Once ``interrupted()`` is true it takes no more
-        requests and yields every unfinished response at once, as far as it got, with the finish reason "interrupted".
-        Raises `UserError` when it takes a request that it cannot serve.
-        """
+    def has_room(self) -> bool:
+        """Whether another request should be submitted now; always true of an engine that is not decoding."""
+
+    def submit(self, number: int, request: Request) -> None:
+        """Begin a request, which `step` refers to by ``number``; `UserError` if the engine cannot serve it."""
+
+    def step(self) -> list[tuple[int, Completion]]:
+        """Decode for a short while; returns (number of the request, completion) of the responses that ended in it."""
+
+    def interrupt(self) -> list[tuple[int, Completion]]:
+        """End all unfinished responses and return them as far as they got, with the finish reason "interrupted"."""
+
+    def abort(self) -> None:
+        """Drop all unfinished responses, also after an error. Does nothing if there are none."""
 
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """For each sequence of n tokens, [n - 1] float32: log-probs at temperature 1 of all tokens but the first."""
@@ -154,6 +157,18 @@ class EngineModule(Protocol):
 
     def build(self, recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_experts: bool) -> RolloutEngine:
         """Start one replica with the policy of ``policy_dir``; it records experts if ``routed_experts``."""
+
+
+def answers(engine: RolloutEngine, request: Request) -> list[Completion]:
+    """All responses to one request, in the order in which they end."""
+    completions: list[Completion] = []
+    try:
+        engine.submit(0, request)
+        while engine.decoding:
+            completions += [completion for _, completion in engine.step()]
+    finally:
+        engine.abort()
+    return completions
 
 
 def section(recipe: Recipe, stage: int) -> str:

@@ -180,7 +180,7 @@ class VllmEngine(ContinuousEngine):
 
     def _check(self, request: Request) -> None:
         if self._engine is None:
-            raise RuntimeError("the engine sleeps: call wake() before serve()")
+            raise RuntimeError("the engine sleeps: call wake() before submit()")
         vocabulary = self._engine.model_config.get_vocab_size()
         check_request(request.prompts, request.sampling, vocabulary, self._engine.model_config.max_model_len)
         low, high = TEMPERATURES
@@ -198,45 +198,46 @@ class VllmEngine(ContinuousEngine):
 
         self._engine.add_request(name, tokens_input(tokens), parameters)
 
-    def _step(self, running: dict[str, Running]) -> Iterator[tuple[int, Completion]]:
+    def _step(self) -> list[tuple[int, Completion]]:
         """Decodes one token for each response in the batch."""
         with _memory_errors("decoding", self.settings):
             outputs = self._engine.step()
         beat("decoding")
         for name in [name for name in self._queued if (state := self._state(name)) is None or _tokens_of(state)]:
             self._queued.remove(name)
-            running[name].begin()
+            self._running[name].begin()
+        ended = []
         for output in outputs:  # FINAL_ONLY: these are the responses that have ended
             result = output.outputs[0]
             found = _tokens_and_logprobs(result.token_ids, result.logprobs)
-            response = running.pop(output.request_id)
+            response = self._running.pop(output.request_id)
             experts = self._experts(result.routed_experts, response, len(found[0]), cut_off=False)
-            yield self._completion(response, *found, result.finish_reason, experts)
+            ended.append(self._completion(response, *found, result.finish_reason, experts))
+        return ended
 
-    def _cut_off(self, names: list[str], running: dict[str, Running], why: str) -> Iterator[tuple[int, Completion]]:
-        if not names:
-            return
+    def _cut_off(self, names: list[str], why: str) -> list[tuple[int, Completion]]:
         partial = {}
         for name in names:
             state = self._state(name)
             tokens, logprobs = _tokens_of(state), state.logprobs_processor.logprobs
             if tokens or why == "interrupted":  # a response that timed out still gets its first token
                 chunks = state.routed_experts_chunks
-                experts = self._experts(np.concatenate(chunks) if chunks else None, running[name], len(tokens), True)
+                record = np.concatenate(chunks) if chunks else None
+                experts = self._experts(record, self._running[name], len(tokens), True)
                 partial[name] = *_tokens_and_logprobs(tokens, logprobs), why, experts
-        self._engine.abort_request(list(partial))
-        self._queued -= set(partial)
-        for name, found in partial.items():
-            yield self._completion(running.pop(name), *found)
+        if partial:
+            self._engine.abort_request(list(partial))
+            self._queued -= set(partial)
+        return [self._completion(self._running.pop(name), *found) for name, found in partial.items()]
 
     def _experts(self, found: np.ndarray | None, response: Running, tokens: int, cut_off: bool) -> np.ndarray | None:
         if not self.settings.routed_experts:
             return None
         return checked_experts(found, len(response.tokens) + tokens - 1, self._hf, cut_off)
 
-    def _abandon(self, running: dict[str, Running]) -> None:
+    def _abort(self) -> None:
         if self._engine is not None:
-            self._engine.abort_request(list(running))
+            self._engine.abort_request(list(self._running))
         self._queued.clear()
 
     def _state(self, name: str) -> Any:

@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 import torch.distributed as dist
 
-from megarl.data.prompts import Prompt
 from megarl.distributed import ReplicaGroup
 from megarl.errors import UserError
 from megarl.phases.candidates import Candidates, Choice
-from megarl.phases.rollout_worker import ScoredGroup, SeededPrompt
 from megarl.recipe.load import parse_recipe
-from megarl.storage.rollouts import Response
+from megarl.storage.rollouts import Group, Response
 
 TABLES = {
     "model": {"path": "/model"},
@@ -65,7 +63,7 @@ def test_no_unknown_candidate_can_change_a_final_choice():
 
 def scored_group(group, rewards):
     responses = [Response(np.ones(1, np.int32), np.zeros(1, np.float32), reward, "stop", 0) for reward in rewards]
-    return ScoredGroup(0, SeededPrompt(group, Prompt(group, "", (5,), "", {})), tuple(responses))
+    return Group(group, np.array([5], np.int32), tuple(responses))
 
 
 def test_replicas_share_which_groups_they_have_generated():

@@ -6,10 +6,9 @@ import numpy as np
 import pytest
 
 from megarl.commands.one_phase import branch_recipe
-from megarl.data.prompts import Prompt
 from megarl.errors import UserError
-from megarl.phases.rollout_stats import RolloutStats, solve_rate_bin
-from megarl.phases.rollout_worker import ScoredGroup, SeededPrompt, join_experts
+from megarl.phases.generation import RolloutStats, solve_rate_bin
+from megarl.phases.rollout_worker import join_experts
 from megarl.phases.samples import to_samples
 from megarl.phases.updates import remove_checkpoints
 from megarl.recipe.load import load_recipe, override_recipe, parse_recipe
@@ -86,8 +85,7 @@ def test_metrics_of_an_update():
 def test_statistics_of_a_rollout():
     stats = RolloutStats()
     for number, rewards in enumerate([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0, 1.0]]):
-        question = SeededPrompt(number, Prompt(number, "", (5,), "", {}))
-        stats.add(ScoredGroup(number, question, group(number, rewards).responses))
+        stats.add(group(number, rewards))
     event = stats.event(decoding=6, over_limit=1)
     assert (event["groups"], event["responses"], event["tokens"], event["decoding"]) == (4, 8, 12, 6)
     assert event["over_limit"] == 1

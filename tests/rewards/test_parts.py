@@ -5,7 +5,7 @@ import pytest
 
 from megarl.data.prompts import Prompt
 from megarl.errors import UserError
-from megarl.phases.scoring import PendingGroup, Scoring, SeededPrompt
+from megarl.phases.scoring import PendingGroup, Scoring
 from megarl.recipe.tables import Recipe, RewardTable
 from megarl.rewards import Score
 from megarl.rewards.parts import build_verifier, check_reward, overlong, total, totals
@@ -53,13 +53,12 @@ def scored(settings, texts, tokens=1, finish="stop"):
     """Score responses with these texts; returns them as they are stored."""
     pool = VerifierPool(lambda: build_verifier(settings, None), Limits(seconds=0.5, workers=1))
     try:
-        scoring = Scoring(pool, settings.reward, False, longest=10)
-        group = PendingGroup(0, SeededPrompt(0, prompt()), len(texts))
-        for sample, text in enumerate(texts):
-            tokens_of = np.ones(tokens, np.int32), np.zeros(tokens, np.float32)
-            scoring.add(group, sample, Response(*tokens_of, 0.0, finish, 0), text)
-        scoring.wait_for_all()
-        (whole,) = scoring.take()
+        scoring = Scoring(pool, settings.reward, lambda ids: texts[ids[0]], False, longest=10)
+        group = PendingGroup(0, prompt(), len(texts))
+        for sample in range(len(texts)):
+            tokens_of = np.full(tokens, sample, np.int32), np.zeros(tokens, np.float32)
+            scoring.add(group, sample, Response(*tokens_of, 0.0, finish, 0))
+        (whole,) = scoring.take_rest()
     finally:
         pool.close()
     return whole.responses

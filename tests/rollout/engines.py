@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 from megarl.recipe.load import parse_recipe
 from megarl.recipe.names import ENGINES
 from megarl.rollout.drift import hugging_face_reference
-from megarl.rollout.engine import Request, Sampling, response_seed
+from megarl.rollout.engine import Request, Sampling, answers, response_seed
 from tests.helpers import SGLANG_PYTHON
 
 PROMPTS = [[5, 9, 3, 30, 12, 38, 7], [11, 4], [20, 21, 22, 23], [8], [33, 2, 9, 14], [2, 3, 5, 7, 11, 13, 17, 19, 23]]
@@ -72,7 +72,28 @@ def by_response(completions):
 
 def generate(engine, prompts, how):
     """Serve one request; returns its completions as `by_response`, in the order in which they ended."""
-    return by_response(completion for _, completion in engine.serve(iter([Request(prompts, how)])))
+    return by_response(answers(engine, Request(prompts, how)))
+
+
+def serve(engine, requests, interrupted=lambda: False):
+    """Serve requests as phases do; yields pairs as `step` returns them. A request None: none is available yet."""
+    numbered, more = iter(enumerate(requests)), True
+    try:
+        while more or engine.decoding:
+            stopping = interrupted()
+            while more and not stopping and engine.has_room():
+                number, request = next(numbered, (None, None))
+                more = number is not None
+                if request is None:
+                    break
+                engine.submit(number, request)
+            if stopping:
+                yield from engine.interrupt()
+                return
+            if engine.decoding:
+                yield from engine.step()
+    finally:
+        engine.abort()
 
 
 def reference_of(path):

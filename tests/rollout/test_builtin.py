@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megarl.rollout.builtin import DRAWS, BuiltinEngine, _Decoder
-from megarl.rollout.engine import Sampling
+from megarl.rollout.engine import Request, Sampling
 from tests.helpers import ROOT
 from tests.rollout.engines import PROMPTS, generate, hugging_face, hugging_face_logprobs, sampling
 from tests.rollout.tiny_models import save
@@ -90,7 +90,7 @@ def test_sampled_token_pairs_follow_the_models_distribution(tmp_path, temperatur
 
 
 def test_a_token_of_probability_zero_is_never_sampled(moe_dir):
-    decoder = _Decoder(BuiltinEngine(moe_dir, 0)._model, sampling([[1]]), 3)
+    decoder = _Decoder(BuiltinEngine(moe_dir, 0)._model, Request([[1]], sampling([[1]])), 0)
     logits = torch.full((4, 39), float("-inf"))
     logits[:, 5:8] = torch.tensor([1.0, 2.0, 3.0])
     decoder.logits = logits

@@ -1,4 +1,4 @@
-"""`BuiltinEngine.serve`: several requests, an interruption, responses that time out."""
+"""Requests to `BuiltinEngine`: several requests, an interruption, responses that time out."""
 
 import itertools
 
@@ -6,7 +6,7 @@ import numpy as np
 
 from megarl.rollout.builtin import BuiltinEngine
 from megarl.rollout.engine import Request, Sampling
-from tests.rollout.engines import PROMPTS, by_response, generate, sampling
+from tests.rollout.engines import PROMPTS, by_response, generate, sampling, serve
 
 
 def test_requests_are_served_one_after_another_with_the_same_results_as_alone(moe_dir):
@@ -19,7 +19,7 @@ def test_requests_are_served_one_after_another_with_the_same_results_as_alone(mo
             taken.append((number, len(served)))
             yield request
 
-    for number, completion in engine.serve(feed()):
+    for number, completion in serve(engine, feed()):
         served.append((number, completion))
     assert taken == [(0, 0), (1, 6), (2, 12)]  # each is taken only when the one before is finished
     for number, request in enumerate(requests):
@@ -35,7 +35,7 @@ def test_an_interruption_returns_unfinished_responses_and_takes_no_more_requests
     request = Request(PROMPTS, sampling(PROMPTS))
     whole = generate(engine, PROMPTS, request.sampling)
     polls = itertools.count()
-    served = list(engine.serve(iter([request, request]), lambda: next(polls) >= 8))
+    served = list(serve(engine, [request, request], lambda: next(polls) >= 8))
     assert {number for number, _ in served} == {0}
     table = by_response(c for _, c in served)
     assert sorted(table) == sorted(whole)

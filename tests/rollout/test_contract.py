@@ -31,6 +31,7 @@ from tests.rollout.engines import (
     other_policy,
     reference_of,
     sampling,
+    serve,
     started,
 )
 
@@ -151,7 +152,7 @@ def test_the_next_request_is_taken_as_soon_as_there_is_room(engine):
             taken.append((number, len(served)))
             yield Request([prompt], sampling([prompt], samples=2, seed=number, stop=(4, 30, 17, 22)))
 
-    for number, completion in engine.serve(feed()):
+    for number, completion in serve(engine, feed()):
         served.append((number, completion.sample))
     assert sorted(served) == [(number, k) for number in range(20) for k in range(2)]
     assert [ended for _, ended in taken[:3]] == [0, 0, 0]  # three requests of two responses fill the six places
@@ -177,7 +178,7 @@ def test_decoding_continues_while_no_request_is_available(engine):
             yield None
         yield Request([[11, 4]], sampling([[11, 4]], samples=1, tokens=3))
 
-    for number, completion in engine.serve(feed()):
+    for number, completion in serve(engine, feed()):
         decoded.append((number, len(completion.tokens)))
     assert decoded == [(0, 30), (1, 3)]
 
@@ -192,7 +193,7 @@ def test_interrupted_responses_are_continued(engine, name, records_experts, monk
     prompts, length = PROMPTS[:2], LONG if name == "sglang" else 12
     request = Request(prompts, sampling(prompts, tokens=length))
     whole = generate(engine, prompts, request.sampling)
-    partial = by_response(c for _, c in engine.serve(iter([request, request]), midway(engine, name, monkeypatch)))
+    partial = by_response(c for _, c in serve(engine, [request, request], midway(engine, name, monkeypatch)))
     assert sorted(partial) == sorted(whole)
     assert {c.finish_reason for c in partial.values()} == {"interrupted"}
     prefixes = tuple(tuple(partial[key].tokens.tolist()) for key in sorted(partial))
@@ -248,10 +249,10 @@ def test_the_timeout_of_a_queued_response_is_counted_from_its_first_token(engine
     """One request has twelve responses, of which the engine decodes six at a time."""
     begun, step = [], engine._step
 
-    def watched(running):
-        ended = list(step(running))
-        begun.append([math.isfinite(response.deadline) for response in running.values()])
-        yield from ended
+    def watched():
+        ended = step()
+        begun.append([math.isfinite(response.deadline) for response in engine._running.values()])
+        return ended
 
     monkeypatch.setattr(engine, "_step", watched)
     prompts = PROMPTS[:4]
@@ -274,13 +275,13 @@ def test_a_response_that_takes_too_long_is_cut_off(engine, name):
 
 
 @on(MOE)
-def test_closing_the_iterator_of_responses_aborts_those_still_running(engine, name):
+def test_an_abort_ends_the_responses_still_running(engine, name):
     def feed():
         yield Request(PROMPTS[:1], sampling(PROMPTS[:1], samples=1, tokens=1))
         yield Request(PROMPTS, sampling(PROMPTS, tokens=LONG, samples=20))
 
     expected = generate(engine, [[8]], sampling([[8]]))
-    responses = engine.serve(feed())
+    responses = serve(engine, feed())
     next(responses)
     responses.close()
     if name == "vllm":
@@ -319,7 +320,7 @@ def test_invalid_requests_are_refused_and_the_engine_keeps_serving(engine, name,
     message = message.replace("{tokens}", str(tokens)).replace("{positions}", str(positions(name)))
     good, bad = Request([[8]], sampling([[8]])), Request(prompts, sampling(prompts, **changes))
     with pytest.raises(UserError, match=message):
-        list(engine.serve(iter([good, bad])))
+        list(serve(engine, [good, bad]))
     assert len(generate(engine, [[8]], sampling([[8]]))) == 3
 
 
@@ -353,9 +354,9 @@ def test_no_more_responses_run_than_the_cache_holds(engine, monkeypatch):
     full, step, counts = TOGETHER * CONTEXT, engine._step, []
     assert full <= engine.cache_tokens < 2 * full
 
-    def watched(running):
-        counts.append(len(running))
-        yield from step(running)
+    def watched():
+        counts.append(engine.decoding)
+        return step()
 
     def running(cache):
         """(Responses that run in the first step, the most that ever run) with a cache of so many tokens."""
@@ -363,7 +364,7 @@ def test_no_more_responses_run_than_the_cache_holds(engine, monkeypatch):
         for name, value in (("_done", 0), ("_done_tokens", 0), ("cache_tokens", cache)):
             monkeypatch.setattr(engine, name, value)
         requests = [Request([prompt], sampling([prompt], samples=1, tokens=12)) for prompt in PROMPTS * 2]
-        assert len(list(engine.serve(iter(requests)))) == 12
+        assert len(list(serve(engine, requests))) == 12
         return counts[0], max(counts)
 
     monkeypatch.setattr(engine, "_step", watched)

@@ -35,6 +35,7 @@ from tests.rollout.engines import (
     other_policy,
     reference_of,
     sampling,
+    serve,
     stage_recipe,
     started,
 )
@@ -105,7 +106,7 @@ def test_signals_that_stop_a_run_do_not_end_the_server(engine):
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             process.send_signal(number)
     stop = iter([False, False])
-    found = [c for _, c in engine.serve(iter([Request([[8]], sampling([[8]], tokens=LONG))]), lambda: next(stop, True))]
+    found = [c for _, c in serve(engine, [Request([[8]], sampling([[8]], tokens=LONG))], lambda: next(stop, True))]
     assert [c.finish_reason for c in found] == ["interrupted"] * 3
     assert len(generate(engine, [[8]], sampling([[8]]))) == 3
     assert all(process.is_running() for process in processes)
@@ -130,7 +131,7 @@ def test_a_request_that_the_server_refuses_is_an_error_at_once(engine, monkeypat
     prompts = [[1] * 200]  # more than its context
     with monkeypatch.context() as unchecked:
         unchecked.setattr(engine, "_check", lambda request: None)
-        responses = engine.serve(iter([Request(prompts, sampling(prompts))]))
+        responses = serve(engine, [Request(prompts, sampling(prompts))])
         with pytest.raises(ServerFailed, match="SGLang refused /generate"):
             next(responses)
     assert len(generate(engine, [[8]], sampling([[8]]))) == 3
@@ -215,7 +216,7 @@ def test_a_server_that_does_not_answer_gives_no_heartbeat(engine, tmp_path, monk
                 scheduler.resume()
         return False
 
-    responses = list(engine.serve(iter([Request([[8]], sampling([[8]], tokens=LONG))]), look))
+    responses = list(serve(engine, [Request([[8]], sampling([[8]], tokens=LONG))], look))
     assert len(responses) == 3
     late = [number for at, number in seen if seen[0][0] + 2 < at < seen[0][0] + 4 * QUESTION_SECONDS]
     assert len(late) > 5 and len(set(late)) == 1

@@ -30,6 +30,7 @@ from tests.rollout.engines import (
     other_policy,
     reference_of,
     sampling,
+    serve,
     stage_recipe,
     started,
 )
@@ -158,7 +159,7 @@ def test_experts_that_vllms_runner_returns_reach_the_completions(engine, monkeyp
     request = Request(PROMPTS[:2], sampling(PROMPTS[:2], tokens=9))
     for last, reason in ((8, "interrupted"), (math.inf, "length")):
         calls = itertools.count()
-        completions = [c for _, c in engine.serve(iter([request]), lambda: next(calls) > last)]  # noqa: B023
+        completions = [c for _, c in serve(engine, [request], lambda: next(calls) > last)]  # noqa: B023
         assert {c.finish_reason for c in completions} == {reason}
         for c in completions:
             assert c.routed_experts.shape == (len(PROMPTS[c.prompt]) + len(c.tokens) - 1, 2, 2)
@@ -211,7 +212,7 @@ def test_tensor_parallel_workers_survive_signals_that_stop_a_run(models):
         return next(calls) > 20
 
     requests = iter([Request(PROMPTS[:2], sampling(PROMPTS[:2], tokens=100))])
-    found = [completion for _, completion in engine.serve(requests, stopped)]
+    found = [completion for _, completion in serve(engine, requests, stopped)]
     assert [completion.finish_reason for completion in found] == ["interrupted"] * 6
     assert all(len(completion.tokens) > 5 for completion in found)
     assert all(process.is_running() for process in workers)

@@ -29,6 +29,7 @@ from megarl.commands.stages.packed import (
     write_tar,
 )
 from megarl.errors import UserError
+from megarl.recipe.names import ENGINE_KEYS
 from megarl.recipe.tables import Recipe
 from megarl.storage.checkpoints import FileSum, checkpoints
 from megarl.storage.files import atomic_directory, check_new, disk_errors, file_sha256, make_directory
@@ -246,8 +247,8 @@ def replaced(tree: Any, names: dict[str, str]) -> Any:
 
 
 def without_machine(rollout: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the table ``[rollout]`` without `sglang_python` (a program) and the options of vLLM and SGLang."""
-    return {key: value for key, value in rollout.items() if key not in ("sglang_python", "vllm", "sglang")}
+    """``[rollout]`` without settings that start programs or belong to the engines of one machine."""
+    return {key: value for key, value in rollout.items() if key not in ENGINE_KEYS}
 
 
 def without_code(reward: dict[str, Any]) -> dict[str, Any]:

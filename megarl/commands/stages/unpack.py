@@ -37,6 +37,7 @@ from megarl.commands.stages.rows import vocabulary_size
 from megarl.errors import UserError
 from megarl.recipe.layout import TRAINING_TABLES
 from megarl.recipe.load import Overrides, apply_overrides, parse_override, parse_recipe, read_tables
+from megarl.recipe.names import ENGINE_KEYS
 from megarl.recipe.tables import Recipe
 from megarl.storage.checked_json import write_checked
 from megarl.storage.files import atomic_directory, check_new, file_sha256, make_directory
@@ -54,7 +55,7 @@ PACKED = "packed"  # directory in the run directory, with the files of the packe
 # settings that --set may change, since the stored rollouts do not depend on them
 _OPEN = (*TRAINING_TABLES, "reward.", "metrics.", "run.")
 _ENGINE = ("engine", "workers", "tensor_parallel", "memory_fraction", "float32_head", "groups_per_chunk")
-_ENGINE_TABLES = ("rollout.vllm.", "rollout.sglang.", "rollout.sglang_python")
+_ENGINE_TABLES = tuple(f"rollout.{key}" if key.endswith("_python") else f"rollout.{key}." for key in ENGINE_KEYS)
 _LEFT_OUT = ("judge", "http", "python")  # kinds of rewards whose code or server is not packed
 # endings of Megatron-Core's settings whose values it imports, opens or calls; values that name no module or file
 _NAMES_CODE = ("_factory", "_path", "_dir", "_cfg", "_func")

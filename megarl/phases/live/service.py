@@ -8,19 +8,17 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
 from megarl.distributed import ReplicaGroup, Role
 from megarl.errors import STOPPED, UserError
 from megarl.heartbeats import WAITS, beat
-from megarl.phases.generation import generate_rollouts, missing_chunks
+from megarl.phases.generation import RolloutStats, missing_chunks
 from megarl.phases.live.state import LiveState
-from megarl.phases.rollout_stats import RolloutStats
-from megarl.phases.rollout_worker import RolloutWorker
+from megarl.phases.rollout_worker import RolloutWorker, never
 from megarl.phases.stop import StopRequest
-from megarl.rollout.engine import never
 from megarl.rollout.gpus import visible_gpus
 from megarl.storage.checkpoints import checkpoints
 from megarl.storage.files import make_directory
@@ -102,23 +100,24 @@ class LiveRolloutWorker:
             while (self.next or worker.unfinished) and (version := self._wait(self._next_version)) is not None:
                 self._load(version)
                 start = time.perf_counter()
-                chunks, interrupted = self._chunks_now(), self._interrupted()
-                for groups in generate_rollouts(worker, chunks, interrupted, STORE_SECONDS, self.stats.add):
+                for groups in worker.generate(
+                    self._take_now,
+                    worker.prompts.train,
+                    worker.sampling(),
+                    interrupted=self._interrupted(),
+                    store_seconds=STORE_SECONDS,
+                    on_scored=self.stats.add,
+                ):
                     writer.append(groups, worker.weights_hash)
                     if self.stats.due():
-                        self._log_progress()
+                        self.stats.log(self.stage, rank, worker)
                 self.seconds["generate"] += time.perf_counter() - start
-        self._log_progress()
+        self.stats.log(self.stage, rank, worker)
         worker.close()
         # before waiting for the other replicas, which may need the trainers to go on
         self.state.leave(self.replicas.rank)
         if not self.stop.asked:
             self._log_idle()
-
-    def _log_progress(self) -> None:
-        assert self.worker is not None
-        event = self.stats.event(self.worker.decoding, self.worker.scoring.over_limit)
-        self.stage.log_event("rollout_progress", rank=self.replicas.rank, **event)
 
     def _chunks(self, missing: list[int], whole: bool) -> list[Sequence[int]]:
         present = set(self.stage.groups).difference(missing)
@@ -156,12 +155,13 @@ class LiveRolloutWorker:
         assert self.next is not None
         return self._version(self.next)
 
-    def _chunks_now(self) -> Iterator[Sequence[int]]:
-        """Take chunks as long as the loaded version is the right one for them."""
-        while self.next and not self.stop.asked and self._version(self.next) == self.loaded:
-            chunk = self.next
-            self._take()
-            yield chunk
+    def _take_now(self) -> Sequence[int] | None:
+        """The next chunk, if the loaded version is the right one for it."""
+        if not self.next or self.stop.asked or self._version(self.next) != self.loaded:
+            return None
+        chunk = self.next
+        self._take()
+        return chunk
 
     def _interrupted(self) -> Callable[[], bool]:
         """The callback that tells when to interrupt the responses in flight."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from megarl.phases.serve import KEY
 from megarl.phases.serve.conversations import Conversations, Turn
 from megarl.phases.serve.server import serving
 from megarl.phases.stop import StopRequest
-from megarl.rollout.engine import Completion, Request, Sampling
+from megarl.rollout.engine import Completion, Request
 from megarl.storage.checked_json import append_json, read_intact_lines
 from megarl.storage.files import fsync_path, make_directory
 from megarl.storage.rollouts import SERVED, Group, RolloutStore, RolloutWriter, seal
@@ -57,39 +57,35 @@ class TurnQueue:
                 return None  # it was queued after the engine had ended
         return job.completion
 
-    def requests(self) -> Iterator[Request | None]:
-        """The requests for `RolloutEngine.serve`; None while the queue is empty but responses are being decoded."""
-        while not self._over():
-            try:
-                job = self._waiting.get_nowait() if self._taken else self._waiting.get(timeout=IDLE_SECONDS)
-            except queue.Empty:
-                if self._taken:
-                    yield None
-                else:
-                    beat(WAITS, "wait for requests of agents")
-                continue
-            beat("turn", f"turn {self._count + 1}")
-            self._taken[self._count] = job
-            self._count += 1
-            yield self._request(job.turn)
+    def run(self, stop: Callable[[], bool]) -> None:
+        """Generate turns until ``over``; once ``stop`` returns True, those being generated are dropped, too."""
+        engine, taken = self._worker.engine, 0
+        while not self._over() or (engine.decoding and not stop()):
+            if not self._over() and engine.has_room() and (job := self._next(wait=not engine.decoding)):
+                beat("turn", f"turn {taken + 1}")
+                self._taken[taken] = job
+                draws = self._worker.sampling(samples=1, max_tokens=job.turn.limit, seeds=(job.turn.seed,))
+                engine.submit(taken, Request([job.turn.prompt], draws))
+                taken += 1
+            elif engine.decoding:
+                self._answer(engine.step())
+        self._answer(engine.interrupt())
 
-    def answer(self, number: int, completion: Completion) -> None:
-        """Pass the engine's completion of request ``number`` to the thread that waits for it."""
-        job = self._taken.pop(number)
-        job.completion = None if completion.finish_reason == "interrupted" else completion
-        job.done.set()
+    def _next(self, wait: bool) -> _Job | None:
+        """The next job; None if there is none. wait: for a moment."""
+        try:
+            return self._waiting.get(timeout=IDLE_SECONDS) if wait else self._waiting.get_nowait()
+        except queue.Empty:
+            if wait:
+                beat(WAITS, "wait for requests of agents")
+            return None
 
-    def _request(self, turn: Turn) -> Request:
-        table = self._worker.recipe.rollout
-        sampling = Sampling(
-            temperature=table.temperature,
-            max_tokens=turn.limit,
-            samples=1,
-            stop_token_ids=self._worker.stop_token_ids,
-            seeds=(turn.seed,),
-            timeout=table.response_timeout,
-        )
-        return Request([turn.prompt], sampling)
+    def _answer(self, completions: list[tuple[int, Completion]]) -> None:
+        """Pass completions to the threads that wait for them."""
+        for number, completion in completions:
+            job = self._taken.pop(number)
+            job.completion = None if completion.finish_reason == "interrupted" else completion
+            job.done.set()
 
 
 def serve(stage: Stage) -> None:
@@ -150,5 +146,4 @@ def _answer(stage: Stage, worker: RolloutWorker, conversations: Conversations, s
         raise UserError(f"{root / KEY} holds no key of at least {MIN_KEY} characters: delete it, and start again")
     with serving(stage.run.read_request()["port"], conversations, turns.ask, key, root.name) as port:
         stage.log_event("serving", phase="serve", url=f"http://127.0.0.1:{port}")
-        for number, completion in worker.engine.serve(turns.requests(), lambda: stop.asked):
-            turns.answer(number, completion)
+        turns.run(lambda: stop.asked)

@@ -66,7 +66,7 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
 
     Checked are temperatures, tensor parallelism, SGLang's own options, and on a CPU the kinds of layers.
     """
-    python = recipe.rollout.sglang_python or Path(sys.executable)
+    python = recipe.rollout.interpreter("sglang") or Path(sys.executable)
     try:
         found = installed_version(python) is not None
     except OSError as error:
@@ -99,7 +99,7 @@ def _absent_on_cpus(hf: dict[str, Any]) -> str | None:
 
 def build(recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_experts: bool) -> RolloutEngine:
     """See `EngineModule`."""
-    python = recipe.rollout.sglang_python or Path(sys.executable)
+    python = recipe.rollout.interpreter("sglang") or Path(sys.executable)
     settings = SglangSettings.of(recipe, stage, python=python, routed_experts=routed_experts)
     return SglangEngine(policy_dir, version, settings)
 
@@ -116,7 +116,7 @@ class SglangEngine(ContinuousEngine):
     def __init__(self, policy_dir: Path, version: int, settings: SglangSettings) -> None:
         super().__init__(policy_dir, version, settings)
         self._asleep = False
-        self._events: queue.Queue[Any] = queue.Queue()  # of the current `serve`
+        self._events: queue.Queue[Any] = queue.Queue()  # of the responses that run
         self._hf, self._own_stops = read_hf_config(self.policy_dir), end_of_sequence(self.policy_dir)
         arguments = server_arguments(self.policy_dir, version, settings) + as_arguments(settings.options)
         self._folder = tempfile.TemporaryDirectory(
@@ -185,14 +185,10 @@ class SglangEngine(ContinuousEngine):
         self._server.stop()
         self._folder.cleanup()
 
-    def _begin(self) -> None:
-        """Use a new queue, since threads of an earlier `serve` may still put events into the old one."""
-        self._events = queue.Queue()
-
     def _check(self, request: Request) -> None:
         """Nothing is sent unchecked, because a token outside the vocabulary crashes SGLang's CPU build."""
         if self._asleep:
-            raise RuntimeError("the engine sleeps: call wake() before serve()")
+            raise RuntimeError("the engine sleeps: call wake() before submit()")
         check_request(request.prompts, request.sampling, self._hf["vocab_size"], self.settings.context)
         stops = set(request.sampling.stop_token_ids)
         if stops and (more := self._own_stops - stops):
@@ -203,6 +199,8 @@ class SglangEngine(ContinuousEngine):
 
     def _send(self, responses: dict[str, Running], sampling: Sampling) -> None:
         """A response begins when the event of its first token arrives."""
+        if not self._running:
+            self._events = queue.Queue()  # threads of earlier requests may still put events into the old one
         body = {
             "rid": list(responses),
             "input_ids": [response.tokens for response in responses.values()],
@@ -221,45 +219,47 @@ class SglangEngine(ContinuousEngine):
         except Exception as error:
             events.put(error)
 
-    def _step(self, running: dict[str, Running]) -> Iterator[tuple[int, Completion]]:
+    def _step(self) -> list[tuple[int, Completion]]:
         """Handle the next event, or return after `POLL_SECONDS` without one."""
         try:
             event = self._events.get(timeout=POLL_SECONDS)
         except queue.Empty:
-            overdue = all(response.cut_off for response in running.values())  # all aborted: the server must send them
+            # all aborted: the server must send them
+            overdue = all(response.cut_off for response in self._running.values())
             if self._server.answers() and not overdue:  # without a heartbeat a server that stands still is noticed
                 beat("decoding")
-            return
+            return []
         beat("decoding")
         if isinstance(event, Exception):
-            running.clear()  # no further events will arrive for the responses of this request
+            self._running.clear()  # no further events will arrive for the responses of this request
             with _memory_errors("decoding", self.settings):
                 raise event
         name = event["meta_info"]["id"]
         if event["meta_info"]["finish_reason"]:
-            yield self._ended(running.pop(name), event)
-        else:
-            running[name].begin()
+            return [self._ended(self._running.pop(name), event)]
+        self._running[name].begin()
+        return []
 
-    def _cut_off(self, names: list[str], running: dict[str, Running], why: str) -> Iterator[tuple[int, Completion]]:
+    def _cut_off(self, names: list[str], why: str) -> list[tuple[int, Completion]]:
         """Aborts the responses; the server then reports what it has of each as the response's last event."""
         for name in names:
-            running[name].end(why)
+            self._running[name].end(why)
         if why == "timeout":
             for name in names:
                 self._server.post("/abort_request", {"rid": name})
-            return
-        while running:
+            return []
+        ended = []
+        while self._running:
             # repeated, because a submitted response may not have reached the server at the last call
             self._server.post("/abort_request", {"abort_all": True})
-            yield from self._step(running)
-            while running and not self._events.empty():
-                yield from self._step(running)
+            ended += self._step()
+            while self._running and not self._events.empty():
+                ended += self._step()
+        return ended
 
-    def _abandon(self, running: dict[str, Running]) -> None:
+    def _abort(self) -> None:
         if self._server.alive:
-            for _ in self._cut_off(list(running), running, "interrupted"):
-                pass
+            self.interrupt()
 
     def _ended(self, response: Running, event: dict[str, Any]) -> tuple[int, Completion]:
         """The completion of a response from its last event, which is checked for consistency."""

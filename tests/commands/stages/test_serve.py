@@ -17,7 +17,7 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from megarl.data.tokenizer import load_tokenizer
 from megarl.phases.serve import KEY
-from megarl.rollout.engine import Request, Sampling, continuation_seed, response_seed
+from megarl.rollout.engine import Request, Sampling, answers, continuation_seed, response_seed
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
@@ -193,7 +193,7 @@ def check_tokens(run, model, said):
             for turn in sampled:
                 seed = continuation_seed(response_seed(run.recipe.run.seed, group.group_id, sample), turn[0])
                 sampling = Sampling(1.0, 40 - turn[0], 1, (1,), (seed,))
-                ((_, alone),) = engine.serve(iter([Request([prompt + tokens[: turn[0]]], sampling)]))
+                (alone,) = answers(engine, Request([prompt + tokens[: turn[0]]], sampling))
                 assert alone.tokens.tolist() == [tokens[i] for i in turn]
                 assert alone.logprobs.tobytes() == response.rollout_logprobs[turn].tobytes()
             assert not response.rollout_logprobs[~own].any()

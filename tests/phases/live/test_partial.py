@@ -17,6 +17,8 @@ from megarl.rollout.builtin import DRAWS, BuiltinEngine
 from megarl.rollout.engine import Request, Sampling, response_seed
 from tests.phases.live.conftest import histogram, metrics
 from tests.phases.live.test_live import groups
+from tests.rollout import engines
+from tests.rollout.engines import by_response
 from tests.rollout.tiny_models import save
 
 PROMPTS = [[5, 9, 3], [11, 4], [20, 21, 22, 23], [8]]
@@ -54,7 +56,7 @@ def after(steps):
 
 
 def serve(engine, requests, interrupted=lambda: False):
-    return {(c.prompt, c.sample): c for _, c in engine.serve(iter(requests), interrupted)}
+    return by_response(completion for _, completion in engines.serve(engine, requests, interrupted))
 
 
 @pytest.mark.parametrize("steps", [1, 7, DRAWS + 9])
