@@ -136,10 +136,8 @@ def test_reference_text_is_cut_to_fit_into_the_engines_context():
 def test_sampled_log_probs_that_differ_from_the_engines_own_scores_are_noticed(moe_dir, reference):
     """Speculative decoding of vLLM 0.32 returns such log-probs on a CPU."""
     engine = BuiltinEngine(moe_dir, 0)
-    serve = engine.serve
-    engine.serve = lambda requests: (
-        (number, replace(completion, logprobs=completion.logprobs * 0)) for number, completion in serve(requests)
-    )
+    step = engine.step
+    engine.step = lambda: [(number, replace(one, logprobs=one.logprobs * 0)) for number, one in step()]
     with pytest.raises(
         UserError, match="log-probs that the engine returns for tokens it samples differ from its own scores"
     ):
