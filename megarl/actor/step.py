@@ -162,8 +162,11 @@ def _statistics(
 
 
 def _whole_batch_statistics(objective: Objective | WithOptions, logs: list[MicroBatchLog], backend: str) -> Any:
-    """Exact statistics on the last pipeline stage. Elsewhere (): not None, since ranks that have lagged statistics skip
-    a collective forward pass, and all ranks must agree on that."""
+    """The statistics of the whole optimizer batch, on the ranks of the last pipeline stage, which have its log-probs.
+
+    Other ranks get (). It must not be None, which means under ``statistics_scope = "lagged"`` that there are no
+    statistics yet and makes a rank take part in a collective forward pass: all ranks must decide alike.
+    """
     if not logs:
         return ()
     return objective.statistics(TokenBatch.concatenate([log.batch for log in logs]), _batch_group(), backend)

@@ -88,7 +88,7 @@ def _load(
         worker = RolloutWorker.build(run.recipe, stage.number, path, for_training)
     else:
         worker.load(policy)
-    drift = worker.check_weights(policy, replicas)
+    drift = worker.check_drift(policy, replicas)
     seconds = round(time.monotonic() - start, 3)
     stage.log_event("weight_drift", phase=phase, rank=replicas.rank, load_seconds=seconds, **asdict(drift))
     return worker

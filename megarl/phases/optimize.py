@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from megarl.actor import parallel
 from megarl.errors import UserError
-from megarl.phases.exports import Exporter
+from megarl.phases.export import Exporter
 from megarl.phases.stop import StopRequest
 from megarl.phases.updates import build_actor, check_rollouts, find_start, make_updates, resume
 from megarl.storage.metrics.summary import ages

@@ -20,7 +20,7 @@ from megarl.actor import checkpoint, parallel, reference
 from megarl.actor.optimizer_state import distributed_optimizers
 from megarl.actor.step import Actor
 from megarl.models.hf_config import read_hf_config
-from megarl.phases.exports import Exporter
+from megarl.phases.export import Exporter
 from megarl.phases.stop import StopRequest
 from megarl.phases.updates import Start, build_actor, make_updates
 from megarl.recipe.tables import Recipe, ScheduleTable

@@ -22,7 +22,7 @@ from megarl.recipe.tables import Recipe
 from megarl.rewards.parts import build_verifier
 from megarl.rewards.pool import Limits, VerifierPool
 from megarl.rollout import build_engine
-from megarl.rollout.drift import Drift, check_weights, hugging_face_reference
+from megarl.rollout.drift import Drift, hugging_face_reference, measure_drift
 from megarl.rollout.engine import Completion, Request, RolloutEngine, Sampling, response_seed
 from megarl.storage.policies import decode_reference, encode_reference, read_info, read_reference
 from megarl.storage.rollouts import Group, Response
@@ -90,14 +90,14 @@ class RolloutWorker:
         self.engine.close()
 
     def load(self, policy_dir: Path) -> None:
-        """Load another policy into the engine. The caller must then call `check_weights`."""
+        """Load another policy into the engine. The caller must then call `check_drift`."""
         beat("load", f"load of policy {policy_dir.name}")
         info = read_info(policy_dir)
         self.engine.load_weights(policy_dir, info.version)
         self.other_checksum = None if info.weights_hash == self.weights_hash else self.checksum
         self.weights_hash = info.weights_hash
 
-    def check_weights(self, policy_dir: Path, replicas: ReplicaGroup) -> Drift:
+    def check_drift(self, policy_dir: Path, replicas: ReplicaGroup) -> Drift:
         """Compare the engine's log-probs with those of the actor that exported its policy; call it after every load.
 
         If weights that were loaded in place are wrong, the engine is created anew and checked again. `UserError` if the
@@ -112,12 +112,12 @@ class RolloutWorker:
                 replicas.once(name, lambda: encode_reference(hugging_face_reference(policy_dir, text)))
             )
         try:
-            drift = check_weights(self.engine, reference, self.other_checksum)
+            drift = measure_drift(self.engine, reference, self.other_checksum)
         except UserError as error:
             if not self.engine.restart():
                 raise
             print(f"{error}; the engine was created anew because of that", file=sys.stderr)
-            drift = check_weights(self.engine, reference, self.other_checksum)
+            drift = measure_drift(self.engine, reference, self.other_checksum)
         self.checksum = drift.checksum
         return drift
 

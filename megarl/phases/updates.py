@@ -24,7 +24,7 @@ from megarl.actor.step import Actor, train_step, with_proximal
 from megarl.errors import STOPPED, UserError
 from megarl.heartbeats import beat
 from megarl.objectives import Objective, WithOptions, build_objective
-from megarl.phases.exports import Exporter
+from megarl.phases.export import Exporter
 from megarl.phases.samples import describe, lengths_by_sign, throughput, to_samples, token_texts
 from megarl.phases.stop import StopRequest
 from megarl.recipe.megatron import token_alignment
@@ -34,6 +34,10 @@ from megarl.storage.metrics import NOTHING, MetricsWriter, Position
 from megarl.storage.metrics.summary import summary
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
+
+
+# of one update: its groups, their ages as `Batches.metrics` gives them, its samples, this rank's micro-batches of these
+Batch = tuple[list[Group], dict[str, Any], list[Sample], list[packing.MicroBatch]]
 
 
 class Batches(Protocol):
@@ -111,28 +115,24 @@ def _make_updates(
 ) -> None:
     run, total = stage.run, stage.run.recipe.schedule.updates_per_stage
     objective, saved = _objective(run), done
-    ready: deque[Prepared] = deque()
+    ready: deque[Batch] = deque()
     for update in range(done, total):
         start = time.perf_counter()
         beat("update", f"update {stage.first_update + update + 1}")
         if not ready:
             ready.extend(_read_step(actor, run, objective, batches, exporter, update, total))
-        batch = ready.popleft() if ready else None
-        if batch is not None:
-            place = {
-                "stage": stage.number,
-                **({"pass": update // run.recipe.schedule.updates_per_pass} if run.recipe.schedule.passes > 1 else {}),
-                "update": stage.first_update + update + 1,
-                "staleness": batch.ages["staleness"],
-            }
-            values = _make_update(actor, run, batch, objective, place)
+        asked = not ready  # to stop, while waiting for groups
+        if ready:
+            groups, age, samples, micro_batches = ready.popleft()
+            line = {"stage": stage.number, "update": stage.first_update + update + 1} | age
+            place = {name: line[name] for name in ("stage", "pass", "update", "staleness") if name in line}
+            values = _make_update(actor, run, samples, micro_batches, objective, place)
             batches.trained(update + 1)
             if metrics:
-                measured = summary(batch.groups) | values | throughput(batch.samples, start)
-                metrics.append(place | batch.ages | measured)
-        updates = update + (batch is not None)
+                metrics.append(place | age | summary(groups) | values | throughput(samples, start))
+        updates = update + (not asked)
         # never stop within a step: the log-probs of its proximal policy are only in memory
-        stopping = batch is None or (updates < total and not ready and stop.agreed(actor.device))
+        stopping = asked or (updates < total and not ready and stop.agreed(actor.device))
         last = updates == total or stopping
         checkpoint.finish(actor, wait=False)
         if updates > saved and (updates % run.recipe.actor.checkpoint_every == 0 or last):
@@ -146,16 +146,6 @@ def _make_updates(
             sys.exit(STOPPED)
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """The batch of one update."""
-
-    groups: list[Group]
-    ages: dict[str, Any]
-    samples: list[Sample]
-    micro_batches: list[packing.MicroBatch]
-
-
 def _read_step(
     actor: Actor,
     run: RunDir,
@@ -164,13 +154,13 @@ def _read_step(
     exporter: Exporter,
     first: int,
     last: int,
-) -> list[Prepared]:
+) -> list[Batch]:
     """Read the batches of a step: the updates from ``first``, up to ``last``, that share a proximal policy.
 
     The current policy is the proximal one. A forward pass adds its log-probs to all batches but the first, whose own
     update starts from that policy anyway. Returns [] if a stop was asked for. Collective.
     """
-    step: list[Prepared] = []
+    step: list[Batch] = []
     for update in range(first, min(last, first + objective.updates_per_proximal_policy)):
         groups = batches.read(update)
         if groups is None:
@@ -182,7 +172,7 @@ def _read_step(
         )
         if step:
             micro_batches = with_proximal(actor, micro_batches)
-        step.append(Prepared(groups, batches.metrics(update, groups), samples, micro_batches))
+        step.append((groups, batches.metrics(update, groups), samples, micro_batches))
     return step
 
 
@@ -202,17 +192,22 @@ def _phase(stage: Stage) -> str:
 
 
 def _make_update(
-    actor: Actor, run: RunDir, batch: Prepared, objective: Objective | WithOptions, place: dict[str, int]
+    actor: Actor,
+    run: RunDir,
+    samples: list[Sample],
+    micro_batches: list[packing.MicroBatch],
+    objective: Objective | WithOptions,
+    place: dict[str, int],
 ) -> dict[str, Any]:
     table = run.recipe.metrics
     listed = table.listed_tokens if table.detail and place["update"] % table.detail == 0 else 0
     try:
-        values = train_step(actor, batch.micro_batches, objective, actor.learning_rate(place["update"]), listed)
+        values = train_step(actor, micro_batches, objective, actor.learning_rate(place["update"]), listed)
         if "muted_tokens" in values and parallel.reports_metrics():
             values["muted_tokens"] |= {"text": token_texts(values["muted_tokens"]["id"], run.recipe.model)}
-        return values | lengths_by_sign(batch.samples)
+        return values | lengths_by_sign(samples)
     except NonFiniteUpdate as error:
-        return skip(actor, run, place, error, batch.samples)
+        return skip(actor, run, place, error, samples)
 
 
 def skip(

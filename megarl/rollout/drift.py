@@ -39,7 +39,8 @@ from megarl.storage.policies import Reference
 # bfloat16 a token whose experts are nearly tied may be routed elsewhere, so only the mean is limited; quantised weights
 # change every token's log-prob.
 TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (math.inf, 0.1), "quantised": (math.inf, 0.5)}
-# A tighter limit for the mean distance where q is known: this multiple of q's mean distance from p, but at least LEAST
+# Where q is known, its mean distance from p shows how far engine and actor are apart with the same weights. NOISES times
+# that, or LEAST_NOISE nats if it is more, is then the limit of the mean distance, if it is lower than that above.
 NOISES, LEAST_NOISE = 3.0, 0.02
 SIGNIFICANT, MISSING = 4.0, 0.1  # limits: standard errors, and the missing share of the change between two policies
 BLOCK = 16  # tokens summed before the standard error is estimated: an error at one token carries over to the next ones
@@ -63,7 +64,7 @@ class Drift:
     checksum: str | None = None  # of the engine's weights, if the engine offers one
 
 
-def check_weights(engine: RolloutEngine, reference: Reference, before: str | None = None) -> Drift:
+def measure_drift(engine: RolloutEngine, reference: Reference, before: str | None = None) -> Drift:
     """Compare the engine's log-probs with the actor's, and those of tokens it samples with its own scores of them.
 
     Raises `UserError` if they differ by more than rounding. before: the checksum of the engine's weights when it had

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -237,3 +238,16 @@ def _check_prefixes(sampling: Sampling, vocabulary: int) -> None:
             )
         if prefix and not 0 <= min(prefix) <= max(prefix) < vocabulary:
             raise UserError(f"the prefix of response {index} has a token outside the vocabulary [0, {vocabulary})")
+
+
+def visible_gpus(first: int, count: int) -> str:
+    """``count`` consecutive GPUs of those that this process sees, starting with number ``first`` (from 0)."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible:
+        return ",".join(visible.split(",")[first : first + count])
+    return ",".join(map(str, range(first, first + count)))
+
+
+def replica_gpus(count: int) -> str:
+    """The ``count`` GPUs of this process' engine replica: a node's GPUs go to its replicas in order of LOCAL_RANK."""
+    return visible_gpus(int(os.environ.get("LOCAL_RANK", "0")) * count, count)

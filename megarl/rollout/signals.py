@@ -1,12 +1,17 @@
 """Keeps the signals that stop a run away from the processes that an engine starts below its phase process.
 
+``python signals.py MODULE ARGUMENT ...`` is ``python -m MODULE`` with these signals blocked. It runs in SGLang's
+interpreter, which cannot import megarl, so this file imports nothing of it.
+
 A scheduler sends such signals to every process of a job, a terminal to a process group. But an engine whose workers
 have ended can return nothing more, so they must live until the phase has collected their responses.
 """
 
 from __future__ import annotations
 
+import runpy
 import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing import resource_tracker
@@ -28,3 +33,10 @@ def kept_from_children() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+if __name__ == "__main__":
+    sys.argv = sys.argv[1:]
+    sys.path[0] = ""  # as with -m
+    with kept_from_children():
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

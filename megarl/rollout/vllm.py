@@ -30,9 +30,9 @@ from megarl.rollout.engine import (
     Sampling,
     check_request,
     continuation_seed,
+    replica_gpus,
     section,
 )
-from megarl.rollout.gpus import replica_gpus
 from megarl.rollout.options import as_arguments, check_options
 from megarl.rollout.signals import kept_from_children
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megarl.errors import UserError
-from megarl.rollout.drift import check_weights
+from megarl.rollout.drift import measure_drift
 from megarl.rollout.engine import Request, Sampling
 from tests.rollout.engines import (
     BOTH,
@@ -327,11 +327,11 @@ def test_invalid_requests_are_refused_and_the_engine_keeps_serving(engine, name,
 @on(BOTH)
 def test_the_engine_has_the_weights_that_were_loaded_last(engine):
     first, second = (reference_of(path) for path in (engine.policy_dir, other_policy(engine)))
-    assert check_weights(engine, first).max < TOLERANCE
+    assert measure_drift(engine, first).max < TOLERANCE
     with pytest.raises(UserError, match="weights are not the policy's.* nats off"):
-        check_weights(engine, second)
+        measure_drift(engine, second)
     engine.load_weights(other_policy(engine), 7)
-    assert check_weights(engine, second).max < TOLERANCE
+    assert measure_drift(engine, second).max < TOLERANCE
     (c,) = generate(engine, [[8]], sampling([[8]], samples=1)).values()
     assert c.policy_version == 7
     expected = hugging_face_logprobs(engine.policy_dir, [8], c.tokens)
@@ -379,4 +379,4 @@ def test_an_engine_that_sleeps_serves_nothing_until_it_wakes(engine):
     with pytest.raises(RuntimeError, match="call wake"):
         generate(engine, [[8]], sampling([[8]]))
     engine.wake()
-    assert check_weights(engine, reference_of(engine.policy_dir)).max < TOLERANCE
+    assert measure_drift(engine, reference_of(engine.policy_dir)).max < TOLERANCE

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from megarl.errors import UserError
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.rollout.builtin import BuiltinEngine
-from megarl.rollout.drift import check_weights, judge
+from megarl.rollout.drift import judge, measure_drift
 from megarl.storage.policies import PolicyInfo, Reference, cut_text, read_reference, write_info, write_reference
 from tests.rollout.engines import reference_of
 from tests.rollout.tiny_models import save
@@ -32,7 +32,7 @@ def test_scores_are_log_probs_at_temperature_one(moe_dir, reference):
             logprobs = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
         expected = [float(logprobs[i, token]) for i, token in enumerate(tokens[1:])]
         np.testing.assert_allclose(scores, expected, rtol=0, atol=1e-5)
-    drift = check_weights(engine, reference)
+    drift = measure_drift(engine, reference)
     assert drift.max < 1e-5 and drift.tokens == 4 * 47 and drift.precision == "float32"
 
 
@@ -43,7 +43,7 @@ def test_one_changed_tensor_is_noticed(moe_dir, reference, tmp_path, name):
     state[name] = state[name] * 1.01
     save_file(state, path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"weights are not the policy's: .* of 188 tokens are .* nats off"):
-        check_weights(BuiltinEngine(path, 0), reference)
+        measure_drift(BuiltinEngine(path, 0), reference)
 
 
 def test_tokens_whose_experts_are_tied_are_not_compared_and_all_others_are(tmp_path, actor):
@@ -72,11 +72,11 @@ def test_tokens_whose_experts_are_tied_are_not_compared_and_all_others_are(tmp_p
 
     found = Reference(sequences, logprobs, "float32")
     with pytest.raises(UserError, match="weights are not the policy's"):
-        check_weights(engine, found)
-    drift = check_weights(engine, replace(found, tied=tied))
+        measure_drift(engine, found)
+    drift = measure_drift(engine, replace(found, tied=tied))
     assert drift.max < 1e-5 and (drift.tokens, drift.tied) == (6 * 23 - marked, marked)
     with pytest.raises(UserError, match=f"of {drift.tokens} tokens are"):
-        check_weights(BuiltinEngine(wrong, 0), replace(found, tied=tied))
+        measure_drift(BuiltinEngine(wrong, 0), replace(found, tied=tied))
     # an engine in bfloat16 is not excused: all of its tokens count
     assert judge(engine.score(sequences), replace(found, tied=tied), "bfloat16").tokens == 6 * 23
 
@@ -93,18 +93,18 @@ def test_tied_tokens_must_not_be_far_off_all_the_same(reference, error):
 
 def test_where_every_token_is_tied_all_are_compared(moe_dir, reference):
     everywhere = [np.ones(len(scores), bool) for scores in reference.logprobs]
-    assert check_weights(BuiltinEngine(moe_dir, 0), replace(reference, tied=everywhere)).tokens == 188
+    assert measure_drift(BuiltinEngine(moe_dir, 0), replace(reference, tied=everywhere)).tokens == 188
 
 
 def test_the_tolerance_is_that_of_the_coarser_precision_and_nan_fails(moe_dir, reference):
     engine = BuiltinEngine(moe_dir, 0)
     off = [scores + np.float32(2e-4) for scores in reference.logprobs]
     with pytest.raises(UserError, match=r"0.0002 nats off in the mean .* limits for float32 are 0.0001"):
-        check_weights(engine, replace(reference, logprobs=off))
-    assert check_weights(engine, replace(reference, logprobs=off, precision="bfloat16")).precision == "bfloat16"
+        measure_drift(engine, replace(reference, logprobs=off))
+    assert measure_drift(engine, replace(reference, logprobs=off, precision="bfloat16")).precision == "bfloat16"
     undefined = [np.full_like(scores, np.nan) for scores in reference.logprobs]
     with pytest.raises(UserError, match="nan nats"):
-        check_weights(engine, replace(reference, logprobs=undefined, precision="bfloat16"))
+        measure_drift(engine, replace(reference, logprobs=undefined, precision="bfloat16"))
 
 
 def test_a_reference_is_read_as_it_was_written_and_a_damaged_file_is_refused(tmp_path, reference):
@@ -141,7 +141,7 @@ def test_sampled_log_probs_that_differ_from_the_engines_own_scores_are_noticed(m
     with pytest.raises(
         UserError, match="log-probs that the engine returns for tokens it samples differ from its own scores"
     ):
-        check_weights(engine, reference)
+        measure_drift(engine, reference)
 
 
 class IgnoresLoads(BuiltinEngine):
@@ -168,13 +168,13 @@ def test_stale_weights_are_noticed_by_their_checksum_however_similar_they_are(mo
         write_reference(path, reference_of(path))
     worker = object.__new__(RolloutWorker)
     worker.engine, worker.weights_hash = IgnoresLoads(first, 0), "hash 0"
-    assert worker.check_weights(first, None).checksum == worker.engine.checksum()
+    assert worker.check_drift(first, None).checksum == worker.engine.checksum()
     worker.load(first)
-    worker.check_weights(first, None)
+    worker.check_drift(first, None)
     worker.load(moved)
     assert judge(worker.engine.score(reference_of(moved).sequences), reference_of(moved), "float32").max < 1e-4
     with pytest.raises(UserError, match="left the engine's previous weights unchanged"):
-        worker.check_weights(moved, None)
+        worker.check_drift(moved, None)
     worker.engine._model = None  # so that the next load has an effect
     worker.engine.load_weights(moved, 1)
-    assert worker.check_weights(moved, None).checksum == worker.checksum
+    assert worker.check_drift(moved, None).checksum == worker.checksum

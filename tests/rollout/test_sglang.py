@@ -19,7 +19,7 @@ from megarl.distributed import become_single_process
 from megarl.errors import UserError
 from megarl.heartbeats import FILE, read_beat
 from megarl.phases.rollout import rollout
-from megarl.rollout.drift import check_weights
+from megarl.rollout.drift import measure_drift
 from megarl.rollout.engine import Request
 from megarl.rollout.sglang.server import QUESTION_SECONDS, ServerFailed
 from megarl.storage.policies import copy_policy
@@ -166,7 +166,7 @@ def test_loading_weights_and_sleeping_wait_until_the_server_is_idle(engine, monk
     assert idle == idle_again and idle.startswith("/flush_cache?timeout=")
     assert (load, sleep) == ("/update_weights_from_disk", "/release_memory_occupation")
     engine.wake()
-    assert check_weights(engine, reference_of(engine.policy_dir)).max < TOLERANCE
+    assert measure_drift(engine, reference_of(engine.policy_dir)).max < TOLERANCE
 
 
 def test_loading_the_same_policy_in_place_again_gives_the_same_weights_bit_for_bit(engine):
@@ -187,7 +187,7 @@ def test_loading_the_same_policy_in_place_again_gives_the_same_weights_bit_for_b
     assert checksums(one) == first
     assert sums[0] == sums[2] != sums[1]
     with pytest.raises(UserError, match="left the engine's previous weights unchanged"):
-        check_weights(engine, reference_of(one), before=sums[0])
+        measure_drift(engine, reference_of(one), before=sums[0])
 
 
 def test_a_directory_that_sglang_cannot_load_leaves_its_weights_unchanged(engine, tmp_path):
@@ -196,7 +196,7 @@ def test_a_directory_that_sglang_cannot_load_leaves_its_weights_unchanged(engine
     with pytest.raises(UserError, match=f"SGLang cannot load the policy in {tmp_path}"):
         engine.load_weights(tmp_path, 8)
     assert engine.version == version
-    assert check_weights(engine, reference_of(engine.policy_dir)).max < TOLERANCE
+    assert measure_drift(engine, reference_of(engine.policy_dir)).max < TOLERANCE
 
 
 def test_a_server_that_does_not_answer_gives_no_heartbeat(engine, tmp_path, monkeypatch):

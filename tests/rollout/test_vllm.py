@@ -15,7 +15,7 @@ import torch
 from megarl.errors import UserError
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.rollout.continuous import Running, Settings
-from megarl.rollout.drift import check_weights
+from megarl.rollout.drift import measure_drift
 from megarl.rollout.engine import Request, response_seed
 from megarl.storage.policies import write_reference
 from megarl.storage.run_dir import RunDir
@@ -183,16 +183,16 @@ def test_a_wrong_reload_is_noticed_and_repaired(engine, tmp_path):
     engine.settings = settings
     if engine._has_experts:
         with pytest.raises(UserError, match="weights are not the policy's.* nats off"):
-            check_weights(engine, reference)
+            measure_drift(engine, reference)
     else:
-        assert check_weights(engine, reference).max < TOLERANCE
+        assert measure_drift(engine, reference).max < TOLERANCE
     write_reference(tmp_path, reference)
     worker = object.__new__(RolloutWorker)
     worker.engine = engine
-    assert worker.check_weights(tmp_path, None).max < TOLERANCE
+    assert worker.check_drift(tmp_path, None).max < TOLERANCE
     assert (engine._engine is not started) is bool(engine._has_experts), "restarted only if the weights were wrong"
     engine.restart()
-    assert check_weights(engine, reference).max < TOLERANCE and not engine.restart()
+    assert measure_drift(engine, reference).max < TOLERANCE and not engine.restart()
 
 
 def test_tensor_parallel_workers_survive_signals_that_stop_a_run(models):
@@ -233,7 +233,7 @@ def test_sleep_too_little_memory_and_waking_with_more_responses_than_fit_in_a_st
         VllmEngine(engine.policy_dir, 0, replace(engine.settings, memory_fraction=1e-9))
     engine.settings = replace(engine.settings, responses=100)
     engine.wake()
-    assert check_weights(engine, reference_of(engine.policy_dir)).max < TOLERANCE
+    assert measure_drift(engine, reference_of(engine.policy_dir)).max < TOLERANCE
     prompts = [[i % 39] * 53 for i in range(100)]
     assert len(prompts) * 53 > CPU_STEP
     assert len(generate(engine, prompts, sampling(prompts, samples=1, tokens=2))) == 100

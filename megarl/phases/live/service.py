@@ -19,7 +19,7 @@ from megarl.phases.generation import RolloutStats, missing_chunks
 from megarl.phases.live.state import LiveState
 from megarl.phases.rollout_worker import RolloutWorker, never
 from megarl.phases.stop import StopRequest
-from megarl.rollout.gpus import visible_gpus
+from megarl.rollout.engine import visible_gpus
 from megarl.storage.checkpoints import checkpoints
 from megarl.storage.files import make_directory
 from megarl.storage.rollouts import RolloutStore, RolloutWriter, seal
@@ -208,7 +208,7 @@ class LiveRolloutWorker:
             self.worker = RolloutWorker.build(self.stage.run.recipe, self.stage.number, path)
         else:
             self.worker.load(path)
-        drift = self.worker.check_weights(path, self.replicas)
+        drift = self.worker.check_drift(path, self.replicas)
         seconds = time.perf_counter() - start
         place = {"phase": "live", "rank": self.replicas.rank, "version": version, "load_seconds": round(seconds, 3)}
         self.stage.log_event("weight_drift", **place, **asdict(drift))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,8 +15,7 @@ from megarl.actor import parallel
 from megarl.distributed import Role
 from megarl.errors import UserError
 from megarl.heartbeats import WAITS, beat
-from megarl.phases.exports import Exporter
-from megarl.phases.live.publish import Publisher
+from megarl.phases.export import Exporter
 from megarl.phases.live.service import serve
 from megarl.phases.live.state import LiveState
 from megarl.phases.stop import StopRequest
@@ -70,6 +70,48 @@ def train(stage: Stage, role: Role, workers: int) -> None:
         make_updates(actor, stage, start, batches, stop, exporter)
         batches.log_idle()
     publisher.end_stage()
+
+
+@dataclass(frozen=True)
+class Publisher:
+    """Exports the policy every ``sync_every`` updates. Rank 0 of the trainers publishes and removes the versions."""
+
+    stage: Stage
+    state: LiveState
+
+    def continue_after(self, done: int) -> None:
+        """Resume after ``done`` updates of the stage: remove later versions and publish the newest one that is left.
+
+        Later versions come from updates of an earlier attempt that are made again, perhaps with other results.
+        """
+        if dist.get_rank():
+            return
+        # if a version is due after exactly `done` updates, `trained` publishes it once the actor is loaded
+        versions = self.stage.run.remove_versions_after(self.stage.first_update + done)
+        self.state.publish(max([self.stage.first_update, *versions]))
+
+    def trained(self, exporter: Exporter, updates: int) -> None:
+        """Publish a version if one is due after ``updates`` updates of the stage. Collective."""
+        run, version = self.stage.run, self.stage.first_update + updates
+        schedule = run.recipe.schedule
+        # the stage's first version exists as its policy, and its last one is exported as the next stage's policy
+        if not schedule.lag_rule.is_published(version) or updates in (0, schedule.updates_per_stage):
+            return
+        exporter.export(version, run.version(version))
+        if dist.get_rank() == 0:
+            self.state.publish(version)
+            self._retire(min(self.state.oldest_in_use(), self.stage.next.oldest_needed))
+
+    def end_stage(self) -> None:
+        """Remove the versions that engines of the next stage do not need; after the last stage, all of them."""
+        if dist.get_rank() == 0:
+            self._retire(self.stage.next.oldest_needed)
+
+    def _retire(self, oldest: int) -> None:
+        """Remove the versions older than ``oldest``, except those that have not been evaluated yet."""
+        run = self.stage.run
+        for version in (v for v in run.versions() if v < oldest and not run.lacks_evaluation(v)):
+            run.remove_version(version)
 
 
 class LiveBatches:

@@ -35,7 +35,7 @@ NAME = re.compile(r"[A-Za-z0-9_.:@+-]{1,200}")
 
 
 @dataclass(frozen=True)
-class SuiteResponses:
+class LastAnswer:
     """The last answer of a conversation, kept for a client that lost its connection and asks for it again."""
 
     message: Message
@@ -57,7 +57,7 @@ class Conversation:
     finish_reason: str = ""  # of the last turn; "" before the first one
     busy: bool = False  # a turn is being generated
     rewarded: Response | None = None  # the finished response, once it has its reward
-    last: SuiteResponses | None = None
+    last: LastAnswer | None = None
 
     def add_context(self, tokens: list[int]) -> None:
         """Append tokens of tools or users, which are not trained."""
@@ -140,7 +140,7 @@ class Conversations:
         """Whether every group of the stage is stored."""
         return not self._missing
 
-    def begin(self, group: str, name: str, body: Any) -> Turn | SuiteResponses:
+    def begin(self, group: str, name: str, body: Any) -> Turn | LastAnswer:
         """Begin to handle a request for a chat completion.
 
         Returns the turn to generate, for which `end` must be called, or the answer if the request repeats the last one.
@@ -200,7 +200,7 @@ class Conversations:
             conversation.finish_reason = completion.finish_reason
             message = answer(self._decode(tokens), turn.request.tools)
             conversation.messages = [*turn.request.messages, message]
-            conversation.last = SuiteResponses(message, completion, prompt)
+            conversation.last = LastAnswer(message, completion, prompt)
             return message
 
     def reward(self, group: str, name: str, body: Any) -> None:

@@ -15,7 +15,7 @@ from urllib.parse import unquote, urlsplit
 
 from megarl.errors import UserError
 from megarl.phases.serve.chat import Message, Refused
-from megarl.phases.serve.conversations import Conversations, SuiteResponses, Turn
+from megarl.phases.serve.conversations import Conversations, LastAnswer, Turn
 from megarl.rollout.engine import Completion
 
 MAX_BODY = 64 << 20  # most bytes of a request's body
@@ -132,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _complete(self, group: str, name: str, body: Any) -> dict[str, Any]:
         turn = self.server.conversations.begin(group, name, body)
-        if isinstance(turn, SuiteResponses):
+        if isinstance(turn, LastAnswer):
             return _completion(self.server.model, turn.message, turn.completion, turn.prompt)
         prompt = len(turn.prompt)
         completion = self.server.ask(turn)

@@ -28,8 +28,16 @@ from megarl.models.feed_forward import MixtureOfExperts
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.tables import Recipe
 from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_table, checked_experts, out_of_memory
-from megarl.rollout.engine import Completion, Request, RolloutEngine, Sampling, check_request, response_seed, section
-from megarl.rollout.gpus import replica_gpus
+from megarl.rollout.engine import (
+    Completion,
+    Request,
+    RolloutEngine,
+    Sampling,
+    check_request,
+    replica_gpus,
+    response_seed,
+    section,
+)
 from megarl.rollout.options import as_arguments, check_options
 from megarl.rollout.sglang.server import OWN, Server, ServerFailed, installed_version, server_environment
 

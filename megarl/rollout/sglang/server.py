@@ -17,7 +17,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megarl.rollout.sglang import guard, start
+from megarl.rollout import signals
+from megarl.rollout.sglang import guard
 
 HOST = "127.0.0.1"
 HEALTH_SECONDS = 0.25  # between two health checks of a server that is starting
@@ -74,7 +75,7 @@ class Server:
         self._tail: deque[str] = deque(maxlen=LOG_LINES)
         self._question: threading.Thread | None = None  # the latest `_ask`, started at the monotonic time `_asked`
         self._asked, self._answered = 0.0, False
-        command = [python, "-W", "ignore", start.__file__, "sglang.launch_server", "--config", self._key_file(folder)]
+        command = [python, "-W", "ignore", signals.__file__, "sglang.launch_server", "--config", self._key_file(folder)]
         command += ["--host", HOST, "--port", self.port, "--served-model-name", self._name]
         self._process = subprocess.Popen(
             [sys.executable, guard.__file__, *map(str, [os.getpid(), *command, *arguments])],

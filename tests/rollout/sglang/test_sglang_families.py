@@ -3,7 +3,7 @@
 import pytest
 
 from megarl.rollout import build_engine
-from megarl.rollout.drift import check_weights
+from megarl.rollout.drift import measure_drift
 from tests.actor.conftest import make_hf_model
 from tests.rollout.engines import OWN_OPTION, reference_of, stage_recipe
 
@@ -17,7 +17,7 @@ def test_sglang_computes_the_log_probs_of_transformers(tmp_path, family):
     recipe = stage_recipe("sglang", model={"path": str(tmp_path)}, rollout=OWN_OPTION)
     engine = build_engine(recipe, 0, tmp_path, 0, routed_experts=False)
     try:
-        drift = check_weights(engine, reference_of(tmp_path))
+        drift = measure_drift(engine, reference_of(tmp_path))
     finally:
         engine.close()
     assert drift.tokens > 100 and drift.max < 1e-4
