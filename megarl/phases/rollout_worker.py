@@ -30,7 +30,7 @@ from megarl.storage.shards import UNFINISHED
 
 PROMPTS, PROMPT_TOKENS = 16, 128  # size of the reference text of a base model, which transformers scores on a CPU
 STORE_SECONDS = 1.0  # between two shards; a kill loses only the groups completed since the last one
-_Place = tuple[PendingGroup, int]  # a response: its group and its index in the group
+_Slot = tuple[PendingGroup, int]  # a response: its group and its index in the group
 
 
 def never() -> bool:
@@ -160,75 +160,103 @@ class RolloutWorker:
         scored_first: take a chunk only once all responses generated before are scored.
         on_scored: called with each group as soon as it is scored, before it is stored.
         """
-        pending = {group.number: group for group in self.unfinished}
-        left, self.unfinished = self.unfinished, []
-        asked: list[tuple[int, list[_Place]]] = []  # for each request: responses per prompt, and all its responses
-        whole = self.engine.repeats_chunks and interrupted is never
-        sizes: list[int] = []  # of the chunks that are not stored yet
+        work = _Work(self, prompt, draws, earlier, other_seeds)
+        whole, stopping = self.engine.repeats_chunks and interrupted is never, False
         portion: list[Group] = []
-        more, stopping, stored = True, False, time.monotonic()
-
-        def ask(groups: Sequence[PendingGroup], continues: bool) -> None:
-            places = [(group, k) for group in groups for k in range(draws.samples) if k not in group.responses]
-            self.engine.submit(len(asked), self._request(places, draws, other_seeds, continues))
-            asked.append((1 if continues else draws.samples, places))
-
+        stored = time.monotonic()
         try:
             while True:
                 stopping = stopping or interrupted()
-                while (left or more) and not stopping and self.engine.has_room():
-                    if left:
-                        ask(left, continues=True)
-                        left = []
-                    elif scored_first and self.scoring.busy:
-                        break
-                    elif (chunk := take()) is None:
-                        more = False
-                    else:
-                        beat("chunk", f"chunk {len(asked) + 1} of this replica, prompt {chunk[0]}")
-                        groups = [_pending(number, prompt(number), draws, earlier(number)) for number in chunk]
-                        pending |= {group.number: group for group in groups}
-                        sizes.append(len(chunk))
-                        ask(groups, continues=any(group.parts or group.responses for group in groups))
+                if not stopping:
+                    work.submit(take, scored_first)
                 if self.engine.decoding:
-                    for number, completion in self.engine.interrupt() if stopping else self.engine.step():
-                        each, places = asked[number]
-                        group, k = places[completion.prompt * each + completion.sample]
-                        group.parts.setdefault(k, []).append(completion)
-                        if completion.finish_reason != "interrupted":
-                            self.scoring.add(group, k, _joined(group.parts.pop(k), draws.max_tokens))
+                    work.receive(self.engine.interrupt() if stopping else self.engine.step())
                     scored = self.scoring.take() if self.scoring.is_due() else []
                 elif self.scoring.busy and not self.stopped():
                     beat("scoring")
                     scored = self.scoring.take(wait=True, unless=self.stopped)
                 else:
                     break
-                for one in scored:
-                    del pending[one.group_id]
-                    on_scored(one)
+                for group in scored:
+                    del work.pending[group.group_id]
+                    on_scored(group)
                 portion += scored
+                # chunks come one after another, and so do their groups, since then scoring is in order
                 while portion and (
-                    len(portion) >= sizes[0] if whole else time.monotonic() - stored >= store_seconds
-                ):  # chunks come one after another, and so do their groups, since then scoring is in order
-                    size = sizes.pop(0) if whole else len(portion)
+                    len(portion) >= work.sizes[0] if whole else time.monotonic() - stored >= store_seconds
+                ):
+                    size = work.sizes.pop(0) if whole else len(portion)
                     yield portion[:size]
                     portion, stored = portion[size:], time.monotonic()
         finally:
             self.engine.abort()
         if portion:
             yield portion
-        self.unfinished = list(pending.values())
+        self.unfinished = list(work.pending.values())
 
-    def _request(self, places: Sequence[_Place], draws: Sampling, other_seeds: int, continues: bool) -> Request:
+
+class _Work:
+    """The requests of one call of `RolloutWorker.generate`, whose arguments it has."""
+
+    def __init__(
+        self,
+        worker: RolloutWorker,
+        prompt: Callable[[int], Prompt],
+        draws: Sampling,
+        earlier: Callable[[int], tuple[Response, ...]],
+        other_seeds: int,
+    ) -> None:
+        self.worker, self.prompt, self.draws, self.earlier = worker, prompt, draws, earlier
+        self.other_seeds = other_seeds
+        self.pending = {group.number: group for group in worker.unfinished}  # not scored yet
+        self.sizes: list[int] = []  # of the chunks that are not stored yet
+        self._left = worker.unfinished  # to continue before any chunk
+        self._more = True
+        self._asked: list[tuple[int, list[_Slot]]] = []  # for each request: responses per prompt, and all its responses
+
+    def submit(self, take: Callable[[], Sequence[int] | None], scored_first: bool) -> None:
+        """Submit chunks as long as the engine has room for them."""
+        engine, scoring = self.worker.engine, self.worker.scoring
+        while (self._left or self._more) and engine.has_room():
+            if self._left:
+                self._ask(self._left, continues=True)
+                self._left = []
+            elif scored_first and scoring.busy:
+                return
+            elif (chunk := take()) is None:
+                self._more = False
+            else:
+                beat("chunk", f"chunk {len(self._asked) + 1} of this replica, prompt {chunk[0]}")
+                groups = [_pending(number, self.prompt(number), self.draws, self.earlier(number)) for number in chunk]
+                self.pending |= {group.number: group for group in groups}
+                self.sizes.append(len(chunk))
+                self._ask(groups, continues=any(group.parts or group.responses for group in groups))
+
+    def receive(self, completions: Sequence[tuple[int, Completion]]) -> None:
+        """Have finished responses scored, and keep the parts of the others."""
+        for number, completion in completions:
+            each, slots = self._asked[number]
+            group, k = slots[completion.prompt * each + completion.sample]
+            group.parts.setdefault(k, []).append(completion)
+            if completion.finish_reason != "interrupted":
+                self.worker.scoring.add(group, k, _joined(group.parts.pop(k), self.draws.max_tokens))
+
+    def _ask(self, groups: Sequence[PendingGroup], continues: bool) -> None:
+        slots = [(group, k) for group in groups for k in range(self.draws.samples) if k not in group.responses]
+        self.worker.engine.submit(len(self._asked), self._request(slots, continues))
+        self._asked.append((1 if continues else self.draws.samples, slots))
+
+    def _request(self, slots: Sequence[_Slot], continues: bool) -> Request:
         """A request for responses. continues: repeat the prompt for each response, with the response's prefix."""
-        seeds = tuple(response_seed(self.recipe.run.seed, group.number + other_seeds, k) for group, k in places)
+        run_seed = self.worker.recipe.run.seed
+        seeds = tuple(response_seed(run_seed, group.number + self.other_seeds, k) for group, k in slots)
         if not continues:
-            prompts = [list(group.prompt.tokens) for group, _ in places[:: draws.samples]]
-            return Request(prompts, replace(draws, seeds=seeds))
-        parts = [group.parts.get(k, ()) for group, k in places]
+            prompts = [list(group.prompt.tokens) for group, _ in slots[:: self.draws.samples]]
+            return Request(prompts, replace(self.draws, seeds=seeds))
+        parts = [group.parts.get(k, ()) for group, k in slots]
         prefixes = tuple(tuple(token for part in found for token in part.tokens.tolist()) for found in parts)
-        prompts = [list(group.prompt.tokens) for group, _ in places]
-        return Request(prompts, replace(draws, seeds=seeds, samples=1, prefixes=prefixes))
+        prompts = [list(group.prompt.tokens) for group, _ in slots]
+        return Request(prompts, replace(self.draws, seeds=seeds, samples=1, prefixes=prefixes))
 
 
 def _pending(number: int, prompt: Prompt, draws: Sampling, earlier: Sequence[Response]) -> PendingGroup:

@@ -35,7 +35,6 @@ from megarl.storage.metrics.summary import summary
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 
-
 # of one update: its groups, their ages as `Batches.metrics` gives them, its samples, this rank's micro-batches of these
 Batch = tuple[list[Group], dict[str, Any], list[Sample], list[packing.MicroBatch]]
 

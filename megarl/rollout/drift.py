@@ -39,8 +39,8 @@ from megarl.storage.policies import Reference
 # bfloat16 a token whose experts are nearly tied may be routed elsewhere, so only the mean is limited; quantised weights
 # change every token's log-prob.
 TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (math.inf, 0.1), "quantised": (math.inf, 0.5)}
-# Where q is known, its mean distance from p shows how far engine and actor are apart with the same weights. NOISES times
-# that, or LEAST_NOISE nats if it is more, is then the limit of the mean distance, if it is lower than that above.
+# Where q is known, its mean distance from p shows how far engine and actor are apart with the same weights. The limit
+# of the mean distance is then NOISES times that, but at least LEAST_NOISE nats and at most the limit above.
 NOISES, LEAST_NOISE = 3.0, 0.02
 SIGNIFICANT, MISSING = 4.0, 0.1  # limits: standard errors, and the missing share of the change between two policies
 BLOCK = 16  # tokens summed before the standard error is estimated: an error at one token carries over to the next ones
