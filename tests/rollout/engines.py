@@ -77,16 +77,17 @@ def generate(engine, prompts, how):
 
 def serve(engine, requests, interrupted=lambda: False):
     """Serve requests as phases do; yields pairs as `step` returns them. A request None: none is available yet."""
-    numbered, more = iter(enumerate(requests)), True
+    left, number, more = iter(requests), 0, True
     try:
         while more or engine.decoding:
             stopping = interrupted()
             while more and not stopping and engine.has_room():
-                number, request = next(numbered, (None, None))
-                more = number is not None
-                if request is None:
+                request = next(left, "end")
+                more = request != "end"
+                if not more or request is None:
                     break
                 engine.submit(number, request)
+                number += 1
             if stopping:
                 yield from engine.interrupt()
                 return

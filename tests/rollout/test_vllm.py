@@ -157,7 +157,7 @@ def test_experts_that_vllms_runner_returns_reach_the_completions(engine, monkeyp
     monkeypatch.setattr(engine, "settings", replace(engine.settings, routed_experts=True))
     monkeypatch.setattr(core, "get_output", with_experts)
     request = Request(PROMPTS[:2], sampling(PROMPTS[:2], tokens=9))
-    for last, reason in ((8, "interrupted"), (math.inf, "length")):
+    for last, reason in ((4, "interrupted"), (math.inf, "length")):
         calls = itertools.count()
         completions = [c for _, c in serve(engine, [request], lambda: next(calls) > last)]  # noqa: B023
         assert {c.finish_reason for c in completions} == {reason}
