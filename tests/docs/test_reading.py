@@ -23,7 +23,7 @@ QUESTIONS = {
         "megarl/rollout/builtin.py: _Decoder.sample"
     ),
     "An engine still has the weights of the stage before. What notices it, and when?": (
-        "megarl/phases/rollout_worker.py: RolloutWorker.check_weights"
+        "megarl/phases/rollout_worker.py: RolloutWorker.check_drift"
     ),
     "The machine loses power. From which moment on is a group safe?": (
         "megarl/storage/rollouts.py: RolloutWriter.append"
