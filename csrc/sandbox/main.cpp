@@ -1,4 +1,4 @@
-// The supervisor: creates the namespaces, or lets bubblewrap create them, and outlives all processes inside.
+// The supervisor: creates the namespaces and outlives all processes inside.
 #include <errno.h>
 #include <fcntl.h>
 #include <sched.h>
@@ -106,19 +106,6 @@ pid_t start_in_namespaces(const Options& options) {
   return child;
 }
 
-// options.command is bubblewrap's command line, whose own command is this launcher in guard mode.
-pid_t start_bubblewrap(const Options& options) {
-  const pid_t supervisor = getpid(), child = fork();
-  if (child < 0) fail(options, "fork");
-  if (child) return child;
-  die_with(options, supervisor);
-  sigset_t none;
-  sigemptyset(&none);
-  sigprocmask(SIG_SETMASK, &none, nullptr);
-  execv(options.command[0], options.command);
-  fail(options, options.command[0]);
-}
-
 // Waits until no process is left. Orphans count too: they become children of the supervisor, which is a subreaper.
 void wait_for_all(pid_t child, const sigset_t& signals) {
   for (;;) {
@@ -128,6 +115,12 @@ void wait_for_all(pid_t child, const sigset_t& signals) {
     siginfo_t info;
     if (sigwaitinfo(&signals, &info) == SIGTERM) kill(child, SIGKILL);
   }
+}
+
+// Has the kernel kill this process when its parent dies; ends it at once if the parent is dead already.
+void die_with_parent(const Options& options) {
+  if (prctl(PR_SET_PDEATHSIG, SIGKILL)) fail(options, "prctl");
+  if (getppid() != options.parent) _exit(1);
 }
 
 void reset_signals() {
@@ -142,29 +135,19 @@ void fail(const Options& options, const std::string& what) {
   _exit(1);
 }
 
-void die_with(const Options& options, pid_t parent) {
-  if (prctl(PR_SET_PDEATHSIG, SIGKILL)) fail(options, "prctl");
-  if (parent && getppid() != parent) _exit(1);
-}
-
 int main(int, char** arguments) {
-  const std::string mode = arguments[1] ? arguments[1] : "";
-  if (mode != "own" && mode != "bubblewrap" && mode != "guard") {
-    fprintf(stderr, "usage: megarl_sandbox own|bubblewrap|guard [name=value ...] -- command ...\n");
+  if (!arguments[1]) {
+    fprintf(stderr, "usage: megarl_sandbox name=value ... -- command ...\n");
     return 2;
   }
-  const Options options = parse(arguments + 2);
+  const Options options = parse(arguments + 1);
   reset_signals();
-  if (mode == "guard") {  // bubblewrap has made everything but /tmp, whose number of files it cannot limit
-    mount_tmp(options);
-    guard(options, -1);
-  }
   sigset_t signals;
   sigemptyset(&signals);
   sigaddset(&signals, SIGCHLD);
   sigaddset(&signals, SIGTERM);
   sigprocmask(SIG_SETMASK, &signals, nullptr);
-  die_with(options, options.parent);
+  die_with_parent(options);
   if (prctl(PR_SET_CHILD_SUBREAPER, 1)) fail(options, "prctl");
-  wait_for_all(mode == "own" ? start_in_namespaces(options) : start_bubblewrap(options), signals);
+  wait_for_all(start_in_namespaces(options), signals);
 }

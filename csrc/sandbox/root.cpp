@@ -73,12 +73,12 @@ void mount_tmpfs(const Options& options, const char* path, const std::string& se
   }
 }
 
-}  // namespace
-
 void mount_tmp(const Options& options) {
   const std::string size = std::to_string(options.tmp_size), files = std::to_string(options.tmp_files);
   mount_tmpfs(options, "/tmp", "size=" + size + ",nr_inodes=" + files + ",mode=1777", MS_NOEXEC);
 }
+
+}  // namespace
 
 void make_root(const Options& options) {
   if (mount(nullptr, "/", nullptr, MS_REC | MS_PRIVATE, nullptr)) fail(options, "private mounts");

@@ -37,11 +37,6 @@ struct Options {
 // Writes "failed WHAT: why" to options.status and ends the process: the sandbox failed, not the program.
 [[noreturn]] void fail(const Options& options, const std::string& what);
 
-// Has the kernel kill this process when its parent dies. Ends it at once if its parent is no longer `parent`; 0: the
-// parent's id is unknown here.
-void die_with(const Options& options, pid_t parent);
-
-void make_root(const Options& options);                       // root.cpp, like the next
-void mount_tmp(const Options& options);
-[[noreturn]] void guard(const Options& options, int proc);    // guard.cpp; proc: directory of an outer /proc, or -1
+void make_root(const Options& options);                       // root.cpp
+[[noreturn]] void guard(const Options& options, int proc);    // guard.cpp; proc: directory of the outer /proc
 bool filter_system_calls(bool forks);                         // filter.cpp; false and errno on failure

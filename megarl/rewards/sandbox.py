@@ -17,7 +17,6 @@ import functools
 import importlib.metadata
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -128,8 +127,8 @@ def check_sandbox() -> None:
         raise UserError(
             f"programs cannot be run in a sandbox here ({error}), and they are never run without one. On your own "
             "machine allow user namespaces (sysctl user.max_user_namespaces, and on Ubuntu "
-            "kernel.apparmor_restrict_unprivileged_userns=0) or install bubblewrap (apt install bubblewrap); "
-            "in a container allow user namespaces (podman, or docker --security-opt seccomp=unconfined)"
+            "kernel.apparmor_restrict_unprivileged_userns=0); in a container "
+            "allow user namespaces (podman, or docker --security-opt seccomp=unconfined)"
         ) from error
     if not outcome.succeeded or outcome.output != b"42\n":
         raise UserError(f"Python does not run in the sandbox of this machine: {outcome}")
@@ -301,54 +300,22 @@ def _tree() -> tuple[dict[str, str], dict[str, str]]:
     return binds | {name: name for name in others if os.path.exists(name)}, links
 
 
-@functools.cache
-def bubblewrap() -> str | None:
-    """The path of bubblewrap, or None not to use it: as root the launcher itself can switch to another user."""
-    return None if os.geteuid() == 0 else shutil.which("bwrap")
-
-
 def _command(program: Program, limits: Limits, status: int, contents: list[int]) -> list[str]:
-    guard = [
-        f"status={status}", f"seconds={limits.seconds}", f"wall={limits.wall}", f"memory={limits.memory}",
-        f"processes={limits.threads}", f"open_files={limits.open_files}", f"file_size={limits.file_size}",
-        f"tmp_size={limits.disk}", f"tmp_files={limits.files}", f"forks={int(limits.forks)}",
-    ]  # fmt: skip
     python, python_binds, hidden = _python()
     environment = dict(ENVIRONMENT)
     if python == PYTHON:
         environment |= {"PYTHONHOME": "/python", "LD_LIBRARY_PATH": "/python/lib"}
-    guard += [f"env={name}={value}" for name, value in environment.items()]
     binds, links = _tree()
-    binds = binds | python_binds | program.binds
-    start, files = [str(launcher()), "{mode}", f"parent={os.getpid()}"], dict(zip(program.files, contents, strict=True))
-    wrap = bubblewrap()
-    if wrap is None:
-        start[1] = "own"
-        own = [f"bind={outside}:{inside}" for outside, inside in binds.items()]
-        own += [f"link={target}:{name}" for name, target in links.items()]
-        own += [f"hide={name}" for name in hidden] + [f"file={end}:{name}" for name, end in files.items()]
-        return [*start, *guard, *own, "--", *program.command]
-    start[1] = "bubblewrap"
-    inner = ["/launcher", "guard", *guard, "--", *program.command]
-    outer = _bubblewrap_arguments(binds, links, hidden, files)
-    return [*start, f"status={status}", "--", wrap, *outer, "--", *inner]
-
-
-def _bubblewrap_arguments(
-    binds: dict[str, str], links: dict[str, str], hidden: tuple[str, ...], files: dict[str, int]
-) -> list[str]:
-    # CAP_SYS_ADMIN, in the new user namespace, is for the guard, which mounts /tmp and then drops the capability
-    arguments = [
-        "--unshare-all", "--unshare-user", "--as-pid-1", "--die-with-parent", "--new-session", "--clearenv",
-        "--cap-drop", "ALL", "--cap-add", "CAP_SYS_ADMIN", "--uid", "65534", "--gid", "65534",
-        "--ro-bind", str(launcher()), "/launcher", "--dir", "/tmp",
+    files = zip(program.files, contents, strict=True)
+    return [
+        str(launcher()), f"parent={os.getpid()}", f"status={status}", f"seconds={limits.seconds}",
+        f"wall={limits.wall}", f"memory={limits.memory}", f"processes={limits.threads}",
+        f"open_files={limits.open_files}", f"file_size={limits.file_size}", f"tmp_size={limits.disk}",
+        f"tmp_files={limits.files}", f"forks={int(limits.forks)}",
+        *(f"env={name}={value}" for name, value in environment.items()),
+        *(f"bind={outside}:{inside}" for outside, inside in (binds | python_binds | program.binds).items()),
+        *(f"link={target}:{name}" for name, target in links.items()),
+        *(f"hide={name}" for name in hidden),
+        *(f"file={content}:{name}" for name, content in files),
+        "--", *program.command,
     ]  # fmt: skip
-    for outside, inside in binds.items():
-        arguments += ["--dev-bind" if outside.startswith("/dev/") else "--ro-bind", outside, inside]
-    for name, target in links.items():
-        arguments += ["--symlink", target, name]
-    for name in hidden:
-        arguments += ["--size", "4096", "--tmpfs", name, "--remount-ro", name]
-    for name, end in files.items():
-        arguments += ["--perms", "0555", "--ro-bind-data", str(end), name]
-    return [*arguments, "--remount-ro", "/", "--chdir", "/"]

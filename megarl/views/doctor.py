@@ -79,10 +79,10 @@ def _findings() -> list[str]:
 
 def _sandbox() -> str:
     """Whether ``reward.kind = "code"`` can run programs on this machine."""
-    from megarl.rewards.sandbox import bubblewrap, check_sandbox
+    from megarl.rewards.sandbox import check_sandbox
 
     try:
         check_sandbox()
     except UserError as error:
         return f'missing, so reward.kind = "code" cannot run programs: {error}'
-    return f"can run programs, with {bubblewrap() or 'namespaces of its own'}"
+    return "can run programs"

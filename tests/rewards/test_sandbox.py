@@ -156,24 +156,16 @@ def readable_by_all():
         yield launcher, prefix
 
 
-@pytest.mark.parametrize("wrap", [None, shutil.which("bwrap") or "missing"], ids=["own", "bubblewrap"])
-def test_an_ordinary_user_has_the_same_sandbox(readable_by_all, host, wrap, monkeypatch):
-    """With namespaces that the launcher makes, and with those of bubblewrap."""
-    if wrap == "missing":
-        assert os.environ.get("MEGARL_REQUIRE_BUBBLEWRAP") != "1", "bubblewrap is not installed"
-        pytest.skip("needs bubblewrap")
+def test_an_ordinary_user_has_the_same_sandbox(readable_by_all, host, monkeypatch):
     launcher, prefix = readable_by_all
     monkeypatch.setattr(sandbox, "launcher", lambda: launcher)
     monkeypatch.setattr(sandbox, "_python", lambda: sandbox.python_of(prefix))
-    monkeypatch.setattr(shutil, "which", lambda name: wrap)
     right, cases = program("won()", host), {name: program(body, host) for name, body in attacks.PROGRAMS.items()}
     question = prompt_for(host)
     for slow in HANGING | SPINNING | SEVERAL:
         del cases[slow]
 
     def check():
-        sandbox.bubblewrap.cache_clear()
-        assert os.geteuid() == 0 or sandbox.bubblewrap() == wrap
         assert verifier().score(question, right).value == 1
         assert [name for name, text in cases.items() if verifier().score(question, text).value] == []
         for text, value in ((f"def answer(n): return {attacks.SECRET}", 1), (attacks.FORGED["exit"], 0)):
@@ -240,3 +232,9 @@ def test_a_program_cannot_redefine_names_that_its_tests_use():
     tests = "assert all(answer(n) == 5 for n in (7,))\nassert isinstance(answer(7), int) and math.isclose(answer(7), 5)"
     assert verifier().score(row(tests=tests), attacks.FORGED["names of the tests"]).value == 0
     assert verifier().score(row(tests=tests), "def answer(n): return 5").value == 1
+
+
+@pytest.mark.parametrize("test", ["all(map({}, [7]))", "[*filter({}, [7])] == []", "[*zip(map({}, [7]))] == []"])
+def test_a_program_cannot_end_the_iterators_of_its_tests(test):
+    tests = "assert " + test.format("lambda n: answer(n) == 4")
+    assert verifier().score(row(tests=tests), "def answer(n): raise StopIteration").value == 0

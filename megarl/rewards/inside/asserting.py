@@ -63,7 +63,8 @@ class Wire:
             kind, text = getattr(builtins, answer["raise"], None), str(answer["text"])
         except Exception as error:
             raise ProgramFailed("no answer that can be read") from error
-        if isinstance(kind, type) and issubclass(kind, Exception):
+        # an iterator that gets StopIteration from the program would end as if all its items had been tested
+        if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, StopIteration):
             raise kind(text)
         raise ProgramFailed(text)
 
