@@ -124,7 +124,8 @@ def _make_updates(
         if ready:
             groups, age, samples, micro_batches = ready.popleft()
             line = {"stage": stage.number, "update": stage.first_update + update + 1} | age
-            place = {name: line[name] for name in ("stage", "pass", "update", "staleness") if name in line}
+            names: tuple[str, ...] = ("stage", "pass", "update", "staleness")
+            place = {name: line[name] for name in names if name in line}
             values = _make_update(actor, run, samples, micro_batches, objective, place)
             batches.trained(update + 1)
             if metrics:
