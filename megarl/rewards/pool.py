@@ -7,7 +7,8 @@ forked process ends with the one that forked it, at the latest when its socket c
 because a message takes longer than comparing two short answers.
 
 A verdict depends only on the response. So the time limit counts CPU time, which does not depend on the machine's load,
-and if a worker ends for another reason, such as a kill, the response that it was scoring is scored again.
+and if a worker ends for another reason, such as a kill, the response that it was scoring is scored again. Pools of
+libraries, such as pebble's, limit wall time and fork workers from a process with threads.
 """
 
 from __future__ import annotations
