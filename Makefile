@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 RUN := .venv/bin/python
-KERNELS := CMakeLists.txt $(shell find csrc -type f)
+KERNELS := CMakeLists.txt $(shell find csrc megarl/objectives -type f -not -name "*.pyc")
 .PHONY: quickstart test test-slow faults lint bench gpu launch
 
 quickstart: .venv/.stamp

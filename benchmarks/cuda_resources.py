@@ -33,7 +33,9 @@ def resources(source: Path, architecture: int, *flags: str) -> list[dict[str, An
     flags: additional flags for nvcc.
     """
     with tempfile.TemporaryDirectory() as directory:
-        command = ["nvcc", "-std=c++17", "-O3", f"-arch=sm_{architecture}", f"-I{ROOT / 'csrc/include'}", *flags]
+        subprocess.run([sys.executable, ROOT / "csrc/translate_rules.py", f"{directory}/megarl_rules.h"], check=True)
+        includes = [f"-I{ROOT / 'csrc/include'}", f"-I{directory}"]
+        command = ["nvcc", "-std=c++17", "-O3", f"-arch=sm_{architecture}", *includes, *flags]
         command += ["-Xptxas", "-v", "-cubin", "-o", f"{directory}/cubin", str(source)]
         report = subprocess.run(command, check=True, capture_output=True, text=True).stderr
     rows = []

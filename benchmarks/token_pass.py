@@ -22,10 +22,9 @@ import torch
 
 from megarl.batch import TokenBatch
 from megarl.objectives import OBJECTIVES
-from megarl.objectives.parts.clipping import hard_clip
 from megarl.objectives.parts.prefix_min import prefix_min_log_ratio
 from megarl.objectives.parts.ratios import log_ratio
-from megarl.objectives.parts.veto import veto_mask
+from megarl.objectives.parts.sequences import sequence_sum
 
 BYTES = 4 + 4 + 4 + 1 + 4 + 4 + 1 + 8
 CASES = ("mu_grpo", "minpro", "prefix_ratio_grpo", "m2po", "grpo")
@@ -79,9 +78,11 @@ def loss_alone(name: str) -> Callable[[TokenBatch], torch.Tensor] | None:
         l, _ = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
         ratio = (l + prefix_min_log_ratio(l, batch) if name == "prefix_ratio_grpo" else l).exp()
         low, high = (0.0, 5.0) if name == "mu_grpo" else (0.8, 1.2)
-        value, _ = hard_clip(ratio, batch.advantages, low, high)
+        value = torch.minimum(ratio * batch.advantages, ratio.clamp(low, high) * batch.advantages)
         if name == "mu_grpo":
-            value = torch.where(veto_mask(ratio, batch, 1e-4, "sequence"), 0, value)
+            fires = batch.loss_mask & (batch.advantages < 0) & (ratio.detach() < 1e-4)
+            vetoed = sequence_sum(fires, batch.cu_seqlens, None)[batch.sequence_ids] > 0
+            value = torch.where(vetoed & (batch.advantages < 0), 0, value)
         loss = torch.where(batch.loss_mask, -value, 0)
         return torch.autograd.grad(loss.sum(), batch.logprobs)[0]
 

@@ -22,9 +22,10 @@ from common import write_table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+import megarl.objectives  # noqa: F401  # they have the rules
 from megarl.kernels.linear_logprob.triton_backend import Tile, launch_options, logit_gradients_kernel, statistics_kernel
+from megarl.kernels.token_pass.language import RULES
 from megarl.kernels.token_pass.triton_backend import LAUNCH_OPTIONS, kernel_constants, token_pass_kernel
-from megarl.kernels.token_pass.triton_rules import TRITON_RULES
 
 SHARED_MEMORY = {80: 163, 90: 227, 100: 227}  # KiB a block may use, by architecture: CUDA C++ programming guide
 
@@ -127,7 +128,7 @@ POINTERS = dict(
 
 
 def token_pass_spec(name: str, inherited: bool, architecture: int) -> CompileSpec:
-    rule = TRITON_RULES[name]
+    rule = RULES[name]
     absent = [] if inherited else ["prefix_min", "sequence_log_ratio", "first_trigger"]
     absent += [] if rule.quantity == "ties" else ["places"]
     signature = {argument: type for argument, type in POINTERS.items() if argument not in absent}
@@ -152,7 +153,7 @@ SPECS = [
     *(
         token_pass_spec(name, inherited, architecture)
         for architecture in SHARED_MEMORY
-        for name in TRITON_RULES
+        for name in RULES
         for inherited in ((False, True) if name == "clip_prefix" else (False,))
     ),
 ]

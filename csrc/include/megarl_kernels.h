@@ -22,7 +22,7 @@ extern "C" {
 
 int megarl_abi_version(void);
 
-/* 1 if the token pass knows the rule of that name (MEGARL_RULES in token_rules.h), else 0. */
+/* 1 if the token pass knows the rule of that name (MEGARL_RULES of csrc/translate_rules.py), else 0. */
 int megarl_has_rule(const char* rule);
 
 /* Packed tokens. A segment is a sequence, or one of the two chunks of it that a context-parallel rank holds. Where the
@@ -88,7 +88,7 @@ enum megarl_sum {
 
 /* Log-ratio, prefix minimum, weight and mask, loss, its gradient and every sum of the metrics, in one pass.
  *
- * rule: a name in MEGARL_RULES of token_rules.h. parameters: the rule's, float64, on the device; see that header.
+ * rule: the name of a rule in megarl/objectives. parameters: the rule's, float64, on the device.
  * dampened: effective ratio below which a token counts as dampened.
  * places [num_segments] int64 or NULL: place of a segment's first token in the tie-break order of "second_moment".
  * loss, coefficient [T]: loss of a token and its derivative with respect to the log-prob, 0 where the mask is 0.

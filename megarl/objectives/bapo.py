@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed import ProcessGroup
@@ -10,14 +10,16 @@ from torch.distributed import ProcessGroup
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
 from megarl.kernels.token_pass import Rule
+from megarl.kernels.token_pass.language import RULES, Outcome, Sequence, Token, rule
 from megarl.objectives.objective import Objective
-from megarl.objectives.parts.clip_bounds import contributions, first_high, grid, path
-from megarl.objectives.parts.clipping import RatioBounds, dual_clip, hard_clip
+from megarl.objectives.parts.clip_bounds import RatioBounds, contributions, first_high, grid, path
+from megarl.objectives.parts.clipping import dual_clip, hard_clip
 from megarl.objectives.parts.fields import choice, number
-from megarl.objectives.parts.fused import constants
-from megarl.objectives.parts.metrics import fraction_metrics, mean_metric
-from megarl.objectives.parts.ratios import log_ratio
-from megarl.objectives.parts.terms import Terms, make_terms
+
+
+@rule()
+def clip_dual(t: Token, s: Sequence, low: Any, high: Any, bound: Any) -> Outcome:
+    return dual_clip(hard_clip(t.ratio, t, low, high, t.clamped), t, bound)
 
 
 @dataclass(frozen=True)
@@ -98,23 +100,9 @@ class Bapo(Objective):
         )
         return RatioBounds(low, high, at_high, at_low)
 
-    def terms(self, batch: TokenBatch, statistics: RatioBounds) -> Terms:
-        mask, low, high = batch.loss_mask, statistics.ratio_min, statistics.ratio_max
-        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, mask)
-        value, clipped = hard_clip(l.exp(), batch.advantages, low, high)
-        if self.variant == "released":
-            value, capped = dual_clip(value, batch.advantages, self.DUAL_CLIP)
-            clipped = clipped | capped
-        share = statistics.positive_share
-        metrics = fraction_metrics("clip_fraction", clipped, batch)
-        for name, scalar in (("ratio_min", low), ("ratio_max", high), ("positive_contribution", share)):
-            metrics[f"bapo/{name}"] = mean_metric(scalar.double().expand_as(l), mask)
-        return make_terms(self, batch, -value, ~clipped & ~clamped, l, clamped, metrics)
-
-    def rule(self, batch: TokenBatch, statistics: RatioBounds) -> Rule:
+    def rule(self, statistics: RatioBounds) -> Rule:
         low, high, share = statistics.ratio_min, statistics.ratio_max, statistics.positive_share
         scalars = {"bapo/ratio_min": low, "bapo/ratio_max": high, "bapo/positive_contribution": share}
         if self.variant == "paper":
-            return Rule("clip_token", torch.stack([low, high]).double(), first="clip_fraction", scalars=scalars)
-        bound = constants((self.DUAL_CLIP,), batch.loss_mask.device)[0]
-        return Rule("clip_dual", torch.stack([low.double(), high.double(), bound]), "clip_fraction", scalars=scalars)
+            return Rule(RULES["clip_token"], (low, high), first="clip_fraction", scalars=scalars)
+        return Rule(clip_dual, (low, high, self.DUAL_CLIP), first="clip_fraction", scalars=scalars)

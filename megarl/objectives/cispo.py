@@ -3,15 +3,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megarl.batch import TokenBatch
 from megarl.kernels.token_pass import Rule
+from megarl.kernels.token_pass.language import Outcome, Sequence, Token, rule
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.clipping import soft_clip
 from megarl.objectives.parts.fields import number
-from megarl.objectives.parts.fused import constants
-from megarl.objectives.parts.metrics import fraction_metrics
-from megarl.objectives.parts.ratios import log_ratio
-from megarl.objectives.parts.terms import Terms, make_terms
+
+
+@rule()
+def soft_clip_token(t: Token, s: Sequence, low: Any, high: Any) -> Outcome:
+    return soft_clip(t.ratio, t, low, high)
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,5 @@ class Cispo(Objective):
     eps_low: float = number(1.0, 0, 1)
     eps_high: float = number(4.0, 0)
 
-    def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
-        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
-        value, saturated = soft_clip(l.exp(), batch, 1 - self.eps_low, 1 + self.eps_high)
-        metrics = fraction_metrics("clip_fraction", saturated, batch)
-        return make_terms(self, batch, -value, batch.loss_mask, l, clamped, metrics)
-
-    def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
-        bounds = constants((1 - self.eps_low, 1 + self.eps_high), batch.loss_mask.device)
-        return Rule("soft_clip_token", bounds, first="clip_fraction")
+    def rule(self, statistics: Any) -> Rule:
+        return Rule(soft_clip_token, (1 - self.eps_low, 1 + self.eps_high), first="clip_fraction")

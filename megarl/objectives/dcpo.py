@@ -3,15 +3,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.batch import TokenBatch
+from megarl.kernels.constants import SEQUENCE_LOG_RATIO_LIMIT
 from megarl.kernels.token_pass import Rule
+from megarl.kernels.token_pass.language import Outcome, Sequence, Token, clamp, exp, rule, sqrt
 from megarl.objectives.objective import Objective
-from megarl.objectives.parts.clipping import dual_clip, hard_clip, prior_bounds
+from megarl.objectives.parts.clipping import dual_clip, hard_clip
 from megarl.objectives.parts.fields import choice, number
-from megarl.objectives.parts.fused import constants
-from megarl.objectives.parts.metrics import fraction_metrics
-from megarl.objectives.parts.ratios import log_ratio
-from megarl.objectives.parts.terms import Terms, make_terms
+
+
+@rule()
+def clip_prior(t: Token, s: Sequence, eps_low: Any, eps_high: Any, ratio_max: Any) -> Outcome:
+    """The bounds solve |(r - 1) r q| = eps for the ratio r, q the token's probability under the behaviour policy."""
+    inverse = exp(clamp(-t.rollout_logprob, 0.0, SEQUENCE_LOG_RATIO_LIMIT))  # 1 / q
+    low = 0.5 + 0.5 * sqrt(clamp(1.0 - 4.0 * eps_low * inverse, 0.0, 1.0))
+    high = clamp(0.5 + 0.5 * sqrt(1.0 + 4.0 * eps_high * inverse), 1.0, ratio_max)
+    return dual_clip(hard_clip(t.ratio, t, low, high, t.clamped), t, ratio_max)
 
 
 @dataclass(frozen=True)
@@ -33,15 +39,5 @@ class Dcpo(Objective):
     ratio_max: float = number(10.0, 1)
     aggregation: str = choice("sequence_mean", "token_mean")
 
-    def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
-        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
-        low, high = prior_bounds(batch, self.eps_low, self.eps_high, self.ratio_max)
-        value, clipped = hard_clip(l.exp(), batch.advantages, low, high)
-        value, capped = dual_clip(value, batch.advantages, self.ratio_max)
-        clipped = clipped | capped
-        metrics = fraction_metrics("clip_fraction", clipped, batch)
-        return make_terms(self, batch, -value, ~clipped & ~clamped, l, clamped, metrics)
-
-    def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
-        parameters = constants((self.eps_low, self.eps_high, self.ratio_max), batch.loss_mask.device)
-        return Rule("clip_prior", parameters, first="clip_fraction")
+    def rule(self, statistics: Any) -> Rule:
+        return Rule(clip_prior, (self.eps_low, self.eps_high, self.ratio_max), first="clip_fraction")

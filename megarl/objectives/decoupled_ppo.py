@@ -4,15 +4,23 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from megarl.batch import TokenBatch
+from megarl.kernels.constants import LOG_RATIO_LIMIT
 from megarl.kernels.token_pass import Rule
+from megarl.kernels.token_pass.language import Outcome, Sequence, Token, absolute, clamp, exp, rule, where
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.clipping import hard_clip
 from megarl.objectives.parts.fields import number, whole
-from megarl.objectives.parts.fused import constants
-from megarl.objectives.parts.metrics import fraction_metrics
-from megarl.objectives.parts.ratios import log_ratio
-from megarl.objectives.parts.terms import Terms, make_terms, require
+
+
+@rule()
+def decoupled(t: Token, s: Sequence, low: Any, high: Any, weight_max: Any) -> Outcome:
+    proximal = t.logprob - t.old_logprob
+    far = absolute(proximal) > LOG_RATIO_LIMIT
+    ratio = exp(clamp(proximal, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    behaviour = exp(clamp(t.old_logprob - t.rollout_logprob, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT))
+    weight = where(behaviour > weight_max, weight_max, behaviour)
+    o = hard_clip(ratio, t, low, high, far)
+    return Outcome(o.value * weight, o.coefficient * weight, o.kept, o.first, o.second)
 
 
 @dataclass(frozen=True)
@@ -39,17 +47,6 @@ class DecoupledPpo(Objective):
     def updates_per_proximal_policy(self) -> int:
         return self.proximal_updates
 
-    def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
-        mask, old = batch.loss_mask, require(batch, "old_logprobs", "decoupled_ppo").detach()
-        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, mask)
-        proximal, far = log_ratio(batch.logprobs, old, mask)
-        behaviour, _ = log_ratio(old, batch.rollout_logprobs, mask)
-        weight = behaviour.exp().clamp(max=self.behaviour_weight_max)
-        value, clipped = hard_clip(proximal.exp(), batch.advantages, 1 - self.eps_low, 1 + self.eps_high)
-        metrics = fraction_metrics("clip_fraction", clipped, batch)
-        return make_terms(self, batch, -weight * value, ~clipped & ~far, l, clamped, metrics)
-
-    def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
-        require(batch, "old_logprobs", "decoupled_ppo")
+    def rule(self, statistics: Any) -> Rule:
         bounds = (1 - self.eps_low, 1 + self.eps_high, self.behaviour_weight_max)
-        return Rule("decoupled", constants(bounds, batch.loss_mask.device), first="clip_fraction")
+        return Rule(decoupled, bounds, first="clip_fraction")

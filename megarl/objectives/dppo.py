@@ -3,18 +3,43 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
-from megarl.batch import TokenBatch
+from megarl.kernels.constants import SEQUENCE_LOG_RATIO_LIMIT, SMALLEST_REST
 from megarl.kernels.token_pass import Rule
+from megarl.kernels.token_pass.language import (
+    Outcome,
+    Sequence,
+    Token,
+    absolute,
+    clamp,
+    exp,
+    log,
+    one_minus_exp,
+    rule,
+    where,
+)
 from megarl.objectives.objective import Objective
-from megarl.objectives.parts.clipping import soft_clip
-from megarl.objectives.parts.divergence import binary_kl, binary_tv
+from megarl.objectives.parts.clipping import moves_along
 from megarl.objectives.parts.fields import choice, number
-from megarl.objectives.parts.fused import constants
-from megarl.objectives.parts.metrics import fraction_metrics
-from megarl.objectives.parts.ratios import log_ratio
-from megarl.objectives.parts.terms import Terms, make_terms, trust_region
+
+
+def diverged(t: Token, distance: Any, threshold: Any, ratio_max: Any) -> Outcome:
+    masked = moves_along(t) & (distance > threshold)
+    weight = where(masked, 0.0, clamp(t.ratio, 0.0, ratio_max) * t.advantage)
+    return Outcome(weight * t.logprob, weight, ~masked, masked, t.never)
+
+
+@rule()
+def divergence_tv(t: Token, s: Sequence, threshold: Any, ratio_max: Any) -> Outcome:
+    q = exp(clamp(t.rollout_logprob, -SEQUENCE_LOG_RATIO_LIMIT, 0.0))
+    return diverged(t, q * absolute(t.ratio - 1.0), threshold, ratio_max)
+
+
+@rule()
+def divergence_kl(t: Token, s: Sequence, threshold: Any, ratio_max: Any) -> Outcome:
+    log_q = clamp(t.rollout_logprob, -SEQUENCE_LOG_RATIO_LIMIT, 0.0)
+    rest_q = one_minus_exp(log_q) + SMALLEST_REST
+    rest_p = one_minus_exp(clamp(log_q + t.log_ratio, -SEQUENCE_LOG_RATIO_LIMIT, 0.0)) + SMALLEST_REST
+    return diverged(t, rest_q * log(rest_q / rest_p) - exp(log_q) * t.log_ratio, threshold, ratio_max)
 
 
 @dataclass(frozen=True)
@@ -40,14 +65,6 @@ class Dppo(Objective):
         """The threshold in effect."""
         return self.threshold or {"tv": 0.15, "kl": 0.05}[self.divergence]
 
-    def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
-        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
-        value, _ = soft_clip(l.exp(), batch, 0.0, self.ratio_max)
-        divergence = binary_tv(l, batch) if self.divergence == "tv" else binary_kl(l, batch)
-        masked = trust_region(l, batch) & (divergence > self.bound)
-        metrics = fraction_metrics("clip_fraction", masked, batch)
-        return make_terms(self, batch, torch.where(masked, 0, -value), ~masked, l, clamped, metrics)
-
-    def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
-        parameters = constants((self.bound, self.ratio_max), batch.loss_mask.device)
-        return Rule(f"divergence_{self.divergence}", parameters, first="clip_fraction")
+    def rule(self, statistics: Any) -> Rule:
+        function = {"tv": divergence_tv, "kl": divergence_kl}[self.divergence]
+        return Rule(function, (self.bound, self.ratio_max), first="clip_fraction")

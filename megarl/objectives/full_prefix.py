@@ -7,10 +7,8 @@ from megarl.batch import TokenBatch
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.clipping import soft_clip
 from megarl.objectives.parts.fields import number
-from megarl.objectives.parts.metrics import fraction_metrics
 from megarl.objectives.parts.prefix_ratio import prefix_log_ratio
-from megarl.objectives.parts.ratios import log_ratio
-from megarl.objectives.parts.terms import Terms, make_terms
+from megarl.objectives.parts.terms import Terms, outcome_terms, tokens_of
 
 
 @dataclass(frozen=True)
@@ -28,8 +26,6 @@ class FullPrefix(Objective):
     eps_high: float = number(4.0, 0)
 
     def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
-        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
-        ratio = prefix_log_ratio(l, batch).exp()
-        value, saturated = soft_clip(ratio, batch, 1 - self.eps_low, 1 + self.eps_high)
-        metrics = fraction_metrics("clip_fraction", saturated, batch)
-        return make_terms(self, batch, -value, batch.loss_mask, l, clamped, metrics)
+        t, log_m = tokens_of(batch)
+        o = soft_clip(prefix_log_ratio(t.log_ratio, batch).exp(), t, 1 - self.eps_low, 1 + self.eps_high)
+        return outcome_terms(self, batch, t, log_m, o, "clip_fraction")

@@ -3,15 +3,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.batch import TokenBatch
 from megarl.kernels.token_pass import Rule
+from megarl.kernels.token_pass.language import Outcome, Sequence, Token, rule, where
 from megarl.objectives.objective import Objective
-from megarl.objectives.parts.clipping import preserving_clip
+from megarl.objectives.parts.clipping import hard_clip
 from megarl.objectives.parts.fields import number
-from megarl.objectives.parts.fused import constants
-from megarl.objectives.parts.metrics import fraction_metrics
-from megarl.objectives.parts.ratios import log_ratio
-from megarl.objectives.parts.terms import Terms, make_terms
+
+
+@rule()
+def clip_preserving(t: Token, s: Sequence, low: Any, high: Any) -> Outcome:
+    """The value of the hard clip, but with a gradient also where it is bounded."""
+    o = hard_clip(t.ratio, t, low, high, t.clamped)
+    return Outcome(o.value, where(t.clamped, 0.0, o.value), ~t.clamped, o.first, t.never)
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,5 @@ class Gppo(Objective):
     eps_low: float = number(0.2, 0, 1)
     eps_high: float = number(0.28, 0)
 
-    def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
-        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
-        value, bounded = preserving_clip(l.exp(), batch.advantages, 1 - self.eps_low, 1 + self.eps_high)
-        metrics = fraction_metrics("clip_fraction", bounded, batch)
-        return make_terms(self, batch, -value, ~clamped, l, clamped, metrics)
-
-    def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
-        bounds = constants((1 - self.eps_low, 1 + self.eps_high), batch.loss_mask.device)
-        return Rule("clip_preserving", bounds, first="clip_fraction")
+    def rule(self, statistics: Any) -> Rule:
+        return Rule(clip_preserving, (1 - self.eps_low, 1 + self.eps_high), first="clip_fraction")

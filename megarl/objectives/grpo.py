@@ -3,15 +3,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.batch import TokenBatch
 from megarl.kernels.token_pass import Rule
+from megarl.kernels.token_pass.language import Outcome, Sequence, Token, rule
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.clipping import hard_clip
 from megarl.objectives.parts.fields import choice, number
-from megarl.objectives.parts.fused import constants
-from megarl.objectives.parts.metrics import fraction_metrics
-from megarl.objectives.parts.ratios import log_ratio
-from megarl.objectives.parts.terms import Terms, make_terms
+
+
+@rule()
+def clip_token(t: Token, s: Sequence, low: Any, high: Any) -> Outcome:
+    return hard_clip(t.ratio, t, low, high, t.clamped)
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,5 @@ class Grpo(Objective):
     def dampened_below(self) -> float:
         return self.dampen_threshold or 1 - self.eps_low
 
-    def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
-        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
-        value, clipped = hard_clip(l.exp(), batch.advantages, 1 - self.eps_low, 1 + self.eps_high)
-        metrics = fraction_metrics("clip_fraction", clipped, batch)
-        return make_terms(self, batch, -value, ~clipped & ~clamped, l, clamped, metrics)
-
-    def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
-        bounds = constants((1 - self.eps_low, 1 + self.eps_high), batch.loss_mask.device)
-        return Rule("clip_token", bounds, first="clip_fraction")
+    def rule(self, statistics: Any) -> Rule:
+        return Rule(clip_token, (1 - self.eps_low, 1 + self.eps_high), first="clip_fraction")

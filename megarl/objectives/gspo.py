@@ -3,15 +3,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.batch import TokenBatch
 from megarl.kernels.token_pass import Rule
+from megarl.kernels.token_pass.language import Outcome, Sequence, Token, exp, rule
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.clipping import hard_clip
 from megarl.objectives.parts.fields import choice, number
-from megarl.objectives.parts.fused import constants
-from megarl.objectives.parts.metrics import fraction_metrics
-from megarl.objectives.parts.ratios import log_ratio, sequence_log_ratio
-from megarl.objectives.parts.terms import Terms, make_terms
+
+
+@rule("mean")
+def clip_sequence_mean(t: Token, s: Sequence, low: Any, high: Any) -> Outcome:
+    return hard_clip(exp(s.log_ratio), t, low, high, t.clamped)
 
 
 @dataclass(frozen=True)
@@ -28,13 +29,5 @@ class Gspo(Objective):
     eps_high: float = number(2e-3, 0)
     aggregation: str = choice("sequence_mean", "token_mean")
 
-    def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
-        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
-        ratio = sequence_log_ratio(l, batch, mean=True).exp() * (l - l.detach()).exp()
-        value, clipped = hard_clip(ratio, batch.advantages, 1 - self.eps_low, 1 + self.eps_high)
-        metrics = fraction_metrics("clip_fraction", clipped, batch)
-        return make_terms(self, batch, -value, ~clipped & ~clamped, l, clamped, metrics)
-
-    def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
-        bounds = constants((1 - self.eps_low, 1 + self.eps_high), batch.loss_mask.device)
-        return Rule("clip_sequence_mean", bounds, first="clip_fraction", quantity="mean")
+    def rule(self, statistics: Any) -> Rule:
+        return Rule(clip_sequence_mean, (1 - self.eps_low, 1 + self.eps_high), first="clip_fraction")

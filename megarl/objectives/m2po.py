@@ -1,24 +1,43 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch.distributed import ProcessGroup
 
 from megarl.batch import TokenBatch
 from megarl.kernels.token_pass import Rule
+from megarl.kernels.token_pass.language import Outcome, Sequence, Token, absolute, clamp, exp, rule, where
 from megarl.objectives.objective import Objective
+from megarl.objectives.parts.clipping import moves_along
 from megarl.objectives.parts.fields import choice, number
-from megarl.objectives.parts.metrics import fraction_metrics
-from megarl.objectives.parts.ratios import log_ratio
 from megarl.objectives.parts.second_moment import (
     Histograms,
     SecondMomentMask,
     select_second_moment,
     winsorising_level,
 )
-from megarl.objectives.parts.terms import Terms, make_terms, trust_region
+
+
+@rule("ties")
+def second_moment(t: Token, s: Sequence, threshold: Any, order: Any) -> Outcome:
+    """threshold: of |l|; order: the tie order from which on tokens at the threshold are muted, see `Sequence.index`."""
+    size = absolute(t.log_ratio)
+    muted = moves_along(t) & ((size > threshold) | ((size == threshold) & (t.index <= s.index)))
+    value = where(muted, 0.0, t.ratio * t.advantage)
+    kept = ~(muted | t.clamped)
+    return Outcome(value, where(kept, value, 0.0), kept, muted, t.never)
+
+
+@rule()
+def clip_log_ratio(t: Token, s: Sequence, level: Any) -> Outcome:
+    """The comparison is exact where the level is the |l| of a token."""
+    l = t.log_ratio
+    clipped = ((t.advantage > 0.0) & (l > level)) | ((t.advantage < 0.0) & (l < -level))
+    value = where(clipped, exp(clamp(l, -level, level)), t.ratio) * t.advantage
+    kept = ~(clipped | t.clamped)
+    return Outcome(value, where(kept, value, 0.0), kept, clipped, t.never)
 
 
 @dataclass(frozen=True)
@@ -59,21 +78,7 @@ class M2Po(Objective):
         level = winsorising_level(histograms, self.m2_threshold, group)
         return LogRatioBound(level)
 
-    def terms(self, batch: TokenBatch, statistics: SecondMomentMask | LogRatioBound) -> Terms:
-        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
-        ratio = l.exp()
+    def rule(self, statistics: SecondMomentMask | LogRatioBound) -> Rule:
         if isinstance(statistics, LogRatioBound):
-            muted = trust_region(l, batch) & (l.detach().abs() > statistics.level)
-            bounded = l.detach().clamp(-statistics.level, statistics.level).exp()
-            value = torch.where(muted, bounded, ratio) * batch.advantages.detach()
-        else:
-            muted = statistics.masked(l, trust_region(l, batch), batch)
-            value = torch.where(muted, 0, ratio * batch.advantages.detach())
-        metrics = fraction_metrics("m2_mask_fraction", muted, batch)
-        return make_terms(self, batch, -value, ~muted & ~clamped, l, clamped, metrics)
-
-    def rule(self, batch: TokenBatch, statistics: SecondMomentMask | LogRatioBound) -> Rule:
-        if isinstance(statistics, LogRatioBound):
-            return Rule("clip_log_ratio", statistics.level.double().view(1), first="m2_mask_fraction")
-        parameters = torch.stack([statistics.threshold.double(), statistics.order.double()])
-        return Rule("second_moment", parameters, first="m2_mask_fraction", quantity="ties")
+            return Rule(clip_log_ratio, (statistics.level,), first="m2_mask_fraction")
+        return Rule(second_moment, (statistics.threshold, statistics.order), first="m2_mask_fraction")

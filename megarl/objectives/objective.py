@@ -12,15 +12,15 @@ from megarl.kernels.constants import BAD_PREFIX
 from megarl.kernels.token_pass import Rule, has_rule
 from megarl.objectives.parts.fields import check_fields, choice, number
 from megarl.objectives.parts.fused import fused_terms
-from megarl.objectives.parts.terms import Terms
+from megarl.objectives.parts.terms import Terms, require, rule_terms
 
 
 @dataclass(frozen=True)
 class Objective:
     """Settings of a per-token objective. Calling it maps a `TokenBatch` to `Terms`; it never averages over tokens.
 
-    A subclass defines `terms`, the paper's formula, and `rule`, which names the function of the fused token pass that
-    computes the same. aggregation: how the caller turns ``terms.loss`` into one number over the whole optimizer batch,
+    A subclass defines `rule`, the paper's formula for one token, or `terms`, for what no function of one token can
+    compute. aggregation: how the caller turns ``terms.loss`` into one number over the whole optimizer batch,
     see `megarl.objectives.parts.aggregation`. dampen_threshold: effective ratio below which the metrics ``dampen/*``
     count a token as dampened; 0 for the objective's default, see `dampened_below`.
     """
@@ -46,9 +46,11 @@ class Objective:
         batch.check()
         if statistics is None and self.needs_statistics:
             statistics = self.statistics(batch.detach(), batch.shard.group if batch.shard else None, backend)
-        rule = None if backend == "torch" else self.rule(batch, statistics)
-        if rule is None or not has_rule(rule.name, backend):
+        rule = self.rule(statistics) if self.fused and backend != "torch" else None
+        if rule is None or not has_rule(rule.function, backend):
             return self.terms(batch, statistics)
+        for name in self.requires:
+            require(batch, name, type(self).__name__)
         return fused_terms(rule, batch, self.aggregation, self.dampened_below, backend)
 
     @property
@@ -62,13 +64,20 @@ class Objective:
         return self.dampen_threshold or BAD_PREFIX
 
     def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
-        """The objective as the paper defines it, in torch. statistics: None unless `needs_statistics`."""
+        """The objective in torch: its rule, or what a subclass defines instead. statistics: None unless
+        `needs_statistics`."""
+        for name in self.requires:
+            require(batch, name, type(self).__name__)
+        return rule_terms(self, self.rule(statistics), batch)
+
+    def rule(self, statistics: Any) -> Rule:
+        """The objective of a single token, with its parameters."""
         raise NotImplementedError
 
-    def rule(self, batch: TokenBatch, statistics: Any) -> Rule | None:
-        """The rule of the fused token pass that computes the same, with its parameters on the batch's device; None if
-        there is none for these settings."""
-        return None
+    @property
+    def fused(self) -> bool:
+        """Whether the fused token pass computes all of `terms` from the rule."""
+        return type(self).rule is not Objective.rule
 
     def check(self, mixes_policies: bool) -> None:
         """`UserError` if these settings do not fit the run; called before any process of it starts.

@@ -15,7 +15,6 @@ from torch.distributed import ProcessGroup
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
 from megarl.objectives.objective import Objective
-from megarl.objectives.parts import clipping
 from megarl.objectives.parts.fields import check_fields, choice, number
 from megarl.objectives.parts.metrics import fraction_metrics, loss_metric, mean_metric
 from megarl.objectives.parts.ratios import log_ratio, sequence_log_ratio
@@ -60,10 +59,10 @@ class DualClip(Option):
     clip_ratio_c: float = number(3.0, 1)
 
     def after(self, batch: TokenBatch, terms: Terms) -> Terms:
-        value, capped = clipping.dual_clip(-terms.loss, batch.advantages, self.clip_ratio_c)
-        capped = capped & batch.loss_mask
+        most = torch.where(batch.loss_mask, -self.clip_ratio_c * batch.advantages.detach(), 0)
+        capped = batch.loss_mask & (batch.advantages < 0) & (terms.loss.detach() > most)
         metrics = terms.metrics | fraction_metrics("dual_clip_fraction", capped, batch)
-        return replace(terms, loss=torch.where(batch.loss_mask, -value, 0), kept=terms.kept & ~capped, metrics=metrics)
+        return replace(terms, loss=torch.where(capped, most, terms.loss), kept=terms.kept & ~capped, metrics=metrics)
 
 
 @dataclass(frozen=True)

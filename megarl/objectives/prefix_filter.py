@@ -3,17 +3,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from torch.distributed import ProcessGroup
 
 from megarl.batch import TokenBatch
 from megarl.objectives.objective import Objective
-from megarl.objectives.parts.clipping import soft_clip
+from megarl.objectives.parts.clipping import mute, soft_clip
 from megarl.objectives.parts.fields import number
-from megarl.objectives.parts.metrics import fraction_metrics
 from megarl.objectives.parts.prefix_ratio import LowestPrefix, lowest_threshold, prefix_sums
 from megarl.objectives.parts.ratios import log_ratio
-from megarl.objectives.parts.terms import Terms, make_terms
+from megarl.objectives.parts.terms import Terms, outcome_terms, tokens_of
 
 
 @dataclass(frozen=True)
@@ -39,10 +37,7 @@ class PrefixFilter(Objective):
         return LowestPrefix(lowest_threshold(prefix_sums(l, batch), batch.loss_mask, self.filter_fraction, group))
 
     def terms(self, batch: TokenBatch, statistics: LowestPrefix) -> Terms:
-        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
-        removed = batch.loss_mask & (prefix_sums(l, batch) < statistics.threshold)
-        value, saturated = soft_clip(l.exp(), batch, 1 - self.eps_low, 1 + self.eps_high)
-        metrics = fraction_metrics("clip_fraction", saturated & ~removed, batch)
-        metrics |= fraction_metrics("filter_fraction", removed, batch)
-        kept = batch.loss_mask & ~removed
-        return make_terms(self, batch, -torch.where(removed, 0, value), kept, l, clamped, metrics)
+        t, log_m = tokens_of(batch)
+        o = soft_clip(t.ratio, t, 1 - self.eps_low, 1 + self.eps_high)
+        removed = batch.loss_mask & (prefix_sums(t.log_ratio, batch) < statistics.threshold)
+        return outcome_terms(self, batch, t, log_m, mute(o, removed), "clip_fraction", "filter_fraction")

@@ -1,20 +1,24 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from megarl.batch import TokenBatch
 from megarl.kernels.token_pass import Rule
+from megarl.kernels.token_pass.language import Outcome, Sequence, Token, rule
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.clipping import hard_clip
 from megarl.objectives.parts.fields import choice, number
-from megarl.objectives.parts.fused import constants
-from megarl.objectives.parts.metrics import fraction_metrics
-from megarl.objectives.parts.prefix_min import prefix_min_log_ratio, sum_at_minima
+from megarl.objectives.parts.prefix_min import sum_at_minima
 from megarl.objectives.parts.ratios import log_ratio
-from megarl.objectives.parts.terms import Terms, make_terms
+from megarl.objectives.parts.terms import Terms
+
+
+@rule()
+def clip_prefix(t: Token, s: Sequence, low: Any, high: Any) -> Outcome:
+    return hard_clip(t.prefix_ratio, t, low, high, t.clamped)
 
 
 @dataclass(frozen=True)
@@ -43,19 +47,18 @@ class PrefixRatioGrpo(Objective):
     def dampened_below(self) -> float:
         return self.dampen_threshold or 1 - self.eps_low
 
-    def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
-        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
-        prefix = prefix_min_log_ratio(l, batch)
-        ratio = (prefix + l).exp()
-        value, clipped = hard_clip(ratio, batch.advantages, 1 - self.eps_low, 1 + self.eps_high)
-        if self.prefix_gradient == "full":
-            # adds 0 to the value, but adds the gradient through m_t to earlier tokens, on whichever rank they are
-            value = value + sum_at_minima(l, torch.where(clipped, 0, value), batch).to(l.dtype) * (l - l.detach())
-        metrics = fraction_metrics("clip_fraction", clipped, batch)
-        return make_terms(self, batch, -value, ~clipped & ~clamped, l, clamped, metrics)
+    def rule(self, statistics: Any) -> Rule:
+        return Rule(clip_prefix, (1 - self.eps_low, 1 + self.eps_high), first="clip_fraction")
 
-    def rule(self, batch: TokenBatch, statistics: Any) -> Rule | None:
-        if self.prefix_gradient == "full":  # the fused pass does not differentiate a minimum
-            return None
-        bounds = constants((1 - self.eps_low, 1 + self.eps_high), batch.loss_mask.device)
-        return Rule("clip_prefix", bounds, first="clip_fraction")
+    @property
+    def fused(self) -> bool:
+        return self.prefix_gradient == "stopped"
+
+    def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
+        terms = super().terms(batch, statistics)
+        if self.prefix_gradient == "stopped":
+            return terms
+        # adds 0 to the value, but adds the gradient through m_t to earlier tokens, on whichever rank they are
+        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
+        unclipped = torch.where(terms.kept | clamped, terms.loss, 0)
+        return replace(terms, loss=terms.loss + sum_at_minima(l, unclipped, batch).to(l.dtype) * (l - l.detach()))

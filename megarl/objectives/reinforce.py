@@ -3,12 +3,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.batch import TokenBatch
 from megarl.kernels.token_pass import Rule
+from megarl.kernels.token_pass.language import Outcome, Sequence, Token, rule, where
 from megarl.objectives.objective import Objective
-from megarl.objectives.parts.fused import constants
-from megarl.objectives.parts.ratios import log_ratio
-from megarl.objectives.parts.terms import Terms, make_terms
+
+
+@rule()
+def reinforce(t: Token, s: Sequence) -> Outcome:
+    value = t.ratio * t.advantage
+    return Outcome(value, where(t.clamped, 0.0, value), ~t.clamped, t.never, t.never)
 
 
 @dataclass(frozen=True)
@@ -19,9 +22,5 @@ class Reinforce(Objective):
     for every trained token whose log-ratio is not clamped.
     """
 
-    def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
-        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
-        return make_terms(self, batch, -l.exp() * batch.advantages.detach(), ~clamped, l, clamped, {})
-
-    def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
-        return Rule("reinforce", constants((), batch.loss_mask.device))
+    def rule(self, statistics: Any) -> Rule:
+        return Rule(reinforce)

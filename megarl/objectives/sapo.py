@@ -3,15 +3,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
-from megarl.batch import TokenBatch
+from megarl.kernels.constants import SEQUENCE_LOG_RATIO_LIMIT
 from megarl.kernels.token_pass import Rule
+from megarl.kernels.token_pass.language import Outcome, Sequence, Token, clamp, exp, rule, where
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.fields import choice, number
-from megarl.objectives.parts.fused import constants
-from megarl.objectives.parts.ratios import log_ratio
-from megarl.objectives.parts.terms import Terms, make_terms
+
+
+@rule()
+def gated(t: Token, s: Sequence, positive: Any, negative: Any) -> Outcome:
+    tau = where(t.advantage > 0.0, positive, negative)
+    e = exp(clamp(-tau * (t.ratio - 1.0), -SEQUENCE_LOG_RATIO_LIMIT, SEQUENCE_LOG_RATIO_LIMIT))
+    p = 1.0 / (1.0 + e)
+    # e p is 1 - p without a subtraction: for large ratios it is all that remains of the gradient
+    coefficient = where(t.clamped, 0.0, 4.0 * p * p * e * t.ratio * t.advantage)
+    return Outcome(4.0 / tau * p * t.advantage, coefficient, ~t.clamped, t.never, t.never)
 
 
 @dataclass(frozen=True)
@@ -29,14 +35,5 @@ class Sapo(Objective):
     tau_negative: float = number(1.05, 1e-3, 50)
     aggregation: str = choice("sequence_mean", "token_mean")
 
-    def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
-        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
-        advantages = batch.advantages.detach()
-        tau = torch.where(advantages > 0, self.tau_positive, self.tau_negative)
-        # written so that autograd never computes 1 - p by subtraction: for large ratios it is all that remains of the
-        # gradient
-        gate = 4 / tau / (1 + (-tau * (l.exp() - 1)).exp())
-        return make_terms(self, batch, -gate * advantages, ~clamped, l, clamped, {})
-
-    def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
-        return Rule("gated", constants((self.tau_positive, self.tau_negative), batch.loss_mask.device))
+    def rule(self, statistics: Any) -> Rule:
+        return Rule(gated, (self.tau_positive, self.tau_negative))

@@ -3,16 +3,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
-from megarl.batch import TokenBatch
+from megarl.kernels.constants import SEQUENCE_LOG_RATIO_LIMIT
 from megarl.kernels.token_pass import Rule
+from megarl.kernels.token_pass.language import Outcome, Sequence, Token, clamp, exp, rule, where
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.fields import number
-from megarl.objectives.parts.fused import constants
-from megarl.objectives.parts.metrics import fraction_metrics
-from megarl.objectives.parts.ratios import log_ratio, sequence_log_ratio
-from megarl.objectives.parts.terms import Terms, make_terms
+
+
+@rule("sum")
+def tapered_sequence(t: Token, s: Sequence, low: Any, high: Any) -> Outcome:
+    ratio = exp(clamp(s.log_ratio, -SEQUENCE_LOG_RATIO_LIMIT, SEQUENCE_LOG_RATIO_LIMIT))
+    negative = t.advantage < 0.0
+    weight = where(t.advantage > 0.0, 1.0, clamp(ratio, low, high)) * t.advantage
+    return Outcome(weight * t.logprob, weight, ~t.never, negative & ((ratio < low) | (ratio > high)), t.never)
 
 
 @dataclass(frozen=True)
@@ -30,16 +33,5 @@ class Topr(Objective):
     ratio_min: float = number(0.0, 0, 1)
     ratio_max: float = number(1.0, 0)
 
-    def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
-        mask, advantages = batch.loss_mask, batch.advantages.detach()
-        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, mask)
-        ratio = sequence_log_ratio(l, batch, mean=False).exp()
-        weight = torch.where(advantages > 0, 1, ratio.clamp(self.ratio_min, self.ratio_max))
-        saturated = (advantages < 0) & ((ratio < self.ratio_min) | (ratio > self.ratio_max))
-        loss = -weight * advantages * torch.where(mask, batch.logprobs, 0)
-        metrics = fraction_metrics("clip_fraction", saturated, batch)
-        return make_terms(self, batch, loss, mask, l, clamped, metrics)
-
-    def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
-        bounds = constants((self.ratio_min, self.ratio_max), batch.loss_mask.device)
-        return Rule("tapered_sequence", bounds, first="clip_fraction", quantity="sum")
+    def rule(self, statistics: Any) -> Rule:
+        return Rule(tapered_sequence, (self.ratio_min, self.ratio_max), first="clip_fraction")

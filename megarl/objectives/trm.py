@@ -7,11 +7,11 @@ import torch
 
 from megarl.batch import TokenBatch
 from megarl.objectives.objective import Objective
+from megarl.objectives.parts.clipping import mute
 from megarl.objectives.parts.fields import choice, number
-from megarl.objectives.parts.metrics import fraction_metrics
-from megarl.objectives.parts.ratios import log_ratio
 from megarl.objectives.parts.sequences import sequence_sum
-from megarl.objectives.parts.terms import Terms, make_terms
+from megarl.objectives.parts.terms import Terms, outcome_terms, tokens_of
+from megarl.objectives.reinforce import reinforce
 
 
 @dataclass(frozen=True)
@@ -29,11 +29,10 @@ class Trm(Objective):
     threshold: float = number(2.5, 0)
 
     def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
-        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
-        x = l.detach().double()
+        t, log_m = tokens_of(batch)
+        x = t.log_ratio.double()
         divergence = torch.expm1(x) - x if self.estimator == "k3" else x.square() / 2
         far = sequence_sum(batch.loss_mask & (divergence > self.threshold), batch.cu_seqlens, batch.shard)
         masked = batch.loss_mask & (far[batch.sequence_ids] > 0)
-        value = torch.where(masked, 0, l.exp() * batch.advantages.detach())
-        metrics = fraction_metrics("mask_fraction", masked, batch)
-        return make_terms(self, batch, -value, ~masked & ~clamped, l, clamped, metrics)
+        o = mute(reinforce.function(t, None), masked)
+        return outcome_terms(self, batch, t, log_m, o, second="mask_fraction")

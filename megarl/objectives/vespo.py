@@ -3,16 +3,23 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-
-from megarl.batch import TokenBatch
 from megarl.kernels.constants import LOG_RATIO_LIMIT, SEQUENCE_LOG_RATIO_LIMIT
 from megarl.kernels.token_pass import Rule
+from megarl.kernels.token_pass.language import Outcome, Sequence, Token, clamp, exp, rule, where
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.fields import number
-from megarl.objectives.parts.fused import constants
-from megarl.objectives.parts.ratios import log_ratio, sequence_log_ratio
-from megarl.objectives.parts.terms import Terms, make_terms
+
+
+@rule("sum")
+def gamma_sequence(
+    t: Token, s: Sequence, k_positive: Any, lambda_positive: Any, k_negative: Any, lambda_negative: Any
+) -> Outcome:
+    negative = t.advantage < 0.0
+    w = clamp(s.log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    k = where(negative, k_negative, k_positive)
+    log_weight = k * w - where(negative, lambda_negative, lambda_positive) * (exp(w) - 1.0)
+    weight = exp(clamp(log_weight, -SEQUENCE_LOG_RATIO_LIMIT, SEQUENCE_LOG_RATIO_LIMIT)) * t.advantage
+    return Outcome(weight * t.logprob, weight, ~t.never, t.never, t.never)
 
 
 @dataclass(frozen=True)
@@ -31,16 +38,6 @@ class Vespo(Objective):
     k_negative: float = number(3.0, 0, 100)
     lambda_negative: float = number(2.0, 0, 100)
 
-    def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
-        mask, advantages = batch.loss_mask, batch.advantages.detach()
-        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, mask)
-        w = sequence_log_ratio(l, batch, mean=False).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
-        k = torch.where(advantages >= 0, self.k_positive, self.k_negative)
-        scale = torch.where(advantages >= 0, self.lambda_positive, self.lambda_negative)
-        weight = (k * w - scale * torch.expm1(w)).clamp(-SEQUENCE_LOG_RATIO_LIMIT, SEQUENCE_LOG_RATIO_LIMIT).exp()
-        loss = -weight * advantages * torch.where(mask, batch.logprobs, 0)
-        return make_terms(self, batch, loss, mask, l, clamped, {})
-
-    def rule(self, batch: TokenBatch, statistics: Any) -> Rule:
+    def rule(self, statistics: Any) -> Rule:
         shape = (self.k_positive, self.lambda_positive, self.k_negative, self.lambda_negative)
-        return Rule("gamma_sequence", constants(shape, batch.loss_mask.device), quantity="sum")
+        return Rule(gamma_sequence, shape)

@@ -17,7 +17,6 @@ import torch.multiprocessing as mp
 from megarl.batch import ContextShard, TokenBatch
 from megarl.objectives import OBJECTIVES, Objective, build_objective, denominator, token_weights
 from megarl.objectives.parts.prefix_min import prefix_min_log_ratio
-from tests.objectives.random_batches import is_fused
 
 pytestmark = pytest.mark.layouts
 
@@ -54,7 +53,7 @@ KEEPS_ALL = ("cispo", "full_prefix", "gppo", "minpro", "sapo", "topr", "reinforc
 def backends(case: str) -> tuple[str, ...]:
     """The backends of a case; some objectives have no rule in the fused C++ pass."""
     objective = build_objective(*CASES[case])
-    return BACKENDS if not isinstance(objective, Objective) or is_fused(objective) else BACKENDS[:1]
+    return BACKENDS if not isinstance(objective, Objective) or objective.fused else BACKENDS[:1]
 
 
 @dataclass

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import runpy
 import shutil
 import subprocess
 from pathlib import Path
@@ -12,15 +13,16 @@ from typing import Any
 
 import pytest
 
+from megarl.kernels.token_pass.language import RULES
 from tests.helpers import ROOT
 from tests.kernels.benchmark import load_benchmark
 
-RULES = (ROOT / "csrc/include/token_rules.h").read_text().count('  rule("')
 SOURCES = sorted((ROOT / "csrc/cuda").glob("*.cu"))
 pytestmark = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
 
 
 cuda_resources = load_benchmark("cuda_resources")
+translate_rules = runpy.run_path(str(ROOT / "csrc/translate_rules.py"))["header"]
 
 
 def compiled(source: Path, architecture: int) -> list[dict[str, Any]]:
@@ -30,6 +32,7 @@ def compiled(source: Path, architecture: int) -> list[dict[str, Any]]:
     for path in sorted((ROOT / "csrc").rglob("*.*")):
         if path == source or path.suffix in (".h", ".cuh"):
             seen.update(path.read_bytes())
+    seen.update(translate_rules().encode())
     seen.update((ROOT / "benchmarks/cuda_resources.py").read_bytes())
     seen.update(subprocess.run(["nvcc", "--version"], check=True, capture_output=True).stdout)
     cache = Path(os.environ.get("MEGARL_CACHE", "~/.cache/megarl")).expanduser() / "cuda_resources"
@@ -47,7 +50,7 @@ def compiled(source: Path, architecture: int) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("source", SOURCES, ids=lambda source: source.stem)
 def test_no_spills_and_no_stack(source: Path, architecture: int) -> None:
     kernels = compiled(source, architecture)
-    assert len(kernels) == {"token_pass": RULES + 1, "second_moment": 3}.get(source.stem, 1)
+    assert len(kernels) == {"token_pass": len(RULES) + 1, "second_moment": 3}.get(source.stem, 1)
     for kernel in kernels:
         assert kernel["stack_bytes"] == kernel["spill_bytes"] == 0, kernel
 

@@ -18,13 +18,11 @@ from megarl.kernels import library
 from megarl.kernels.constants import NEVER
 from megarl.kernels.linear_logprob import definition, linear_logprob
 from megarl.kernels.token_pass import Inherited, PassResult, Rule, token_pass
-from megarl.kernels.token_pass.triton_rules import TRITON_RULES
+from megarl.kernels.token_pass.language import RULES
 from megarl.objectives import OBJECTIVES
 from megarl.objectives.objective import Objective
-from megarl.objectives.parts.fused import constants
 from megarl.objectives.parts.prefix_min import exclusive_min
 from tests.kernels.test_token_pass import BORDERS, as_tokens, make_batch
-from tests.objectives.random_batches import is_fused
 
 REQUIRED = os.environ.get("MEGARL_REQUIRE_GPU") == "1"
 pytestmark = pytest.mark.skipif(not (REQUIRED or torch.cuda.is_available()), reason="needs a CUDA device")
@@ -32,7 +30,7 @@ no_kernels = not REQUIRED and library.find_library("cuda") is None
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(no_kernels, reason="the CUDA kernels are not installed"))
 each_backend = pytest.mark.parametrize("backend", [CUDA, "triton"])
 CASES = {
-    **{name: kind() for name, kind in OBJECTIVES.items() if is_fused(kind())},
+    **{name: kind() for name, kind in OBJECTIVES.items() if kind().fused},
     "dppo-kl": OBJECTIVES["dppo"](divergence="kl"),
     "m2po-released": OBJECTIVES["m2po"](variant="released"),
     **{
@@ -90,7 +88,7 @@ def test_equals_the_definition(name: str, backend: str) -> None:
 
 
 @each_backend
-@pytest.mark.parametrize("name", TRITON_RULES)
+@pytest.mark.parametrize("name", RULES)
 def test_inherited_values_act_as_in_cpp(name: str, backend: str) -> None:
     """What chunks of a context-parallel rank inherit from the rest of their sequence has the same effect as in C++."""
     batch = make_batch([5, 900, 0, 8, 40])
@@ -98,11 +96,11 @@ def test_inherited_values_act_as_in_cpp(name: str, backend: str) -> None:
     prefix_min = torch.where(torch.rand(5, generator=g) < 0.4, torch.inf, -torch.rand(5, generator=g))
     trigger = torch.tensor([2, -3, 0, NEVER, 7], dtype=torch.int32)
     inherited = Inherited(prefix_min, torch.randn(5, generator=g), trigger)
-    values = (0.5, 2.0**43) if name == "second_moment" else (0.6, 1.4, 1.2)
+    values = (0.5, 2.0**43) if name == "second_moment" else (0.6, 1.4, 1.2, 0.9)
 
     def run(batch: TokenBatch, inherited: Inherited, backend: str) -> PassResult:
         device = batch.loss_mask.device
-        rule = Rule(name, constants(values, device))
+        rule = Rule(RULES[name], values)
         tokens = replace(as_tokens(batch), old_logprobs=batch.old_logprobs)
         return token_pass(rule, tokens, inherited, torch.arange(5, device=device) << 22, backend)
 

@@ -19,11 +19,10 @@ from megarl.kernels import library
 from megarl.kernels.segment_summary import segment_summary
 from megarl.kernels.token_pass import Rule, token_pass
 from megarl.kernels.token_pass.compiled import token_pass_compiled
+from megarl.kernels.token_pass.language import RULES, RuleFunction
 from megarl.kernels.tokens import Tokens
 from megarl.objectives import OBJECTIVES, build_objective
-from megarl.objectives.parts.fused import constants
 from tests.helpers import ROOT
-from tests.objectives.random_batches import is_fused
 
 
 def make_batch(lengths: list[int], seed: int = 0) -> TokenBatch:
@@ -38,7 +37,7 @@ def make_batch(lengths: list[int], seed: int = 0) -> TokenBatch:
     return TokenBatch(logprobs.requires_grad_(), rollout, advantages, mask, cu_seqlens, old_logprobs=old)
 
 
-FUSED = [name for name, kind in OBJECTIVES.items() if is_fused(kind())]
+FUSED = [name for name, kind in OBJECTIVES.items() if kind().fused]
 BORDERS = [255, 256, 257, 0, 0, 1, 511, 1, 0, 513, 16383, 1, 16385, 3, 40000, 0]
 
 
@@ -93,7 +92,7 @@ def test_the_operation_is_registered_correctly() -> None:
     batch = make_batch([5, 0, 9])
     tokens = as_tokens(batch)
     arguments = (
-        "clip_token", constants((0.8, 1.2), torch.device("cpu")), 0.7, tokens.logprobs, tokens.rollout_logprobs,
+        "clip_token", torch.tensor([0.8, 1.2]).double(), 0.7, tokens.logprobs, tokens.rollout_logprobs,
         None, tokens.advantages, tokens.mask, tokens.cu_seqlens, None, None, None, None,
     )  # fmt: skip
     torch.library.opcheck(token_pass_compiled, arguments)
@@ -101,7 +100,7 @@ def test_the_operation_is_registered_correctly() -> None:
 
 def test_error_names_the_wrong_input() -> None:
     batch = make_batch([5, 9])
-    rule = Rule("reinforce", constants((), torch.device("cpu")))
+    rule = Rule(RULES["reinforce"])
     with pytest.raises(UserError, match=r"kernel backend is 'numpy'; expected one of torch, cpp, cuda, triton"):
         token_pass(rule, as_tokens(batch), backend="numpy")
     with pytest.raises(UserError, match="'cuda' runs on cuda, but the tensors are on cpu"):
@@ -120,7 +119,7 @@ def test_error_names_the_wrong_input() -> None:
         with pytest.raises(ValueError, match="must start at 0 and never decrease"):
             token_pass(rule, Tokens(batch.logprobs, batch.rollout_logprobs, batch.advantages, batch.loss_mask, wrong))
     with pytest.raises(ValueError, match="token_pass: the compiled kernels do not know"):
-        token_pass(Rule("clip", constants((), torch.device("cpu"))), as_tokens(batch))
+        token_pass(Rule(RuleFunction(make_batch, "none")), as_tokens(batch))
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.7])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from megarl.batch import TokenBatch
-from megarl.objectives import Objective
 
 KINDS = ("continuous", "ties", "extreme", "short", "zero_advantages", "empty_masks", "on_policy", "heavy_tails")
 
@@ -48,9 +47,3 @@ def random_batch(seed: int, kind: str | None = None) -> TokenBatch:
     return TokenBatch(
         logprobs.requires_grad_(), rollout, advantages, mask, cu_seqlens, old_logprobs=old, ref_logprobs=ref
     ).validate()
-
-
-def is_fused(objective: Objective) -> bool:
-    """Whether the fused token pass has a rule for these settings."""
-    batch = random_batch(0)
-    return objective.rule(batch, objective.statistics(batch.detach())) is not None

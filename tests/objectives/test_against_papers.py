@@ -14,7 +14,7 @@ from megarl.objectives import OBJECTIVES
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.clip_bounds import BEYOND, contributions
 from tests.objectives import papers
-from tests.objectives.random_batches import KINDS, is_fused, random_batch
+from tests.objectives.random_batches import KINDS, random_batch
 
 BACKENDS = ("torch", "cpp")
 CASES = {
@@ -110,7 +110,7 @@ def test_value_mask_and_gradient_equal_the_paper(name: str) -> None:
     seeds = torch.arange(504).repeat_interleave(torch.tensor(sizes))
     gradients = torch.autograd.grad((expected * weights).sum(), precise, retain_graph=True, allow_unused=True)
     theirs = torch.cat([torch.zeros_like(x) if g is None else g for x, g in zip(precise, gradients, strict=True)])
-    for backend in BACKENDS if is_fused(objective) else ("torch",):
+    for backend in BACKENDS if objective.fused else ("torch",):
         loss, ours_kept = evaluate(objective, batches, backend)
         (wrong,) = (ours_kept != expected_kept).nonzero(as_tuple=True)
         assert not len(wrong), f"{name}, {backend}: tokens of {describe(seeds[wrong])}"
@@ -238,7 +238,7 @@ def test_released_m2po_mutes_more_than_the_paper() -> None:
     assert 0 < muted[0] < muted[1]
 
 
-@pytest.mark.parametrize("name", [name for name, (objective, _) in CASES.items() if is_fused(objective)])
+@pytest.mark.parametrize("name", [name for name, (objective, _) in CASES.items() if objective.fused])
 def test_fused_pass_has_the_metrics_of_the_definition(name: str) -> None:
     """Names, counts and histograms are equal; sums agree within float32 rounding of the total."""
     objective, _ = CASES[name]

@@ -37,6 +37,7 @@ def build() -> Path:
             print(f"compiling the rehearsal device into {folder} (once, under a minute)", file=sys.stderr, flush=True)
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir()
+            _run(sys.executable, KERNELS / "translate_rules.py", folder / "megarl_rules.h")
             with ThreadPoolExecutor() as threads:
                 objects = list(threads.map(lambda source: _compile(source, folder), _sources()))
             _link_device([o for o in objects if o.suffix == ".device"], folder / DEVICE)
@@ -54,6 +55,7 @@ def _key() -> str:
     import importlib.metadata
 
     files = [*HERE.rglob("*.cpp"), *HERE.rglob("*.h"), *HERE.rglob("*.cuh"), Path(__file__), *KERNELS.rglob("*.*")]
+    files += (ROOT / "megarl/objectives").rglob("*.py")
     digest = hashlib.sha256(repr([sys.version, importlib.metadata.version("torch"), COMPILER]).encode())
     for file in sorted(files):
         digest.update(file.name.encode() + file.read_bytes())
@@ -71,7 +73,7 @@ def _compile(source: Path, folder: Path) -> Path:
     target = folder / f"{source.stem}.kernel"
     translated = folder / f"{source.stem}.cpp"
     translated.write_text(host_source(source.read_text()))
-    includes = [HERE / "cuda", KERNELS / "include", source.parent]
+    includes = [HERE / "cuda", KERNELS / "include", source.parent, folder]
     options = ["-O2", "-std=c++17", "-fPIC", "-U_FORTIFY_SOURCE", "-fno-math-errno"]
     if source.suffix == ".cu":
         options += ["-include", str(HERE / "cuda/cuda_runtime.h")]

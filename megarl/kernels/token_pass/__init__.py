@@ -1,24 +1,23 @@
 """One pass over packed tokens: log-ratio, running prefix minimum, weight and mask, loss, gradient and metric sums.
 
-A rule is the small function that computes what a token contributes under an objective. It is written twice: as a type
-in ``csrc/include/token_rules.h`` for the CPU and CUDA, and as a function in `triton_rules`. The readable definition is
-the objective itself (`megarl.objectives`, backend ``torch``).
+A rule is the small function that computes what a token contributes under an objective (`language`). It stands in the
+objective's file.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from megarl.kernels import library
 from megarl.kernels.constants import BAD_PREFIX
 from megarl.kernels.token_pass.compiled import token_pass_compiled
+from megarl.kernels.token_pass.language import RuleFunction
 from megarl.kernels.tokens import Tokens, check_backend
-
-Quantity = Literal["none", "mean", "sum", "trigger", "ties"]
 
 
 @dataclass(frozen=True)
@@ -26,16 +25,26 @@ class Rule:
     """The function that the pass applies to each token, with its parameters.
 
     first, second: names of the metrics that count the tokens for which the function sets its first or second flag.
-    quantity: what the function needs of the token's whole sequence: nothing; mean or sum of its log-ratios; its first
-    trigger (A < 0 and ratio < parameters[2]); or the tokens' tie order.
     """
 
-    name: str
-    parameters: torch.Tensor  # [P] float64 on the device of the tokens
+    function: RuleFunction
+    parameters: tuple[float | torch.Tensor, ...] = ()  # tensors are 0-d, on the device of the tokens
     first: str | None = None
     second: str | None = None
-    quantity: Quantity = "none"
     scalars: dict[str, torch.Tensor] = field(default_factory=dict)  # metrics that are the same for every token
+
+    def on(self, device: torch.device) -> torch.Tensor:
+        """The parameters, [P] float64."""
+        if not any(isinstance(p, torch.Tensor) for p in self.parameters):
+            return _constants(self.parameters or (0.0,), device)
+        tensors = (p if isinstance(p, torch.Tensor) else _constants((p,), device)[0] for p in self.parameters)
+        return torch.stack([p.double() for p in tensors])
+
+
+@functools.lru_cache(maxsize=64)
+def _constants(values: tuple[Any, ...], device: torch.device) -> torch.Tensor:
+    """Cached, since a copy to a GPU in every call would be a host sync."""
+    return torch.tensor(values, dtype=torch.float64, device=device)
 
 
 @dataclass(frozen=True)
@@ -43,7 +52,7 @@ class Inherited:
     """What each segment needs to know about the rest of its sequence, if segments are not whole sequences."""
 
     prefix_min: torch.Tensor  # [segments] float32, least log-ratio of the earlier segments, inf for none
-    log_ratio: torch.Tensor  # [segments] float32, mean or sum over the whole sequence, see `Rule.quantity`
+    log_ratio: torch.Tensor  # [segments] float32, mean or sum over the whole sequence, see `RuleFunction.quantity`
     first_trigger: torch.Tensor  # [segments] int32, first trigger of the sequence, counted from the segment's start
 
 
@@ -74,8 +83,8 @@ def token_pass(
     if backend == "triton":
         operation = importlib.import_module("megarl.kernels.token_pass.triton_backend").token_pass_triton
     loss, _, kept, segment_sums, sums, histograms = operation(
-        rule.name,
-        rule.parameters,
+        rule.function.name,
+        rule.on(tokens.logprobs.device),
         dampened,
         tokens.logprobs,
         tokens.rollout_logprobs,
@@ -90,8 +99,7 @@ def token_pass(
     return PassResult(loss, kept, segment_sums.detach(), sums.detach(), histograms)
 
 
-def has_rule(rule: str, backend: str) -> bool:
-    """Whether a fused backend (``cpp``, ``cuda``, ``triton``) knows the rule; `UserError` if it is not installed."""
-    if backend == "triton":
-        return rule in importlib.import_module("megarl.kernels.token_pass.triton_rules").TRITON_RULES
-    return library.has_rule({"cpp": "cpu", "cuda": "cuda"}[backend], rule)
+def has_rule(function: RuleFunction, backend: str) -> bool:
+    """Whether a fused backend has the rule: Triton every one, ``cpp`` and ``cuda`` those that megarl was built with.
+    `UserError` if it is not installed."""
+    return backend == "triton" or library.has_rule({"cpp": "cpu", "cuda": "cuda"}[backend], function.name)

@@ -21,20 +21,9 @@ from megarl.kernels.constants import (
     HISTOGRAM_SHIFT,
     LAST_PLACE,
 )
+from megarl.kernels.token_pass.language import RULES, Outcome, RuleFunction, Sequence, Token
 from megarl.kernels.token_pass.outputs import SUMS, Arguments, empty_outputs, operator
-from megarl.kernels.token_pass.triton_rules import (
-    LOG_RATIO_LIMIT,
-    NEVER,
-    TRITON_RULES,
-    Outcome,
-    Sequence,
-    Token,
-    TritonRule,
-    clamp,
-    excess,
-    exponential,
-    trust_region,
-)
+from megarl.kernels.token_pass.triton_rules import LOG_RATIO_LIMIT, NEVER, clamp, compiled, excess, exponential
 
 TILE = 256  # tokens per tile
 WARPS = 4
@@ -136,7 +125,7 @@ def _sums(t, log_m, dampened, on, o):
     trains = on.to(tl.float32)
     ratio, l = tl.where(on, t.ratio, 0.0), t.log_ratio  # 0 where not trained
     e = excess(l, t.ratio)
-    trust = trust_region(t)
+    trust = _trust_region(t)
     kept = o.kept.to(tl.float32)
     first, second = o.first.to(tl.float32), o.second.to(tl.float32)
     bad = on & (log_m < _LOG_BAD_PREFIX)
@@ -159,14 +148,18 @@ def _sums(t, log_m, dampened, on, o):
 
 
 @triton.jit
+def _trust_region(t):
+    a, l = t.advantage, t.log_ratio
+    return ((a > 0) & (l > 0)) | ((a < 0) & (l < 0))
+
+
+@triton.jit
 def _loaded(parameters, PARAMETERS: tl.constexpr):
-    """The rule's parameters, always four: missing ones repeat the first."""
-    return (
-        tl.load(parameters).to(tl.float32),
-        tl.load(parameters + (1 if PARAMETERS > 1 else 0)).to(tl.float32),
-        tl.load(parameters + (2 if PARAMETERS > 2 else 0)).to(tl.float32),
-        tl.load(parameters + (3 if PARAMETERS > 3 else 0)).to(tl.float32),
-    )
+    """The rule's parameters."""
+    p = ()
+    for i in tl.static_range(PARAMETERS):
+        p = p + (tl.load(parameters + i).to(tl.float32),)  # type: ignore[assignment]
+    return p
 
 
 @triton.jit
@@ -209,8 +202,9 @@ def token_pass_kernel(
             least = _less(least, tl.reduce(mine, 0, _less))
             log_m = tl.where(before == float("inf"), 0.0, before)
             clamped = tl.abs(difference) > LOG_RATIO_LIMIT
-            t = Token(logprob, rollout, old, advantage, l, exponential(l), exponential(log_m + l), clamped, at - start)
-            o = RULE(t, s, p)
+            ratio, prefix_ratio, never = exponential(l), exponential(log_m + l), clamped & False
+            t = Token(logprob, rollout, old, advantage, l, ratio, prefix_ratio, clamped, at - start, never)
+            o = RULE(t, s, *p)
             o = Outcome(
                 tl.where(on, o.value, 0.0), tl.where(on, o.coefficient, 0.0), on & o.kept, on & o.first, on & o.second
             )
@@ -235,7 +229,7 @@ def token_pass_kernel(
 def token_pass_triton(a: Arguments) -> tuple[torch.Tensor, ...]:
     """The operation on a GPU, or on a CPU in Triton's interpreter. It does not check the values of cu_seqlens, because
     the host would wait for the device."""
-    segments, chosen = a.tokens.segments, TRITON_RULES[a.rule]
+    segments, chosen = a.tokens.segments, RULES[a.rule]
     loss, coefficient, kept, *_, histograms = empty_outputs(a)
     rows = a.logprobs.new_empty(segments, _ROW.value, dtype=torch.float64)
     if segments:
@@ -252,6 +246,7 @@ def token_pass_triton(a: Arguments) -> tuple[torch.Tensor, ...]:
 LAUNCH_OPTIONS = dict(num_warps=WARPS, num_stages=1, enable_fp_fusion=True, maxnreg=240)
 
 
-def kernel_constants(rule: TritonRule) -> dict[str, Any]:
+def kernel_constants(rule: RuleFunction) -> dict[str, Any]:
     """The constexpr arguments of `token_pass_kernel`."""
-    return dict(RULE=rule.function, PARAMETERS=rule.parameters, QUANTITY=rule.quantity, TILE=TILE)
+    function = compiled(rule.function)
+    return dict(RULE=function, PARAMETERS=rule.parameters, QUANTITY=rule.quantity, TILE=TILE)

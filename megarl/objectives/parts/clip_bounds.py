@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,23 @@ from megarl.batch import TokenBatch
 from megarl.kernels.constants import LIMB_BITS
 from megarl.kernels.contributions import binned_contributions
 from megarl.kernels.tokens import Tokens
+
+
+@dataclass(frozen=True)
+class RatioBounds:
+    """BAPO's clip bounds of a whole batch, and the positive and negative contributions at them; all 0-d tensors."""
+
+    ratio_min: torch.Tensor
+    ratio_max: torch.Tensor
+    positive: torch.Tensor | None = None
+    negative: torch.Tensor | None = None
+
+    @property
+    def positive_share(self) -> torch.Tensor:
+        """Positive contribution divided by the sum of both contributions; 0 for an empty batch."""
+        assert self.positive is not None and self.negative is not None, "these bounds were not searched for"
+        whole = self.positive + self.negative
+        return self.positive / torch.where(whole > 0, whole, 1)
 
 
 def grid(start: float, end: float, step: float, device: torch.device, cut: bool = False) -> torch.Tensor:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import torch.distributed as dist
 
@@ -19,16 +17,10 @@ from megarl.objectives.parts.prefix_min import min_of_earlier_chunks
 from megarl.objectives.parts.terms import Terms
 
 
-@functools.lru_cache(maxsize=64)
-def constants(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """Rule parameters [P] float64 on the device, cached, since a copy to a GPU in every call would be a host sync."""
-    return torch.tensor(values or (0.0,), dtype=torch.float64, device=device)
-
-
 def fused_terms(rule: Rule, batch: TokenBatch, aggregation: str, dampened_below: float, backend: str) -> Terms:
     """`Terms` of the objective with this rule; loss and metrics equal those of its definition up to rounding."""
     tokens = Tokens.of(batch)
-    places = tie_places(batch) if rule.quantity == "ties" else None
+    places = tie_places(batch) if rule.function.quantity == "ties" else None
     inherited, counts = None, None
     if batch.shard is not None:
         inherited, counts = _inherit(rule, tokens, batch, backend)
@@ -91,13 +83,15 @@ def _inherit(rule: Rule, tokens: Tokens, batch: TokenBatch, backend: str) -> tup
     all-gather and two all-reduces of a few numbers per sequence."""
     shard = batch.shard
     assert shard is not None
-    threshold = rule.parameters[2] if rule.quantity == "trigger" else rule.parameters[0] * 0  # 0: nothing triggers
+    quantity = rule.function.quantity
+    parameters = rule.on(tokens.logprobs.device)
+    threshold = parameters[2] if quantity == "trigger" else parameters[0] * 0  # 0: nothing triggers
     summary = segment_summary(tokens, threshold.float(), backend)
     before = min_of_earlier_chunks(summary.least.view(-1, 2), shard).flatten()
     pair = torch.stack([summary.sum.view(-1, 2).sum(1), summary.count.view(-1, 2).sum(1).double()])  # [2, S]
     dist.all_reduce(pair, group=shard.group)
     total, count = pair
-    mean = total / count.clamp(min=1) if rule.quantity == "mean" else total
+    mean = total / count.clamp(min=1) if quantity == "mean" else total
     starts = shard.chunk_starts(batch.cu_seqlens)
     local = summary.first_trigger.view(-1, 2).long()
     first = torch.where(local == NEVER, NEVER, local + starts).amin(1)  # [S], in the whole sequence

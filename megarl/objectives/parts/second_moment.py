@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from megarl.batch import TokenBatch
 from megarl.kernels.constants import SQUARE_SCALE
-from megarl.kernels.second_moment import fixed_point, moment_histogram, moment_keys, moment_ties, tie_order
+from megarl.kernels.second_moment import fixed_point, moment_histogram, moment_keys, moment_ties
 from megarl.kernels.tokens import Tokens, tie_places
 
 _VALUE_DIGITS = ((20, 11), (10, 10), (0, 10))  # (shift, bits) of the digits of |l|, 31 bits
@@ -29,12 +29,6 @@ class SecondMomentMask:
 
     threshold: torch.Tensor  # 0-d float32, inf if all are kept
     order: torch.Tensor  # 0-d int64
-
-    def masked(self, l: torch.Tensor, trust: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-        """[T] bool, trust-region tokens that Algorithm 1 masks."""
-        magnitude = l.detach().abs().float()
-        tied = (magnitude == self.threshold) & (tie_order(Tokens.of(batch), tie_places(batch)) >= self.order)
-        return trust & ((magnitude > self.threshold) | tied)
 
 
 class Histograms:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
+from megarl.kernels.constants import LAST_PLACE, NEVER
+from megarl.kernels.token_pass import Rule
+from megarl.kernels.token_pass.language import Outcome, Sequence, Token
+from megarl.kernels.tokens import tie_places
 from megarl.objectives.parts.histograms import histogram
 from megarl.objectives.parts.metrics import (
     Metric,
@@ -19,6 +23,8 @@ from megarl.objectives.parts.metrics import (
     sign_metrics,
 )
 from megarl.objectives.parts.prefix_min import prefix_min_log_ratio
+from megarl.objectives.parts.ratios import log_ratio, sequence_log_ratio
+from megarl.objectives.parts.sequences import sequence_min
 
 
 @dataclass(frozen=True)
@@ -41,13 +47,6 @@ def require(batch: TokenBatch, name: str, who: str) -> torch.Tensor:
     return tensor
 
 
-def trust_region(log_ratio: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """[T] bool, trained tokens whose ratio has already moved in the direction of their advantage (A > 0, rho > 1 or
-    A < 0, rho < 1), which are those that a clip can affect: M2PO's set T."""
-    l, a = log_ratio.detach(), batch.advantages
-    return batch.loss_mask & (((a > 0) & (l > 0)) | ((a < 0) & (l < 0)))
-
-
 class Settings(Protocol):
     """The settings of an objective that `make_terms` reads."""
 
@@ -66,6 +65,7 @@ def make_terms(
     log_ratio: torch.Tensor,  # [T], clamped, 0 where loss_mask is False
     clamped: torch.Tensor,  # [T] bool, where the log-ratio was clamped
     metrics: dict[str, Metric],  # the objective's own
+    log_m: torch.Tensor | None = None,  # [T], see `prefix_min_log_ratio`; None: computed
 ) -> Terms:
     """Mask the loss and add the metrics that every objective has.
 
@@ -79,8 +79,8 @@ def make_terms(
     loss, kept = torch.where(mask, loss, 0), kept & mask
     l = log_ratio.detach().double()
     ratio, square = l.exp(), l.square()
-    trust = trust_region(log_ratio, batch)
-    prefix = prefix_min_log_ratio(log_ratio, batch)
+    trust = mask & (((batch.advantages > 0) & (l > 0)) | ((batch.advantages < 0) & (l < 0)))
+    prefix = prefix_min_log_ratio(log_ratio, batch) if log_m is None else log_m
     common = {
         "loss": loss_metric(loss, batch, settings.aggregation),
         "ratio/mean": mean_metric(ratio, mask),
@@ -101,3 +101,58 @@ def make_terms(
         common["entropy"] = mean_metric(batch.entropy, mask)
     histograms = {"ratio": histogram(log_ratio, mask), "prefix_min": histogram(prefix, mask)}
     return Terms(loss, kept, common | metrics, histograms)
+
+
+def tokens_of(batch: TokenBatch) -> tuple[Token, torch.Tensor]:
+    """The batch's tokens for a rule that torch evaluates, without gradient, 0 where not trained; and log m_t [T]."""
+    values = (batch.logprobs, batch.rollout_logprobs, batch.old_logprobs, batch.advantages)
+    logprob, rollout, old, advantage = (
+        batch.logprobs if x is None else torch.where(batch.loss_mask, x.detach(), 0) for x in values
+    )
+    l, clamped = log_ratio(logprob, rollout, batch.loss_mask)
+    log_m = prefix_min_log_ratio(l, batch)
+    ratios = (l, l.exp(), (log_m + l).exp())
+    never = torch.zeros_like(clamped)
+    return Token(logprob, rollout, old, advantage, *ratios, clamped, batch.positions, never), log_m
+
+
+def sequences_of(rule: Rule, t: Token, batch: TokenBatch) -> Sequence:
+    """What the rule needs of the whole sequences, [T] each; positions count from the start of the sequence."""
+    ids, quantity = batch.sequence_ids, rule.function.quantity
+    if quantity in ("mean", "sum"):
+        return Sequence(sequence_log_ratio(t.log_ratio, batch, mean=quantity == "mean"), None)
+    if quantity == "trigger":
+        fires = batch.loss_mask & (t.advantage < 0) & (t.ratio < rule.parameters[2])
+        index = torch.where(fires, t.index, NEVER)
+        return Sequence(None, sequence_min(index, NEVER, batch.cu_seqlens, batch.shard)[ids])
+    if quantity == "ties":
+        return Sequence(None, (LAST_PLACE - rule.parameters[1] - tie_places(replace(batch, shard=None)))[ids])
+    return Sequence(None, None)
+
+
+def rule_terms(settings: Settings, rule: Rule, batch: TokenBatch) -> Terms:
+    """`Terms` of the objective with this rule, evaluated in torch."""
+    t, log_m = tokens_of(batch)
+    o = rule.function.function(t, sequences_of(rule, t, batch), *rule.parameters)
+    terms = outcome_terms(settings, batch, t, log_m, o, rule.first, rule.second)
+    scalars = {n: mean_metric(x.double().expand_as(t.ratio), batch.loss_mask) for n, x in rule.scalars.items()}
+    return replace(terms, metrics=terms.metrics | scalars)
+
+
+def outcome_terms(
+    settings: Settings,
+    batch: TokenBatch,
+    t: Token,
+    log_m: torch.Tensor,
+    o: Outcome,
+    first: str | None = None,  # the metrics of the outcome's flags
+    second: str | None = None,
+) -> Terms:
+    """`Terms` of an outcome. The gradient of the loss with respect to the log-probs is its coefficient."""
+    change = torch.where(batch.loss_mask, batch.logprobs, 0)
+    loss = -(o.value + o.coefficient * (change - change.detach()))
+    metrics: dict[str, Metric] = {}
+    for name, flag in ((first, o.first), (second, o.second)):
+        if name is not None:
+            metrics |= fraction_metrics(name, flag, batch)
+    return make_terms(settings, batch, loss, o.kept, t.log_ratio, t.clamped, metrics, log_m)

@@ -13,20 +13,19 @@ from megarl.batch import TokenBatch
 from megarl.kernels.constants import NEVER
 from megarl.kernels.token_pass import Inherited, PassResult, Rule, token_pass
 from megarl.kernels.token_pass import triton_backend as kernels
-from megarl.kernels.token_pass.triton_rules import TRITON_RULES
+from megarl.kernels.token_pass.language import RULES
 from megarl.kernels.tokens import Tokens
 from megarl.objectives import OBJECTIVES
 from megarl.objectives.objective import Objective
-from megarl.objectives.parts.fused import constants
 from tests.kernels.test_token_pass import make_batch
-from tests.objectives.random_batches import KINDS, is_fused, random_batch
+from tests.objectives.random_batches import KINDS, random_batch
 from tests.objectives.test_against_papers import CASES as PAPERS
 
 CPU = torch.device("cpu")
 TILE = 8
 
 
-CASES = {name: case for name, case in PAPERS.items() if is_fused(case[0])}
+CASES = {name: case for name, case in PAPERS.items() if case[0].fused}
 
 
 @pytest.fixture(autouse=True)
@@ -62,9 +61,8 @@ def test_equals_the_definition(name: str) -> None:
 
 def test_every_rule_is_compared_with_its_definition() -> None:
     batch = random_batch(0)
-    rules = [objective.rule(batch, objective.statistics(batch.detach())) for objective, _ in CASES.values()]
-    assert all(rule.quantity == TRITON_RULES[rule.name].quantity for rule in rules)
-    assert {rule.name for rule in rules} == set(TRITON_RULES)
+    rules = [objective.rule(objective.statistics(batch.detach())) for objective, _ in CASES.values()]
+    assert {rule.function.name for rule in rules} == set(RULES)
 
 
 BORDERS = [TILE - 1, TILE, TILE + 1, 0, 0, 1, 2 * TILE - 1, 2 * TILE, 2 * TILE + 1, 0, 5 * TILE + 3, 0]
@@ -98,7 +96,7 @@ def check(ours: PassResult, theirs: PassResult) -> None:
     torch.testing.assert_close(ours.sums, theirs.sums, rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
-@pytest.mark.parametrize("name", TRITON_RULES)
+@pytest.mark.parametrize("name", RULES)
 def test_inherited_values_and_places_act_as_in_cpp(name: str) -> None:
     """What chunks of a context-parallel rank inherit from the rest of their sequence has the same effect as in C++."""
     batch = make_batch([5, 9, 0, 8, 3])
@@ -109,7 +107,7 @@ def test_inherited_values_and_places_act_as_in_cpp(name: str) -> None:
         torch.randn(5, generator=g),
         torch.tensor([2, -3, 0, NEVER, 7], dtype=torch.int32),
     )
-    rule = Rule(name, constants((0.6, 1.4, 1.2), CPU))
+    rule = Rule(RULES[name], (0.6, 1.4, 1.2, 0.9))
     check(*triton_and_cpp(rule, batch, inherited, torch.arange(5) << 22))
 
 
@@ -122,7 +120,7 @@ def test_ties_are_masked_up_to_the_last_in_their_order() -> None:
     kept = []
     for last in (tie, tie - 1):
         order = float(2**44 - 1 - (1 << 22) - (last - 5))  # segment 1 begins at token 5
-        rule = Rule("second_moment", constants((float(l[tie].abs()), order), CPU))
+        rule = Rule(RULES["second_moment"], (float(l[tie].abs()), order))
         ours, theirs = triton_and_cpp(rule, batch, None, torch.arange(2) << 22)
         check(ours, theirs)
         kept.append(bool(ours.kept[tie]))
@@ -136,7 +134,7 @@ def test_nan_and_infinity_at_trained_tokens_act_as_in_cpp(name: str) -> None:
     rollout = batch.rollout_logprobs
     rollout[3], rollout[9], rollout[18] = torch.nan, -torch.inf, torch.inf
     batch.loss_mask[:] = True
-    ours, theirs = triton_and_cpp(Rule(name, constants((0.3, 0.0, 0.5), CPU)), batch, None, torch.arange(3) << 22)
+    ours, theirs = triton_and_cpp(Rule(RULES[name], (0.3, 0.0, 0.5)), batch, None, torch.arange(3) << 22)
     assert theirs.sums.isnan().any()
     check(ours, theirs)
 
@@ -148,7 +146,7 @@ def test_no_tokens_give_empty_results(lengths: list[int]) -> None:
     tokens = Tokens(
         empty.requires_grad_(), torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool), cu_seqlens
     )
-    result = token_pass(Rule("clip_token", constants((0.8, 1.2), CPU)), tokens, backend="triton")
+    result = token_pass(Rule(RULES["clip_token"], (0.8, 1.2)), tokens, backend="triton")
     assert result.loss.shape == (0,) and result.segment_sums.shape == (len(lengths), 2)
     assert not (result.sums.any() or result.segment_sums.any() or result.histograms.any())
 
@@ -167,7 +165,7 @@ def test_the_operation_is_registered_correctly() -> None:
     """torch's own checks of schema, fake implementation, autograd and tracing pass."""
     tokens = Tokens.of(make_batch([5, 0, 9]))
     arguments = (
-        "clip_token", constants((0.8, 1.2), CPU), 0.7, tokens.logprobs, tokens.rollout_logprobs,
+        "clip_token", torch.tensor([0.8, 1.2]).double(), 0.7, tokens.logprobs, tokens.rollout_logprobs,
         None, tokens.advantages, tokens.mask, tokens.cu_seqlens, None, None, None, None,
     )  # fmt: skip
     torch.library.opcheck(kernels.token_pass_triton, arguments)

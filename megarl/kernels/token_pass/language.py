@@ -1,0 +1,94 @@
+"""The language of rules: what a trained token contributes under an objective, and with which gradient.
+
+A rule stands once, as a Python function of one token, in its objective's file. It has assignments and a return, and
+uses arithmetic, comparisons, ``&``, ``|``, ``~``, the functions below, the constants of `megarl.kernels.constants` and
+other functions of this kind. Torch evaluates it on tensors with one element per token; Triton compiles it; and when
+megarl is built, `csrc/translate_rules.py` writes it in C++, for the CPU and CUDA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+Quantity = Literal["none", "mean", "sum", "trigger", "ties"]
+
+
+class Token(NamedTuple):
+    """The inputs of a token: float32, except clamped and never (bool) and index (integer)."""
+
+    logprob: Any
+    rollout_logprob: Any
+    old_logprob: Any
+    advantage: Any
+    log_ratio: Any  # l = logprob - rollout_logprob, clamped
+    ratio: Any  # exp(l)
+    prefix_ratio: Any  # exp(log m + l), m the minimum of the earlier ratios
+    clamped: Any  # whether the clamp changed the log-ratio
+    index: Any  # position, counted as that of `Sequence`
+    never: Any  # False
+
+
+class Sequence(NamedTuple):
+    """What a rule needs of the token's whole sequence, see `RuleFunction.quantity`."""
+
+    log_ratio: Any  # mean or sum of the sequence's log-ratios
+    index: Any  # the first trigger, or the last token that is muted among those at M2PO's threshold
+
+
+class Outcome(NamedTuple):
+    """What a token contributes."""
+
+    value: Any  # objective_t; the loss is its negative
+    coefficient: Any  # the derivative of value with respect to the log-prob
+    kept: Any  # whether the gradient survives
+    first: Any  # flag that the rule counts in a metric: clipped, vetoed or masked tokens
+    second: Any  # likewise
+
+
+exp, log, sqrt, absolute, where = torch.exp, torch.log, torch.sqrt, torch.abs, torch.where
+
+
+def clamp(x: Any, low: Any, high: Any) -> Any:
+    """x within [low, high]; NaN stays NaN."""
+    return torch.where(x < low, low, torch.where(x > high, high, x))
+
+
+def one_minus_exp(x: Any) -> Any:
+    """1 - e^x for x <= 0 without cancellation."""
+    return -torch.expm1(x)
+
+
+@dataclass(frozen=True)
+class RuleFunction:
+    """A rule: ``function(token, sequence, *parameters)`` returns an `Outcome`.
+
+    quantity: what it needs of the token's whole sequence: nothing; mean or sum of its log-ratios; its first trigger
+    (A < 0 and ratio < third parameter); or the tokens' tie order.
+    """
+
+    function: Callable[..., Outcome]
+    quantity: Quantity
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__
+
+    @property
+    def parameters(self) -> int:
+        return self.function.__code__.co_argcount - 2
+
+
+RULES: dict[str, RuleFunction] = {}  # by name, which torch's operators take
+
+
+def rule(quantity: Quantity = "none") -> Callable[[Callable[..., Outcome]], RuleFunction]:
+    """Decorator of a rule. Its name must be unique."""
+
+    def register(function: Callable[..., Outcome]) -> RuleFunction:
+        return RULES.setdefault(function.__name__, RuleFunction(function, quantity))
+
+    return register
