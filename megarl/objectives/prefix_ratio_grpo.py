@@ -13,7 +13,7 @@ from megarl.objectives.parts.clipping import hard_clip
 from megarl.objectives.parts.fields import choice, number
 from megarl.objectives.parts.prefix_min import sum_at_minima
 from megarl.objectives.parts.ratios import log_ratio
-from megarl.objectives.parts.terms import Terms
+from megarl.objectives.parts.terms import Terms, outcome_terms, tokens_of
 
 
 @rule()
@@ -55,10 +55,12 @@ class PrefixRatioGrpo(Objective):
         return self.prefix_gradient == "stopped"
 
     def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
-        terms = super().terms(batch, statistics)
+        t, log_m = tokens_of(batch)
+        o = clip_prefix.function(t, None, 1 - self.eps_low, 1 + self.eps_high)
+        terms = outcome_terms(self, batch, t, log_m, o, "clip_fraction")
         if self.prefix_gradient == "stopped":
             return terms
-        # adds 0 to the value, but adds the gradient through m_t to earlier tokens, on whichever rank they are
-        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
-        unclipped = torch.where(terms.kept | clamped, terms.loss, 0)
-        return replace(terms, loss=terms.loss + sum_at_minima(l, unclipped, batch).to(l.dtype) * (l - l.detach()))
+        # adds 0 to the loss, but adds the gradient through m_t to earlier tokens, on whichever rank they are
+        l, _ = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
+        pushed = sum_at_minima(l, torch.where(o.first, 0, o.value), batch).to(l.dtype)
+        return replace(terms, loss=terms.loss - pushed * (l - l.detach()))

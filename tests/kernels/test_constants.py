@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import math
 import re
+import runpy
 import struct
 from typing import Any
 
@@ -97,6 +99,15 @@ def test_sums_have_the_names_and_the_order_of_the_header() -> None:
 def test_the_library_has_every_rule() -> None:
     """Else its objective would be evaluated in torch: build megarl again."""
     assert all(library.has_rule("cpu", rule) for rule in RULES) and not library.has_rule("cpu", "clip")
+
+
+def test_the_translation_has_every_rule_and_refuses_what_is_not_in_the_language() -> None:
+    translation = runpy.run_path(str(ROOT / "csrc/translate_rules.py"))
+    assert set(re.findall(r'rule\("(\w+)", \w+\)', translation["header"]())) == set(RULES)
+    for source in ("def f(t):\n for x in t: pass", "def f(t):\n return t[0]", "def f(t):\n return t.a if t.b else t.c"):
+        (function,) = ast.parse(source).body
+        with pytest.raises(SyntaxError, match="a rule cannot have"):
+            translation["body"](function)
 
 
 def test_triton_and_cpp_approximate_exponentials_with_the_same_numbers() -> None:
