@@ -22,7 +22,6 @@ from token_pass import make_batch, take_turns
 from megarl.batch import TokenBatch
 from megarl.objectives import OBJECTIVES
 from megarl.objectives.parts.ratios import log_ratio
-from megarl.objectives.parts.terms import trust_region
 
 
 def m2_ways(batch: TokenBatch, backends: list[str], loop: bool) -> dict[str, Callable[[], torch.Tensor]]:
@@ -33,7 +32,8 @@ def m2_ways(batch: TokenBatch, backends: list[str], loop: bool) -> dict[str, Cal
 
     def squares() -> torch.Tensor:
         l, _ = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
-        return l[trust_region(l, batch)].double().square().sort().values
+        in_trust_region = batch.loss_mask & (l * batch.advantages > 0)
+        return l[in_trust_region].double().square().sort().values
 
     def sort_and_cumsum() -> torch.Tensor:
         ordered = squares()

@@ -90,7 +90,8 @@ def test_a_killed_warm_process_loses_nothing(recipe, tmp_path, moment):
         "optimize": lambda: len(updates_of(run)) >= 3,
     }
     wait_for(parent, lambda: seen[moment]() and processes_of(parent.pid, "warm"))
-    (warm,) = processes_of(parent.pid, "warm")
+    # a process that it has just forked still has its name
+    warm = min(processes_of(parent.pid, "warm"), key=lambda process: process.create_time())
     workers = processes_of(parent.pid, moment)  # none if the phase has just ended
     for worker in workers:
         worker.send_signal(signal.SIGSTOP)  # so that the phase cannot end before the kill

@@ -76,6 +76,8 @@ def toy(example, divided, model, prompts):
     settings = TINY | {"model.path": str(model), "data.train": str(prompts)}
     places = {"every": "eval", "every_updates": "eval", "token_budget": "rollout"}
     settings |= {f"{places.get(key, 'schedule')}.{key}": value for key, value in divided.items()}
+    if table["eval"].get("greedy"):  # one response to a prompt
+        settings["eval.samples"] = None
     for key, value in settings.items():
         name, field = key.split(".")
         if value is None:
