@@ -7,6 +7,7 @@ share a template, and MEGARL_RULES lists all rules.
 from __future__ import annotations
 
 import ast
+import hashlib
 import sys
 from pathlib import Path
 
@@ -34,7 +35,7 @@ def expression(node: ast.expr) -> str:
         case ast.Constant(float(value)):
             return f"{value!r}f"
         case ast.UnaryOp(operator, operand):
-            return f"{OPERATORS[type(operator)]}{expression(operand)}"
+            return f"({OPERATORS[type(operator)]}{expression(operand)})"
         case ast.BinOp(left, operator, right) | ast.Compare(left, [operator], [right]):
             return f"({expression(left)} {OPERATORS[type(operator)]} {expression(right)})"
         case ast.Call(ast.Name("where"), [condition, yes, no]):
@@ -98,14 +99,23 @@ def quantity_of(function: ast.FunctionDef) -> str | None:
     """The quantity of a rule; None for another function."""
     for decorator in function.decorator_list:
         match decorator:
-            case ast.Call(ast.Name("rule"), arguments):
-                return arguments[0].value if arguments else "none"
+            case ast.Call(ast.Name("rule"), [], []):
+                return "none"
+            case ast.Call(ast.Name("rule"), [ast.Constant(str(quantity))], []):
+                return quantity
+            case ast.Name("rule") | ast.Call(ast.Name("rule")):
+                raise SyntaxError(f'{function.name}: a rule is decorated with @rule() or @rule("QUANTITY")')
     return None
+
+
+def digest(path: Path) -> str:
+    """What `megarl.kernels.token_pass.language.RuleFunction.digest` is for the rules of this file."""
+    return hashlib.sha256(path.read_bytes() + SHARED.read_bytes()).hexdigest()[:16]
 
 
 def header() -> str:
     """The C++ source. `SyntaxError` for a rule that leaves the language."""
-    lines, names = [], []
+    lines, names, digests = [], [], []
     for path in (SHARED, *sorted(OBJECTIVES.glob("*.py"))):
         for function in ast.parse(path.read_text()).body:
             if not isinstance(function, ast.FunctionDef):
@@ -113,10 +123,13 @@ def header() -> str:
             if quantity := quantity_of(function):
                 lines += rule(function, quantity)
                 names.append(function.name)
+                digests.append(digest(path))
             elif path == SHARED or "t: Token" in ast.unparse(function.args):
                 lines += shared(function)
     rules = " \\\n".join(f'  rule("{name}", {camel(name)})' for name in names)
-    return "\n".join([*lines, f"#define MEGARL_RULES(rule) \\\n{rules}", ""])
+    sources = " \\\n".join(f'  rule("{name}", "{source}")' for name, source in zip(names, digests, strict=True))
+    lists = [f"#define MEGARL_RULES(rule) \\\n{rules}", f"#define MEGARL_RULE_DIGESTS(rule) \\\n{sources}"]
+    return "\n".join([*lines, *lists, ""])
 
 
 if __name__ == "__main__":

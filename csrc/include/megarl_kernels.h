@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define MEGARL_ABI_VERSION 4 /* raise it when a signature or its meaning changes; Python refuses other versions */
+#define MEGARL_ABI_VERSION 5 /* raise it when a signature or its meaning changes; Python refuses other versions */
 
 #define MEGARL_OK 0
 #define MEGARL_BAD_BOUNDARIES 1 /* cu_seqlens does not start at 0, or decreases */
@@ -22,8 +22,8 @@ extern "C" {
 
 int megarl_abi_version(void);
 
-/* 1 if the token pass knows the rule of that name (MEGARL_RULES of csrc/translate_rules.py), else 0. */
-int megarl_has_rule(const char* rule);
+/* The digest of the source of the token pass's rule of that name (csrc/translate_rules.py); NULL if there is none. */
+const char* megarl_rule_digest(const char* rule);
 
 /* Packed tokens. A segment is a sequence, or one of the two chunks of it that a context-parallel rank holds. Where the
  * mask is 0, the other values are ignored, NaN included. */

@@ -16,7 +16,7 @@ import torch
 
 from megarl.errors import UserError
 
-ABI_VERSION = 4  # MEGARL_ABI_VERSION of csrc/include/megarl_kernels.h
+ABI_VERSION = 5  # MEGARL_ABI_VERSION of csrc/include/megarl_kernels.h
 
 BAD_BOUNDARIES, UNKNOWN_RULE, CUDA_ERROR = 1, 2, 100  # return codes of the same header; 100 + e: cudaError_t e
 
@@ -81,9 +81,13 @@ def triton_lacks() -> str | None:
     return None
 
 
-def has_rule(device: str, rule: str) -> bool:
-    """Whether the token pass for ``cpu`` or ``cuda`` knows the rule of that name."""
-    return bool(load_library(device).megarl_has_rule(rule.encode()))
+def rule_digest(device: str, rule: str) -> str | None:
+    """`RuleFunction.digest` of the rule of that name when the token pass for ``cpu`` or ``cuda`` was built; None: the
+    token pass has no such rule."""
+    find = load_library(device).megarl_rule_digest
+    find.restype = ctypes.c_char_p
+    found: bytes | None = find(rule.encode())
+    return None if found is None else found.decode()
 
 
 def check(code: int, function: str) -> None:

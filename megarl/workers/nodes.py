@@ -267,22 +267,24 @@ class Nodes:
 
         The leader tells the others to end and waits until they have left, since the store ends with the leader.
         """
-        with contextlib.suppress(*LOST, PhaseFailed):
-            if error is not None and self.count > 1:
-                stopped = isinstance(error, KeyboardInterrupt)
-                cause = f"{self.name()}: {error!r}"
-                self.report(Report("stopped" if stopped else "failed", cause, time=time.time()))
-            if self.rank == 0:
-                self.order(end=True)
-                deadline = time.monotonic() + DEAD_AFTER_SECONDS
-                while not all(self._left(rank) for rank in range(1, self.count)) and time.monotonic() < deadline:
-                    time.sleep(POLL_SECONDS)
-            else:
-                self._store.set(f"left/{self.rank}", "1")
-        self._closing.set()
-        self.starter.close()
-        if self._server:
-            self._server.close()
+        try:
+            with contextlib.suppress(*LOST, PhaseFailed):
+                if error is not None and self.count > 1:
+                    stopped = isinstance(error, KeyboardInterrupt)
+                    cause = f"{self.name()}: {error!r}"
+                    self.report(Report("stopped" if stopped else "failed", cause, time=time.time()))
+                if self.rank == 0:
+                    self.order(end=True)
+                    deadline = time.monotonic() + DEAD_AFTER_SECONDS
+                    while not all(self._left(rank) for rank in range(1, self.count)) and time.monotonic() < deadline:
+                        time.sleep(POLL_SECONDS)
+                else:
+                    self._store.set(f"left/{self.rank}", "1")
+        finally:
+            self._closing.set()
+            self.starter.close()
+            if self._server:
+                self._server.close()
 
     def _left(self, rank: int) -> bool:
         return rank in self.dead or self._store.check([f"left/{rank}"])

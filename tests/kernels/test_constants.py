@@ -8,12 +8,15 @@ import math
 import re
 import runpy
 import struct
+from dataclasses import replace
+from types import FunctionType
 from typing import Any
 
 import pytest
 
+from megarl.errors import UserError
 from megarl.kernels import constants, library
-from megarl.kernels.token_pass import triton_rules
+from megarl.kernels.token_pass import has_rule, language, triton_rules
 from megarl.kernels.token_pass.language import RULES
 from megarl.kernels.token_pass.outputs import SUMS
 from megarl.objectives.parts import second_moment
@@ -98,7 +101,33 @@ def test_sums_have_the_names_and_the_order_of_the_header() -> None:
 
 def test_the_library_has_every_rule() -> None:
     """Else its objective would be evaluated in torch: build megarl again."""
-    assert all(library.has_rule("cpu", rule) for rule in RULES) and not library.has_rule("cpu", "clip")
+    assert {name: library.rule_digest("cpu", name) for name in RULES} == {
+        name: function.digest for name, function in RULES.items()
+    }
+    assert library.rule_digest("cpu", "clip") is None
+
+
+def test_a_rule_that_was_changed_after_the_build_is_refused(tmp_path) -> None:
+    """Compiled kernels would compute the formula of before."""
+    rule = RULES["veto_sequence"]
+    for name in ("mu_grpo.py", "parts/clipping.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_bytes((rule.file.parent / name).read_bytes())
+    code = rule.function.__code__.replace(co_filename=str(tmp_path / "mu_grpo.py"))
+    copy = replace(rule, function=FunctionType(code, rule.function.__globals__, rule.name))
+    assert has_rule(copy, "cpp")
+    language._digest.cache_clear()
+    with open(tmp_path / "mu_grpo.py", "a") as file:
+        file.write("# changed\n")
+    with pytest.raises(UserError, match="mu_grpo.py was changed after the cpp kernels had been built from it"):
+        has_rule(copy, "cpp")
+
+
+def test_two_rules_of_one_name_are_refused() -> None:
+    def veto_sequence(t, s): ...
+
+    with pytest.raises(ValueError, match=r"test_constants and megarl\.objectives\.mu_grpo have a rule veto_sequence"):
+        language.rule()(veto_sequence)
 
 
 def test_the_translation_has_every_rule_and_refuses_what_is_not_in_the_language() -> None:
@@ -108,6 +137,11 @@ def test_the_translation_has_every_rule_and_refuses_what_is_not_in_the_language(
         (function,) = ast.parse(source).body
         with pytest.raises(SyntaxError, match="a rule cannot have"):
             translation["body"](function)
+    for decorator in ("@rule", "@rule(quantity='mean')", "@rule('mean', 1)"):
+        (function,) = ast.parse(f"{decorator}\ndef f(t, s):\n return t.a").body
+        with pytest.raises(SyntaxError, match="a rule is decorated with"):
+            translation["quantity_of"](function)
+    assert translation["expression"](ast.parse("-(-t.a)", mode="eval").body) == "(-(-t.a))"
 
 
 def test_triton_and_cpp_approximate_exponentials_with_the_same_numbers() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megarl.errors import UserError
 from megarl.kernels import library
 from megarl.kernels.constants import BAD_PREFIX
 from megarl.kernels.token_pass.compiled import token_pass_compiled
@@ -101,5 +102,13 @@ def token_pass(
 
 def has_rule(function: RuleFunction, backend: str) -> bool:
     """Whether a fused backend has the rule: Triton every one, ``cpp`` and ``cuda`` those that megarl was built with.
-    `UserError` if it is not installed."""
-    return backend == "triton" or library.has_rule({"cpp": "cpu", "cuda": "cuda"}[backend], function.name)
+    `UserError` if it is not installed, or was built before the rule's file was changed."""
+    if backend == "triton":
+        return True
+    built = library.rule_digest({"cpp": "cpu", "cuda": "cuda"}[backend], function.name)
+    if built is not None and built != function.digest:
+        raise UserError(
+            f"{function.file} was changed after the {backend} kernels had been built from it: build megarl again "
+            "(pip install ., or make in a clone)"
+        )
+    return built is not None

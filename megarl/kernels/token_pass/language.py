@@ -8,8 +8,11 @@ megarl is built, `csrc/translate_rules.py` writes it in C++, for the CPU and CUD
 
 from __future__ import annotations
 
+import functools
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -81,14 +84,32 @@ class RuleFunction:
     def parameters(self) -> int:
         return self.function.__code__.co_argcount - 2
 
+    @property
+    def file(self) -> Path:
+        return Path(self.function.__code__.co_filename)
+
+    @property
+    def digest(self) -> str:
+        """Of the source of the rule and of what rules share, by which a compiled rule of another source is noticed."""
+        return _digest(self.file)
+
+
+@functools.cache
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes() + (file.parent / "parts/clipping.py").read_bytes()).hexdigest()[:16]
+
 
 RULES: dict[str, RuleFunction] = {}  # by name, which torch's operators take
 
 
 def rule(quantity: Quantity = "none") -> Callable[[Callable[..., Outcome]], RuleFunction]:
-    """Decorator of a rule. Its name must be unique."""
+    """Decorator of a rule. Raises ValueError for a name that a rule of another module has."""
 
     def register(function: Callable[..., Outcome]) -> RuleFunction:
-        return RULES.setdefault(function.__name__, RuleFunction(function, quantity))
+        known = RULES.get(function.__name__)
+        if known is not None and known.function.__module__ != function.__module__:
+            raise ValueError(f"{function.__module__} and {known.function.__module__} have a rule {function.__name__}")
+        RULES[function.__name__] = RuleFunction(function, quantity)
+        return RULES[function.__name__]
 
     return register

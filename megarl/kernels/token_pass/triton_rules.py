@@ -51,12 +51,6 @@ def excess(l, ratio):
 
 
 @triton.jit
-def trust_region(t):
-    a, l = t.advantage, t.log_ratio
-    return ((a > 0) & (l > 0)) | ((a < 0) & (l < 0))
-
-
-@triton.jit
 def one_minus_exp(x):
     return tl.where(x > -0.34, -(exponential_remainder(x) * x * x + x), 1.0 - exponential(x))
 
