@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -139,6 +139,22 @@ def rule_terms(settings: Settings, rule: Rule, batch: TokenBatch) -> Terms:
     return replace(terms, metrics=terms.metrics | scalars)
 
 
+class _Loss(torch.autograd.Function):
+    """-value [T], whose derivative with respect to the log-probs is -coefficient [T], and 0 where ``mask`` is False."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logprobs: torch.Tensor, value: torch.Tensor, coefficient: torch.Tensor, mask: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.save_for_backward(coefficient, mask)
+        return -value
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        coefficient, mask = ctx.saved_tensors
+        return torch.where(mask, -gradient * coefficient, 0), None, None, None
+
+
 def outcome_terms(
     settings: Settings,
     batch: TokenBatch,
@@ -149,8 +165,7 @@ def outcome_terms(
     second: str | None = None,
 ) -> Terms:
     """`Terms` of an outcome. The gradient of the loss with respect to the log-probs is its coefficient."""
-    change = torch.where(batch.loss_mask, batch.logprobs, 0)
-    loss = -(o.value + o.coefficient * (change - change.detach()))
+    loss = _Loss.apply(batch.logprobs, o.value, o.coefficient, batch.loss_mask)
     metrics: dict[str, Metric] = {}
     for name, flag in ((first, o.first), (second, o.second)):
         if name is not None:

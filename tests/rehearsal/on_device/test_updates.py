@@ -23,7 +23,7 @@ from tests.rehearsal.updates import LAYERS, LOSS, NORM, Case, Distance, Outcome,
 
 OWN_WAITS = 2  # of megarl itself, per update
 # at most, in an update of two micro-batches on one rank, with four MoE layers of four experts
-WAITS, LAUNCHES = 2, 2250
+WAITS, LAUNCHES = 2, 2240
 
 TORCH = {"kernels": "torch"}
 TWO_RANKS = [name for name, layout in LAYOUTS.items() if layout.ranks == 2]
