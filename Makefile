@@ -3,14 +3,21 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 KERNELS := CMakeLists.txt $(shell find csrc megarl/objectives -type f -not -name "*.pyc")
-.PHONY: quickstart test test-slow faults lint bench gpu launch
+.PHONY: quickstart smollm2 test test-slow faults lint bench gpu launch wheel
 
 quickstart: .venv/.stamp
 	$(RUN) examples/quickstart/run.py
 
+# a real language model; TASK=instructions or paragraphs: another recipe of examples/smollm2
+smollm2: .venv/.stamp
+	$(RUN) -W ignore examples/smollm2/make_base.py
+	$(RUN) examples/smollm2/tasks.py
+	OMP_NUM_THREADS=2 $(RUN) -m megarl.cli train examples/smollm2/$(or $(TASK),sums).toml \
+	    --run-dir runs/smollm2-$(or $(TASK),sums)
+
 test: .venv/.stamp  # all that needs neither vLLM, SGLang nor Slurm, on the CPU's path
 	$(RUN) -m pytest -q -n 4 --dist worksteal --durations=15 --ignore=tests/launch --ignore=tests/rehearsal \
-	    --ignore=tests/gpu --ignore=tests/kernels/test_cuda_resources.py --ignore=tests/kernels/test_triton_aot.py \
+	    --ignore=tests/gpu --ignore=tests/wheel --ignore=tests/examples --ignore=tests/kernels/test_cuda_resources.py --ignore=tests/kernels/test_triton_aot.py \
 	    -m "not vllm and not sglang and not crash and not layouts"
 
 test-slow: .venv/.stamp  # WHAT="layouts crashes": these suites of tests/suites.py instead of all
@@ -33,6 +40,9 @@ gpu:
 
 launch:  # the environment of launch/slurm.py
 	$(PYTHON) tools/setup_venv.py launch
+
+wheel: .venv/.stamp  # a wheel for many Linux distributions and the sources, in dist/; with CUDA kernels if there is nvcc
+	$(RUN) tools/make_wheel.py
 
 .venv/.stamp: tools/setup_venv.py pyproject.toml constraints.txt $(KERNELS)
 	$(PYTHON) tools/setup_venv.py

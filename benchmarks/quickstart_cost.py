@@ -1,5 +1,7 @@
 """The cost of megarl compared with a plain PyTorch loop: generation and optimisation of the quickstart in CPU-seconds.
 
+The recipe is that with mu-GRPO, examples/quickstart/mu_grpo.toml.
+
 Both sides use the same model, prompts, responses and number of updates, in one process and thread, and take turns of a
 few updates, so that other load on the machine affects both. Not counted on either side: process start, imports, loading
 the model. Counted for megarl: rollout store, verification, packing, Megatron's schedule, DDP and optimizer, metrics,
@@ -152,7 +154,9 @@ def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
     def update(store, stage, staleness):
         groups = store.read(run.stage(stage).groups_of_update(store.chosen, staleness))
         samples = to_samples(groups, recipe.objective)
-        batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, torch.device("cpu"))
+        batches = packing.micro_batches(
+            samples, recipe.actor.tokens_per_micro_batch, actor.device, share=actor.models[0].shares_prompts
+        )
         values = step.train_step(actor, batches, objective, actor.learning_rate(staleness + 1))
         metrics.append({"update": staleness + 1, **summary(groups), **values})
         if (staleness + 1) % recipe.actor.checkpoint_every == 0:
@@ -192,7 +196,7 @@ def main() -> None:
     os.chdir(ROOT)
     torch.set_num_threads(1)
     overrides = [f"schedule.stages={options.stages}", f"schedule.updates_per_stage={options.updates}"]
-    recipe = load_recipe(ROOT / "examples/quickstart/recipe.toml", overrides)
+    recipe = load_recipe(ROOT / "examples/quickstart/mu_grpo.toml", overrides)
     become_single_process()
     parallel.initialize(recipe)
     with tempfile.TemporaryDirectory() as scratch:

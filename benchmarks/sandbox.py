@@ -17,7 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from megarl.data.prompts import Prompt
 from megarl.recipe.tables import RewardTable
 from megarl.rewards.code import Code
-from megarl.rewards.cpp_headers import make_headers
+from megarl.rewards.cpp import make_headers
 from megarl.rewards.sandbox import Program, check_sandbox, run
 
 PAIR = {"tests": [{"input": "1 2\n", "output": "3\n"}]}

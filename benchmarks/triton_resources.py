@@ -24,8 +24,12 @@ from triton.compiler import ASTSource
 
 import megarl.objectives  # noqa: F401  # they have the rules
 from megarl.kernels.linear_logprob.triton_backend import Tile, launch_options, logit_gradients_kernel, statistics_kernel
+from megarl.kernels.row_sums import triton_backend as row_sums
 from megarl.kernels.token_pass.language import RULES
 from megarl.kernels.token_pass.triton_backend import LAUNCH_OPTIONS, kernel_constants, token_pass_kernel
+from megarl.kernels.weighted_glu import Glu
+from megarl.kernels.weighted_glu.triton_backend import LAUNCH_OPTIONS as GLU_OPTIONS
+from megarl.kernels.weighted_glu.triton_backend import constants, weighted_glu_gradients_kernel, weighted_glu_kernel
 
 SHARED_MEMORY = {80: 163, 90: 227, 100: 227}  # KiB a block may use, by architecture: CUDA C++ programming guide
 
@@ -143,6 +147,41 @@ def token_pass_spec(name: str, inherited: bool, architecture: int) -> CompileSpe
     )
 
 
+def weighted_glu_specs(dtype: str, glu: Glu, architecture: int) -> list[CompileSpec]:
+    kernels = {
+        "forward": (weighted_glu_kernel, dict(gate_up=f"*{dtype}", probs="*fp32", out=f"*{dtype}")),
+        "backward": (
+            weighted_glu_gradients_kernel,
+            dict(gradient=f"*{dtype}", gate_up=f"*{dtype}", probs="*fp32", out=f"*{dtype}", out_probs="*fp32"),
+        ),
+    }
+    return [
+        CompileSpec(
+            name=f"weighted_glu.{name} {dtype}" + (" clamped" if glu.limit else ""),
+            kernel=kernel,
+            signature=signature | {"rows": "i32"},
+            constants=constants(768, glu),
+            architecture=architecture,
+            aligned=tuple(signature),
+            options=GLU_OPTIONS,
+        )
+        for name, (kernel, signature) in kernels.items()
+    ]
+
+
+def row_sums_spec(dtype: str, architecture: int) -> CompileSpec:
+    pointers = dict(rows=f"*{dtype}", sources="*i64", out=f"*{dtype}")
+    return CompileSpec(
+        name=f"row_sums {dtype}",
+        kernel=row_sums.row_sums_kernel,
+        signature=pointers,
+        constants=row_sums.constants(2048, 8),
+        architecture=architecture,
+        aligned=tuple(pointers),
+        options=row_sums.LAUNCH_OPTIONS,
+    )
+
+
 SPECS = [
     *(
         spec
@@ -156,6 +195,14 @@ SPECS = [
         for name in RULES
         for inherited in ((False, True) if name == "clip_prefix" else (False,))
     ),
+    *(
+        spec
+        for architecture in SHARED_MEMORY
+        for dtype in ("bf16", "fp32")
+        for glu in (Glu(), Glu(1.702, 7.0, 1.0))
+        for spec in weighted_glu_specs(dtype, glu, architecture)
+    ),
+    *(row_sums_spec(dtype, architecture) for architecture in SHARED_MEMORY for dtype in ("bf16", "fp32")),
 ]
 
 

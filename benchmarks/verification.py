@@ -33,8 +33,9 @@ from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.scoring import Scoring, text_of
 from megarl.recipe.load import load_recipe
 from megarl.recipe.tables import RewardTable
+from megarl.rewards import Score
 from megarl.rewards.math import Math
-from megarl.rewards.pool import Limits, Verdict, VerifierPool
+from megarl.rewards.pool import Limits, VerifierPool
 from megarl.rewards.reasoning_gym import ReasoningGym
 from megarl.storage.policies import copy_policy
 
@@ -69,7 +70,7 @@ class TimedPool:
         self.seconds += time.thread_time() - start
         return number
 
-    def verdicts(self, wait: bool, unless: Callable[[], bool]) -> list[tuple[int, Verdict]]:
+    def verdicts(self, wait: bool, unless: Callable[[], bool]) -> list[tuple[int, Score]]:
         start = time.thread_time()
         found = self._pool.verdicts(wait, unless)
         self.seconds += time.thread_time() - start
@@ -88,10 +89,10 @@ class InProcess:
     def ask(self, prompt: Prompt, response: str) -> int:
         self._asked += 1
         score = self._verifier.score(prompt, response) if self._verifier else 0.0
-        self._verdicts.append((self._asked, Verdict(score)))
+        self._verdicts.append((self._asked, Score(score)))
         return self._asked
 
-    def verdicts(self, wait: bool, unless: Callable[[], bool]) -> list[tuple[int, Verdict]]:
+    def verdicts(self, wait: bool, unless: Callable[[], bool]) -> list[tuple[int, Score]]:
         found, self._verdicts = self._verdicts, []
         return found
 

@@ -65,7 +65,8 @@ def missing_here(recipe: Recipe) -> list[str]:
     for setting, table in {"[data] train": recipe.data, **suites}.items():
         files[setting] = [Path(file) for file in table.files]
     files["[data] template"] = [Path(file) for file in recipe.template_files()]
-    files["[reward] path"] = [Path(file) for file in recipe.reward_files()]
+    for file, table in recipe.own_files().items():
+        files.setdefault(f"[{table}] path", []).append(Path(file))
     return [
         f"{setting}: {path}" for setting, paths in files.items() for path in dict.fromkeys(paths) if not path.exists()
     ]

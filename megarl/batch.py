@@ -3,6 +3,7 @@ that a context-parallel rank holds."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from torch.distributed import ProcessGroup
 
+LOWEST_LOGPROB = -1e4  # in place of -inf; any finite one far below those of a float32 softmax would do
 _FLOATS = ("logprobs", "rollout_logprobs", "advantages", "old_logprobs", "ref_logprobs", "entropy")
 
 
@@ -54,24 +56,18 @@ class ContextShard:
             ]
         )
 
-    def attended_tokens(self, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Which tokens each held chunk attends to under a causal mask: those of its sequence up to its own end.
-
-        lengths [S] of the whole sequences -> (indices into the tokens gathered from all ranks, rank by rank, for each
-        chunk of this rank in turn; the number of these indices for each chunk [2 S]).
-        """
+    def gathered_tokens(self, lengths: np.ndarray) -> list[np.ndarray]:
+        """For each sequence, of ``lengths`` [S]: the indices of its tokens, in order, among those gathered from all
+        ranks, rank by rank."""
         import numpy as np
 
         starts, chunk_lengths = (np.cumsum(lengths) - lengths) // self.size, lengths // self.chunks
         total = int(lengths.sum()) // self.size
-        indices, counts = [], []
-        for start, length in zip(starts, chunk_lengths, strict=True):
-            owners = [(c, 0) if c < self.size else (self.chunks - 1 - c, 1) for c in range(self.chunks)]
-            whole = np.concatenate([r * total + start + half * length + np.arange(length) for r, half in owners])
-            for chunk in self.held:
-                indices.append(whole[: (chunk + 1) * length])
-                counts.append(len(indices[-1]))
-        return np.concatenate(indices), np.array(counts, np.int64)
+        owners = [(c, 0) if c < self.size else (self.chunks - 1 - c, 1) for c in range(self.chunks)]
+        return [
+            np.concatenate([r * total + start + half * length + np.arange(length) for r, half in owners])
+            for start, length in zip(starts, chunk_lengths, strict=True)
+        ]
 
     def held_part(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
         """This rank's two chunks of x; dimension ``dim`` of x is one whole sequence."""
@@ -113,10 +109,22 @@ class TokenBatch:
     entropy: torch.Tensor | None = None  # [T] float32 nats, of the current policy; carries gradient like logprobs
     sequence_index: torch.Tensor | None = None  # [S] int64, index in the optimizer batch, < 2^22; only breaks ties
     shard: ContextShard | None = None  # None: the batch has whole sequences
+    with_prompts: bool = False  # whether each sequence begins with its prompt; otherwise it has response tokens alone
 
     def detach(self) -> TokenBatch:
         """The same batch without gradient, to compute statistics from."""
         return replace(self, logprobs=self.logprobs.detach(), entropy=_detach(self.entropy))
+
+    def floored(self) -> TokenBatch:
+        """The same batch with LOWEST_LOGPROB for log-probs of -inf, which get no gradient; NaN stays NaN."""
+
+        def floor(x: torch.Tensor) -> torch.Tensor:
+            return x.nan_to_num(nan=math.nan, posinf=math.inf, neginf=LOWEST_LOGPROB)
+
+        old = None if self.old_logprobs is None else floor(self.old_logprobs)
+        return replace(
+            self, logprobs=floor(self.logprobs), rollout_logprobs=floor(self.rollout_logprobs), old_logprobs=old
+        )
 
     def note(self, name: str, where: torch.Tensor) -> None:
         """Callback of objectives: ``where`` [T] bool marks the tokens that the metric ``name`` counts, such as clipped
@@ -128,7 +136,7 @@ class TokenBatch:
         merged = {}
         for f in fields(TokenBatch):
             parts = [getattr(b, f.name) for b in batches]
-            if f.name == "shard" or parts[0] is None:
+            if f.name in ("shard", "with_prompts") or parts[0] is None:
                 merged[f.name] = parts[0]
             elif f.name == "cu_seqlens":
                 merged[f.name] = torch.cat([parts[0][:1], *(p.diff() for p in parts)]).cumsum(0, dtype=parts[0].dtype)

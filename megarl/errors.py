@@ -2,7 +2,9 @@
 
 import difflib
 import signal
+import warnings
 from collections.abc import Iterable
+from typing import Any
 
 # sent by a scheduler, by Ctrl-C, when a terminal is lost, by Ctrl-\
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
@@ -14,6 +16,10 @@ class UserError(Exception):
 
     The command line prints the message alone, without a traceback, and exits with 2.
     """
+
+
+class Note(UserWarning):
+    """A warning for the user of megarl, which `print_notes` prints without the line of megarl's source."""
 
 
 class Busy(UserError):
@@ -28,3 +34,13 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that ``word`` was probably meant to be; None if it resembles none of them."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.4)
     return close[0] if close else None
+
+
+def print_notes() -> None:
+    """From now on print each `Note` in this process as one line of megarl."""
+    default = warnings.formatwarning
+
+    def one_line(message: Warning | str, category: type[Warning], *where: Any, **line: Any) -> str:
+        return f"megarl: note: {message}\n" if category is Note else default(message, category, *where, **line)
+
+    warnings.formatwarning = one_line

@@ -128,6 +128,10 @@ class Difference:
     worse: int
     p_value: float  # two-sided, of `sign_test`
 
+    def text(self) -> str:
+        """The mean with its interval."""
+        return f"{self.mean:+.3f} [{self.ci95[0]:+.3f}, {self.ci95[1]:+.3f}]"
+
 
 def paired(a: np.ndarray, b: np.ndarray, seed: int = 0) -> Difference:
     """Difference ``b`` - ``a`` of two scores for each prompt, [prompts] each; differences between prompts cancel.

@@ -198,6 +198,10 @@ class StoreClient(dist.Store):
         self.set_timeout(timeout)
         self._prefix, self._lock = prefix, threading.Lock()
         self._clones: list[StoreClient] = []
+        self._connect()
+
+    def _connect(self) -> None:
+        address, port, secret, *_ = self._arguments
         self._socket = socket.create_connection((address, port), timeout=HANDSHAKE_SECONDS)
         self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._received = self._socket.makefile("rb")
@@ -224,9 +228,14 @@ class StoreClient(dist.Store):
                 self._socket.sendall(self._session.pack(request))
                 head = self._receive(HEAD)
                 return self._session.unpack(head, self._receive(LENGTH.unpack_from(head)[0]))
-            except TimeoutError as error:
-                self.abort()  # the late answer must not be taken for that of the next request
-                raise dist.DistStoreError(f"timed out: {request}") from error
+            except BaseException as error:
+                self.abort()  # a late answer must not be taken for that of the next request
+                if isinstance(error, TimeoutError):
+                    raise dist.DistStoreError(f"timed out: {request}") from error
+                if not isinstance(error, Exception):  # a stop signal, which is still to be reported through the store
+                    with contextlib.suppress(OSError):
+                        self._connect()
+                raise
 
     def _keys(self, keys: Sequence[str]) -> list[str]:
         return [self._prefix + key for key in keys]

@@ -1,7 +1,8 @@
-"""Linux system calls (prctl) for which Python's ``os`` has no function."""
+"""What Linux offers beyond Python's ``os``: prctl, and the state of a process."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -26,3 +27,10 @@ def die_with_parent(parent: int | None = None) -> None:
 def name_process(name: str) -> None:
     """Set the name that ``ps`` and ``top`` show, cut to 15 bytes; a fork's command line is that of its parent."""
     ctypes.CDLL(None).prctl(PR_SET_NAME, name.encode()[:15])
+
+
+def state_of(pid: int) -> str:
+    """The state of a process, a letter as in proc(5) such as R (runs or waits for a CPU), S or T; "" once it ended."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+    return ""

@@ -4,6 +4,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import importlib.util
 
+import hypothesis
 import pytest
 import torch
 
@@ -11,6 +12,11 @@ from megarl.rollout.sglang.server import installed_version
 from tests.helpers import SGLANG_PYTHON, five_letters, write_guessing_model, write_recipe, write_untrained_model
 
 torch.set_num_threads(1)
+# the same cases each time, of which each may take long on a busy machine
+hypothesis.settings.register_profile(
+    "patient", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("patient")
 
 
 def pytest_collection_modifyitems(items):

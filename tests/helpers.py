@@ -5,7 +5,10 @@ import functools
 import itertools
 import json
 import os
+import random
+import re
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -57,14 +60,14 @@ def megarl(*arguments, timeout=900, **options):
     return subprocess.CompletedProcess(arguments, command.returncode, command.stdout, command.stderr)
 
 
-def start_megarl(*arguments, env=None, hold=None, mutant=None):
+def start_megarl(*arguments, env=None, hold=None, mutant=None, cwd=ROOT):
     """Start `megarl` in such a fork without waiting for it; returns a `tests.zygote.Command`.
 
     hold: the arguments of `tests.zygote.hold`. mutant: the name of a function of `tests.phases.mutants`.
     """
     from tests.zygote import Command
 
-    return Command(zygote(), arguments, dict(os.environ if env is None else env), hold, mutant)
+    return Command(zygote(), arguments, dict(os.environ if env is None else env), hold, mutant, cwd)
 
 
 @functools.cache
@@ -73,6 +76,19 @@ def zygote():
     from tests.zygote import WarmProcess
 
     return WarmProcess("tests.zygote")
+
+
+def free_ports(count):
+    """Ports for servers that are started later: the kernel gives them to no other process that asks for any port."""
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    with contextlib.ExitStack() as probes:
+        found = []
+        while len(found) < count:
+            with contextlib.suppress(OSError):  # somebody listens there
+                port = random.SystemRandom().randrange(1024, lowest)
+                probes.enter_context(socket.create_server(("127.0.0.1", port)))
+                found.append(port)
+    return found
 
 
 def mount_tmpfs(path, options):
@@ -119,7 +135,7 @@ def processes_with_files_in(run):
     return left
 
 
-def wait_until_nobody_works_on(run, seconds=10):
+def wait_until_nobody_works_on(run, seconds=60):
     """Wait until no process works on the run: killed ones take a moment to end. Fails with those that are left."""
     deadline = time.monotonic() + seconds
     while left := processes_with_files_in(run):
@@ -132,6 +148,22 @@ def wait_for(command, condition):
     while not condition():
         assert command.poll() is None, f"the command ended before that: {command.stdout}{command.stderr}"
         time.sleep(0.002)
+
+
+def wait_until_held(command, marker):
+    """Wait until a process of the command is held (`tests.zygote.hold`); returns its process id."""
+    wait_for(command, lambda: marker.exists() and marker.read_text())
+    return int(marker.read_text())
+
+
+def stop_and_release(command, number, marker):
+    """Send a stop signal to a command, and release the process that is held once the phase has been asked to stop."""
+    command.send_signal(number)
+    wait_for(command, lambda: "stopping" in command.stderr)  # then it signals its processes, and sleeps between polls
+    sleeps = psutil.Process(command.pid).num_ctx_switches
+    before = sleeps().voluntary
+    wait_for(command, lambda: sleeps().voluntary > before + 1)
+    marker.write_text("")
 
 
 def write_guessing_model(source, path):
@@ -180,6 +212,12 @@ def write_untrained_model(path):
     write_initial_model(path)
 
 
+def lines_so_far(path):
+    """The objects of the whole lines of a file to which a process may be appending; it may not exist yet."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
 def five_letters():
     """The words of the tiny recipe: all of five letters a, b or c."""
     return ["".join(letters) for letters in itertools.product("abc", repeat=5)]
@@ -190,3 +228,23 @@ def write_laboratory(folder):
     write_untrained_model(folder / "initial")
     write_guessing_model(folder / "initial", folder / "model")
     return write_recipe(folder, folder / "model", five_letters())
+
+
+def broken_links(pages):
+    """ "page: link" of every relative link of Markdown pages that leads to no file, or to no heading of its page."""
+
+    def prose(page):
+        return re.sub(r"(?ms)^ *```.*?^ *```|`[^`\n]*`", "", page.read_text())
+
+    def headings(page):
+        lines = re.findall("(?m)^#+ (.*)", re.sub(r"(?ms)^```.*?^```", "", page.read_text()))
+        return {re.sub(r"[^\w -]", "", line.lower()).replace(" ", "-") for line in lines}
+
+    found = []
+    for page in pages:
+        for link in re.findall(r"\]\(([^()\s]+)\)", prose(page)):
+            path, _, anchor = link.partition("#")
+            target = page.parent / path if path else page
+            if "://" not in link and not (target.exists() and (not anchor or anchor in headings(target))):
+                found.append(f"{page}: {link}")
+    return found

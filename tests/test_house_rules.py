@@ -195,7 +195,7 @@ def test_links_between_documents_lead_to_existing_files() -> None:
 # ------------------------------------------------------------------------------------------------- folders of tests
 
 # of tests that are about no folder of megarl/, and those that mirror another one
-OTHER_TESTS = ("distributed", "docs", "faults", "gpu", "lab", "launch", "rehearsal")
+OTHER_TESTS = ("distributed", "docs", "examples", "faults", "gpu", "lab", "launch", "rehearsal", "wheel")
 
 
 def test_the_folders_of_tests_are_those_of_the_package() -> None:
@@ -207,6 +207,13 @@ def test_the_folders_of_tests_are_those_of_the_package() -> None:
 
 
 # --------------------------------------------------------------------------------------------------- make's targets
+
+
+def test_no_test_measures_how_long_something_takes() -> None:
+    """That depends on what else the machine does; tests count work instead."""
+    clock = re.compile(r"= *time\.(process_time|perf_counter|thread_time)\b|\bgetrusage\(")
+    tests = ROOT.glob("tests/**/*.py")
+    assert [str(path.relative_to(ROOT)) for path in tests if clock.search(path.read_text())] == []
 
 
 def test_contributing_has_every_make_target_and_suite_in_its_table() -> None:

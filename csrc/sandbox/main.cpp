@@ -79,30 +79,34 @@ void map_users(const Options& options, pid_t child) {
   if (!write_file(folder + "/uid_map", users) || !write_file(folder + "/gid_map", groups)) fail(options, "user map");
 }
 
-// Runs as process 1 of the new namespaces; waits on `go` until the supervisor has called `map_users`.
-[[noreturn]] void enter(const Options& options, int go) {
+// Runs as process 1 of the new namespaces; waits on `supervisor` until it has called `map_users`.
+[[noreturn]] void enter(const Options& options, int supervisor) {
   char word;
   if (prctl(PR_SET_PDEATHSIG, SIGKILL)) fail(options, "prctl");
-  if (read(go, &word, 1) != 1) _exit(1);  // the supervisor is dead, or has reported why it failed
-  close(go);
+  // It is told only now: if it died before the prctl, this process would outlive it.
+  if (write(supervisor, "", 1) != 1) _exit(1);
+  if (read(supervisor, &word, 1) != 1) _exit(1);  // it is dead, or has reported why it failed
+  close(supervisor);
   const int proc = open("/proc", O_PATH | O_DIRECTORY | O_CLOEXEC);
   make_root(options);
   guard(options, proc);
 }
 
 pid_t start_in_namespaces(const Options& options) {
-  int go[2];
-  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, go)) fail(options, "socketpair");
+  int ends[2];
+  char word;
+  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends)) fail(options, "socketpair");
   const pid_t child = syscall(SYS_clone, kNamespaces | SIGCHLD, nullptr, nullptr, nullptr, nullptr);
   if (child < 0) fail(options, "new namespaces");
   if (!child) {
-    close(go[1]);
-    enter(options, go[0]);
+    close(ends[1]);
+    enter(options, ends[0]);
   }
-  close(go[0]);
+  close(ends[0]);
+  if (read(ends[1], &word, 1) != 1) _exit(1);  // the child has reported why it failed
   map_users(options, child);
-  if (write(go[1], "", 1) != 1) fail(options, "write");
-  close(go[1]);
+  if (write(ends[1], "", 1) != 1) fail(options, "write");
+  close(ends[1]);
   return child;
 }
 

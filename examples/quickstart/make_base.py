@@ -118,7 +118,7 @@ def warm_up(recipe: Recipe, teach: Callable[[Prompt, random.Random], str], outpu
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=HERE / "base")
+    parser.add_argument("--output", type=Path, default="examples/quickstart/base", help="default: %(default)s")
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--set", action="append", default=[], metavar="SECTION.KEY=VALUE", help="override recipe.toml")
     options = parser.parse_args()
@@ -129,6 +129,7 @@ def main() -> None:
     become_single_process()
     torch.set_num_threads(1)
     disable_progress_bar()
+    output.parent.mkdir(parents=True, exist_ok=True)
     initial = output.with_name(output.name + ".initial")
     write_initial_model(initial)
     overrides = [f'model.path="{initial}"', "optimizer.betas=[0.9, 0.999]", *options.set]

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
@@ -27,6 +30,7 @@ from torch.nn.attention.varlen import varlen_attn
 
 from megarl.actor.delta_rule import SequenceChunks
 from megarl.actor.sinks import causal_window, flash_with_sinks, with_sink
+from megarl.actor.transfer import to_device
 from megarl.batch import ContextShard
 from megarl.errors import UserError
 
@@ -37,14 +41,71 @@ _GROUPED_QUERIES: dict[str, Any] = (
 
 
 @dataclass(frozen=True)
-class AttendedKeys:
-    """Which keys each chunk of queries attends to under context parallelism, for one call of flash attention."""
+class Rows:
+    """K rows of a tensor with N, some of them several times."""
 
-    rows: torch.Tensor  # [K] int64, indices into the keys of all ranks, rank by rank; `ContextShard.attended_tokens`
-    cu_seqlens_q: torch.Tensor  # [2 S + 1] int32, boundaries of this rank's chunks of queries
-    cu_seqlens_k: torch.Tensor  # [2 S + 1] int32, boundaries of the keys in ``rows`` that each chunk attends to
+    places: torch.Tensor  # [K] int64
+    copies: torch.Tensor  # [K] int64, where each row of the tensor is among ``places``, for one row after another
+    offsets: torch.Tensor  # [N] int64, where those of each row begin in ``copies``
+
+    @classmethod
+    def of(cls, places: np.ndarray, rows: int, device: torch.device) -> Rows:
+        counts = np.bincount(places, minlength=rows)
+        columns = places, places.argsort(kind="stable"), counts.cumsum() - counts
+        return cls(*(to_device(device, x) for x in columns))
+
+
+@dataclass(frozen=True)
+class Attended:
+    """Which keys the queries of a micro-batch attend to: piece i has the queries ``cu_seqlens_q[i]`` to
+    ``cu_seqlens_q[i + 1]`` and the keys ``cu_seqlens_k[i]`` to ``cu_seqlens_k[i + 1]``; its last query attends to all
+    of these keys, each query before that to one key less."""
+
+    queries: torch.Tensor | None  # [Q] int64, the queries' places on the packed axis; None: they are in its order
+    keys: Rows | None  # [K] of the keys of all context-parallel ranks; None: likewise
+    outputs: torch.Tensor | None  # [T] int64, which query's output belongs to each token; None: in order
+    cu_seqlens_q: torch.Tensor  # [pieces + 1] int32
+    cu_seqlens_k: torch.Tensor  # [pieces + 1] int32
     max_seqlen_q: int
     max_seqlen_k: int
+    runs: tuple[tuple[int, int, int], ...]  # (count, queries, keys) of each run of consecutive pieces of equal size
+
+
+def attended(
+    pieces: Sequence[tuple[np.ndarray, np.ndarray]], tokens: int, total: int, device: torch.device
+) -> Attended:
+    """From the places of each piece's queries and keys; tokens: length of this rank's packed axis, total: of those of
+    all context-parallel ranks.
+
+    Every token is a query of some piece. If it is one of several, they have the same keys up to it.
+    """
+    queries, keys = (np.concatenate(part) for part in zip(*pieces, strict=True))
+    q_sizes, k_sizes = (np.array([len(x) for x in part]) for part in zip(*pieces, strict=True))
+    outputs = np.empty(tokens, np.int64)
+    outputs[queries] = np.arange(len(queries))
+    in_order = np.arange(tokens)
+
+    def places(x: np.ndarray) -> torch.Tensor | None:
+        return None if np.array_equal(x, in_order) else to_device(device, x)
+
+    cu_seqlens_q = to_device(device, offsets(q_sizes))
+    return Attended(
+        queries=places(queries),
+        keys=None if total == tokens and np.array_equal(keys, in_order) else Rows.of(keys, total, device),
+        outputs=places(outputs),
+        cu_seqlens_q=cu_seqlens_q,
+        cu_seqlens_k=cu_seqlens_q if np.array_equal(q_sizes, k_sizes) else to_device(device, offsets(k_sizes)),
+        max_seqlen_q=int(q_sizes.max()),
+        max_seqlen_k=int(k_sizes.max()),
+        runs=tuple(
+            (len(list(run)), *size) for size, run in groupby(zip(q_sizes.tolist(), k_sizes.tolist(), strict=True))
+        ),
+    )
+
+
+def offsets(sizes: np.ndarray) -> np.ndarray:
+    """[len(sizes) + 1] int32, cu_seqlens: where each packed sequence begins, and where the last one ends."""
+    return np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
 
 
 @dataclass
@@ -60,7 +121,7 @@ class PackedSequences(PackedSeqParams):
     rotary: tuple[torch.Tensor, torch.Tensor] | None = None  # from `rotary_tables`, for the torch-native attention
     chunks: SequenceChunks | None = None  # of whole sequences, for layers with a recurrent state
     shard: ContextShard | None = None  # with context parallelism; all lengths are then those of whole padded sequences
-    attended: AttendedKeys | None = None  # with context parallelism on GPUs
+    attended: Attended | None = None  # for the torch-native attention
 
 
 def rotary_tables(
@@ -156,21 +217,28 @@ class PackedAttention(MegatronModule):
         return attended.view(-1, query.shape[1], key.shape[-1])[..., :width].flatten(1)
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed_seq_params: PackedSequences
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
     ) -> torch.Tensor:
-        if query.is_cuda and query.dtype != torch.float32:
-            return self._fused(query, key, value, packed_seq_params)
-        runs, shard = packed_seq_params.length_runs, packed_seq_params.shard
-        if shard is not None:
-            return self._sharded(query, key, value, runs, shard)
-        sizes = [count * length for count, length in runs]
+        pieces = packed.attended
+        assert pieces is not None
+        if packed.shard is not None:
+            key, value = (gather_from_sequence_parallel_region(x, group=packed.shard.group) for x in (key, value))
+        if pieces.keys is not None:
+            key, value = (select_rows(x, pieces.keys) for x in (key, value))
+        if pieces.queries is not None:
+            query = query.index_select(0, pieces.queries)
+        attend = self._fused if query.is_cuda and query.dtype != torch.float32 else self._by_size
+        out = attend(query, key, value, pieces)
+        return out if pieces.outputs is None else out.index_select(0, pieces.outputs)
+
+    def _by_size(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pieces: Attended) -> torch.Tensor:
+        """One batched call for each run of pieces of equal size."""
+        q_parts = query.split([count * queries for count, queries, _ in pieces.runs])
+        k_parts, v_parts = (x.split([count * keys for count, _, keys in pieces.runs]) for x in (key, value))
         outputs = []
-        for (count, length), q, k, v in zip(
-            runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True
-        ):
-            q, k, v = (x.view(count, length, *x.shape[1:]).transpose(1, 2) for x in (q, k, v))
-            out = self._dense(q, k, v)
-            outputs.append(out.transpose(1, 2).reshape(count * length, -1))
+        for (count, *_), *parts in zip(pieces.runs, q_parts, k_parts, v_parts, strict=True):
+            q, k, v = (x.view(count, -1, *x.shape[1:]).transpose(1, 2) for x in parts)
+            outputs.append(self._dense(q, k, v).transpose(1, 2).flatten(0, 1).flatten(1))
         return torch.cat(outputs)
 
     def _dense(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
@@ -190,58 +258,15 @@ class PackedAttention(MegatronModule):
         out = F.scaled_dot_product_attention(query, key, value, attn_mask=F.pad(mask, (1, 0), value=True), **options)
         return out[..., :-1]
 
-    def _fused(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, packed: PackedSequences
-    ) -> torch.Tensor:
-        """As `forward`, in one call of flash attention; the causal mask is aligned to the lower right corner."""
-        keys: PackedSequences | AttendedKeys = packed
-        cu_seqlens_k, max_seqlen_k = packed.cu_seqlens_kv, packed.max_seqlen_kv
-        if packed.shard is not None:
-            assert packed.attended is not None
-            keys = packed.attended
-            cu_seqlens_k, max_seqlen_k = keys.cu_seqlens_k, keys.max_seqlen_k
-            key, value = (
-                gather_from_sequence_parallel_region(x, group=packed.shard.group).index_select(0, keys.rows)
-                for x in (key, value)
-            )
-        lengths: Any = (keys.cu_seqlens_q, cu_seqlens_k, keys.max_seqlen_q, max_seqlen_k)
+    def _fused(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pieces: Attended) -> torch.Tensor:
+        """One call of flash attention, whose causal mask is aligned to the lower right corner."""
+        lengths: Any = (pieces.cu_seqlens_q, pieces.cu_seqlens_k, pieces.max_seqlen_q, pieces.max_seqlen_k)
         window = (-1 if self.before is None else self.before, 0)  # tokens before (-1: all) and after
         if self.softmax_offset is not None:
             out: Any = flash_with_sinks(query, key, value, self.softmax_offset, lengths, window, self.scale)
         else:
             out = varlen_attn(query, key, value, *lengths, scale=self.scale, window_size=window, **_GROUPED_QUERIES)
         return out.flatten(1)
-
-    def _sharded(
-        self,
-        query: torch.Tensor,  # [T / cp, heads, head_dim], this rank's chunks
-        key: torch.Tensor,
-        value: torch.Tensor,
-        runs: tuple[tuple[int, int], ...],
-        shard: ContextShard,
-    ) -> torch.Tensor:
-        """As `forward`, for the queries of this rank and the keys and values of all ranks.
-
-        A chunk attends to itself and to all chunks before it, so each of the two chunks is one call, whose causal mask
-        is aligned to the lower right corner.
-        """
-        gathered = (gather_from_sequence_parallel_region(x, group=shard.group) for x in (key, value))
-        keys, values = (x.view(shard.size, -1, *x.shape[1:]) for x in gathered)
-        sizes = [count * length // shard.size for count, length in runs]
-        outputs = []
-        for (count, length), q, k, v in zip(
-            runs, query.split(sizes), keys.split(sizes, 1), values.split(sizes, 1), strict=True
-        ):
-            chunk_length = length // shard.chunks
-            k, v = (_whole(x, count, chunk_length, shard) for x in (k, v))
-            q = q.view(count, 2, chunk_length, *q.shape[1:])
-            attended = []
-            for i, chunk in enumerate(shard.held):
-                end = (chunk + 1) * chunk_length
-                out = self._dense(q[:, i].transpose(1, 2), k[:, :, :end], v[:, :, :end])
-                attended.append(out.transpose(1, 2))
-            outputs.append(torch.stack(attended, 1).reshape(count * 2 * chunk_length, -1))
-        return torch.cat(outputs)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
@@ -251,11 +276,22 @@ class PackedAttention(MegatronModule):
         return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
 
 
-def _whole(gathered: torch.Tensor, count: int, chunk_length: int, shard: ContextShard) -> torch.Tensor:
-    """Chunks of all ranks [cp, count * 2 * chunk_length, heads, head_dim] -> [count, heads, length, head_dim]."""
-    by_chunk = gathered.view(shard.size, count, 2, chunk_length, *gathered.shape[2:]).transpose(1, 2)
-    ordered = shard.in_order(by_chunk)  # [2 cp, count, chunk_length, heads, head_dim]
-    return ordered.permute(1, 3, 0, 2, 4).flatten(2, 3)
+class _SelectRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, rows: Rows) -> torch.Tensor:
+        ctx.rows = rows
+        return x.index_select(0, rows.places)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        sums = F.embedding_bag(ctx.rows.copies, gradient.flatten(1), ctx.rows.offsets, mode="sum")
+        return sums.view(-1, *gradient.shape[1:]), None
+
+
+def select_rows(x: torch.Tensor, rows: Rows) -> torch.Tensor:
+    """x.index_select(0, rows.places); the gradient, of a prompt the sum over all responses of its group, is one kernel
+    that accumulates in float32."""
+    return _SelectRows.apply(x, rows)
 
 
 class RMSNorm(torch.nn.RMSNorm):

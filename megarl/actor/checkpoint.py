@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 import pickle
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,8 @@ from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from torch.distributed.checkpoint import FileSystemReader, Metadata
-from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, StorageMeta
 
 from megarl.actor import lora
 from megarl.actor.optimizer import gather_parameters
@@ -33,7 +34,7 @@ from megarl.actor.step import Actor
 from megarl.actor.writers import ForkedResults
 from megarl.errors import UserError
 from megarl.heartbeats import beat
-from megarl.objectives import OBJECTIVES
+from megarl.objectives import objective_class
 from megarl.recipe.layout import Layout
 from megarl.storage.checkpoints import (
     METRICS,
@@ -62,6 +63,7 @@ _DATA_TYPES = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
         "_MEM_FORMAT_ENCODING",
+        "BytesStorageMetadata",  # of what all ranks have in common, from Megatron-Core 0.19 on
         "ChunkStorageMetadata",
         "Metadata",
         "MetadataIndex",
@@ -71,6 +73,9 @@ _DATA_TYPES = {
     },
     "torch.distributed.checkpoint.planner": {"SavePlan", "TensorWriteData", "WriteItem", "WriteItemType"},
 }
+
+
+_COMMON = "common_state/shard_0_1"  # Megatron-Core 0.16 has a file common.pt instead
 
 
 class _DataUnpickler(pickle.Unpickler):
@@ -87,12 +92,15 @@ class _DataUnpickler(pickle.Unpickler):
 
 def _read_metadata(path: Path) -> Metadata:
     """The checkpoint's .metadata, which torch's own reader would unpickle without a check. `UserError` if it contains
-    anything but data."""
+    anything but data, or makes torch unpickle a tensor's bytes."""
     try:
         with open(path / ".metadata", "rb") as file:
             metadata: Metadata = _DataUnpickler(file).load()
     except UserError as error:
         raise UserError(f"{path / '.metadata'} {error}") from error
+    pickled = {key for key, entry in metadata.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)}
+    if pickled - {_COMMON}:
+        raise UserError(f"{path / '.metadata'} says that {min(pickled - {_COMMON})} is a pickle: it was not loaded")
     metadata.storage_meta = metadata.storage_meta or StorageMeta()
     return metadata
 
@@ -183,7 +191,7 @@ def verify(path: Path) -> str | None:
     damage = None
     try:
         manifest = read_manifest(path)
-        check_files(path, manifest, sorted(manifest.files)[dist.get_rank() :: dist.get_world_size()])
+        check_files(path, dict(sorted(manifest.files.items())[dist.get_rank() :: dist.get_world_size()]))
     except Damaged as error:
         damage = str(error)
     everyone: list[str | None] = [None] * dist.get_world_size()
@@ -210,7 +218,7 @@ def load(actor: Actor, path: Path) -> int:
     if "random" in state:
         _restore_random_state(state["random"])
     actor.skipped_updates = common["skipped_updates"]
-    actor.lagged = _to_device(common["lagged"], actor.device)
+    actor.lagged = _restore_statistics(actor, common["lagged"])
     return common["update"]
 
 
@@ -218,20 +226,23 @@ def _load_data(actor: Actor, path: Path) -> tuple[dict[str, Any], dict[str, Any]
     """The state common to all ranks, and this rank's. `UserError` for a file that contains anything but data."""
     metadata, before = _read_metadata(path), FileSystemReader.read_metadata
     FileSystemReader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
+    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # torch's reader of pickled entries asks for the opposite
     try:
-        with torch.serialization.safe_globals([t for kind in OBJECTIVES.values() for t in kind.statistics_types]):
-            common = dist_checkpointing.load_common_state_dict(str(path))
-            _check_adapters(actor, common, path)
-            state = _sharded_state(actor)
-            if common["layout"] == _layout(actor):
-                state["random"] = _random_state()
-            return common, dist_checkpointing.load(state, str(path))
-    except pickle.UnpicklingError as error:
+        common = dist_checkpointing.load_common_state_dict(str(path))
+        _check_adapters(actor, common, path)
+        state = _sharded_state(actor)
+        if common["layout"] == _layout(actor):
+            state["random"] = _random_state()
+        return common, dist_checkpointing.load(state, str(path))
+    except (pickle.UnpicklingError, CheckpointException) as error:
+        causes = [cause for cause, _ in getattr(error, "failures", {0: (error, None)}).values()]
+        if not any(isinstance(cause, pickle.UnpicklingError) for cause in causes):
+            raise
         raise UserError(
-            f"{path / 'common.pt'} contains a type that no checkpoint of megarl contains and that may run code: "
-            "it was not loaded"
+            f"{path} contains a type that no checkpoint of megarl contains and that may run code: it was not loaded"
         ) from error
     finally:
+        del os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"]
         FileSystemReader.read_metadata = before  # type: ignore[method-assign]
 
 
@@ -319,17 +330,24 @@ def _broadcast_path(path: Path | None) -> Path:
     return Path(box[0])
 
 
-def _shared_statistics(actor: Actor) -> Any:
-    """The lagged statistics, on every rank: rank 0 writes them, but only the last pipeline stage has them.
-
-    Collective."""
+def _shared_statistics(actor: Actor) -> dict[str, Any] | None:
+    """The lagged statistics as plain data, on every rank: rank 0 writes them, but only the last pipeline stage has
+    them. Collective."""
+    mine = None
+    if actor.lagged:  # elsewhere ()
+        values = {f.name: getattr(actor.lagged, f.name) for f in fields(actor.lagged)}
+        mine = {k: v.cpu() if torch.is_tensor(v) else v for k, v in values.items()}
+        mine = {"type": type(actor.lagged).__name__, "values": mine}
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, _to_device(actor.lagged, torch.device("cpu")))
+    dist.all_gather_object(everyone, mine)
     return next((statistics for statistics in everyone if statistics is not None), None)
 
 
-def _to_device(statistics: Any, device: torch.device) -> Any:
-    if not statistics:
+def _restore_statistics(actor: Actor, saved: dict[str, Any] | None) -> Any:
+    """The lagged statistics; None, as before the first update, if another objective made those that were saved."""
+    types = objective_class(actor.recipe.objective.definition).statistics_types
+    made_by = next((kind for kind in types if saved and kind.__name__ == saved["type"]), None)
+    if saved is None or made_by is None:
         return None
-    moved = {f.name: getattr(statistics, f.name) for f in fields(statistics)}
-    return replace(statistics, **{k: v.to(device) for k, v in moved.items() if torch.is_tensor(v)})
+    values = saved["values"].items()
+    return made_by(**{k: v.to(actor.device) if torch.is_tensor(v) else v for k, v in values})

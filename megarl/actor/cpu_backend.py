@@ -53,6 +53,7 @@ def install(device: torch.device = _CPU) -> None:
     jit.disable_jit_fuser()  # before the imports below, at which fused functions choose torch.compile
     for name in _LAZY_MODULES:
         importlib.import_module(f"megatron.core.{name}")
+    _undo_compilation()
     proxy = _TorchOnCpu(device)
     for module in _megatron_modules():
         if getattr(module, "torch", None) is torch:
@@ -65,6 +66,16 @@ def install(device: torch.device = _CPU) -> None:
 
 def _megatron_modules() -> list[types.ModuleType]:
     return [m for name, m in list(sys.modules.items()) if name.startswith("megatron.core") and m is not None]
+
+
+def _undo_compilation() -> None:
+    """Undo torch.compile of the fused functions in modules that were imported before, as in forks of a warm process."""
+    for module in _megatron_modules():
+        classes = [value for value in vars(module).values() if isinstance(value, type)]
+        for owner in (module, *(one for one in classes if one.__module__ == module.__name__)):
+            for name, value in list(vars(owner).items()):
+                if isinstance(value, types.FunctionType) and value.__module__.startswith("megatron.core."):
+                    setattr(owner, name, vars(value).get("_torchdynamo_orig_callable", value))
 
 
 def _replace_everywhere(old: Any, new: Any) -> None:

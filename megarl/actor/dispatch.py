@@ -23,6 +23,8 @@ from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megarl.kernels.row_sums import row_sums
+
 
 class IndexDispatcher(MoETokenDispatcher):
     """A token dispatcher with Megatron's interface; it orders tokens as Megatron's all-to-all dispatcher does.
@@ -35,6 +37,7 @@ class IndexDispatcher(MoETokenDispatcher):
         super().__init__(config=config, pg_collection=pg_collection)
         self.local = slice(local_expert_indices[0], local_expert_indices[-1] + 1)
         self.exchanges = self.tp_size * self.ep_size > 1
+        self.backend = "torch"  # of `megarl.kernels.row_sums`; `build_model` chooses it
 
     def dispatch_preprocess(
         self, hidden_states: torch.Tensor, routing_map: torch.Tensor, probs: torch.Tensor
@@ -50,7 +53,7 @@ class IndexDispatcher(MoETokenDispatcher):
         self.tokens = (pairs // experts)[:, None]  # row -> its token
         self.rows = _inverse(order).view(-1, top_k)  # token -> its rows
         hidden = hidden_states.view(-1, self.hidden_shape[-1])
-        return gather_rows(hidden, self.tokens, self.rows), probs.flatten().index_select(0, pairs)
+        return gather_rows(hidden, self.tokens, self.rows, self.backend), probs.flatten().index_select(0, pairs)
 
     def _start_exchange_of_counts(self) -> None:
         """Share the counts of rows that each rank sends to each expert, and start to copy the totals to the host."""
@@ -112,7 +115,7 @@ class IndexDispatcher(MoETokenDispatcher):
 
     def combine_postprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Sum the rows of each token: [t top_k, hidden] -> [..., hidden]."""
-        return gather_rows(hidden_states, self.rows, self.tokens).view(self.hidden_shape)
+        return gather_rows(hidden_states, self.rows, self.tokens, self.backend).view(self.hidden_shape)
 
 
 class HostCopy:
@@ -131,28 +134,25 @@ class HostCopy:
 
 class _GatherRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, rows: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, backend: str
+    ) -> torch.Tensor:
         ctx.save_for_backward(targets)
-        return _summed(rows, sources)
+        ctx.backend = backend
+        return row_sums(rows, sources, backend)
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        return _summed(gradient, ctx.saved_tensors[0]), None, None
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return row_sums(gradient, ctx.saved_tensors[0], ctx.backend), None, None, None
 
 
-def gather_rows(rows: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """out[i] = sum over j of rows[sources[i, j]]. targets: the inverse relation, ``targets[k]`` are all i whose sum
-    includes row k; the backward pass sums over them.
-
-    Sums are taken in float32 in the order of the second index, forward and backward, without atomic additions.
+def gather_rows(
+    rows: torch.Tensor, sources: torch.Tensor, targets: torch.Tensor, backend: str = "torch"
+) -> torch.Tensor:
+    """`row_sums(rows, sources)`. targets: the inverse relation, ``targets[k]`` are all i whose sum includes row k; the
+    backward pass sums over them, without atomic additions.
     """
-    return _GatherRows.apply(rows, sources, targets)
-
-
-def _summed(rows: torch.Tensor, sources: torch.Tensor) -> torch.Tensor:
-    taken = rows.index_select(0, sources.flatten())
-    # torch accumulates sums of bfloat16 in float32
-    return taken if sources.shape[1] == 1 else taken.view(*sources.shape, -1).sum(1)
+    return _GatherRows.apply(rows, sources, targets, backend)
 
 
 def _sort(values: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -10,13 +10,16 @@ import torch
 import torch.nn.functional as F
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.errors import UserError
+from megarl.kernels.weighted_glu import Glu, weighted_glu
 
+QUICK_GELU = 1.702  # x sigmoid(1.702 x), Hendrycks and Gimpel 2016, arXiv 1606.08415
 _ALIGNMENT = 16  # bytes; `grouped_mm` needs rows whose size is a multiple of this
 # from this compute capability on, torch 2.13 leaves the weight gradient of a group without rows unwritten
 # (pytorch#172439, #193633)
@@ -43,7 +46,9 @@ class GroupedExperts(MegatronModule):
         for name in _UNSUPPORTED:
             if getattr(config, name):
                 raise UserError(f'[megatron] {name}: the experts of layers = "torch" do not support it; remove the key')
-        self.groups = pg_collection
+        self.groups, self.backend = pg_collection, "torch"  # of `megarl.kernels.weighted_glu`; `build_model` chooses it
+        sharpness = QUICK_GELU if config.activation_func is quick_gelu else 1.0
+        self.glu = Glu(sharpness, config.activation_func_clamp_value, config.glu_linear_offset)
         shards: int = pg_collection.expt_tp.size()
         if config.moe_ffn_hidden_size % shards:
             raise UserError(
@@ -78,26 +83,14 @@ class GroupedExperts(MegatronModule):
         """tokens [n, hidden], sorted by expert, tokens_per_expert [local experts], probs [n] -> [n, hidden]."""
         ends = tokens_per_expert.to(tokens.device).cumsum(0, dtype=torch.int32)
         gate_up = self._product("weight1", tokens, ends)
-        if not self.config.add_bias_linear:
-            return self._product("weight2", self._weighted(gate_up, probs), ends), None
         # biases are added as products with a one-hot matrix, whose gradients need no atomic additions
-        chosen = one_hot_groups(ends, len(tokens))
-        gate_up = torch.addmm(gate_up, chosen.to(gate_up.dtype), self.bias1.view(len(ends), -1))
-        output = self._product("weight2", self._weighted(gate_up, probs), ends)
+        chosen = one_hot_groups(ends, len(tokens)) if self.config.add_bias_linear else None
+        if chosen is not None:
+            gate_up = torch.addmm(gate_up, chosen.to(gate_up.dtype), self.bias1.view(len(ends), -1))
+        output = self._product("weight2", weighted_glu(gate_up, probs, self.glu, self.backend), ends)
+        if chosen is None:
+            return output, None
         return torch.addmm(output, (chosen * probs[:, None]).to(output.dtype), self.bias2.view(len(ends), -1)), None
-
-    def _weighted(self, gate_up: torch.Tensor, probs: torch.Tensor) -> torch.Tensor:
-        """[n, 2 F] -> [n, F]: the activation, multiplied by ``probs`` [n]."""
-        return (self._activated(gate_up) * probs[:, None]).to(gate_up.dtype)
-
-    def _activated(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """[n, 2 F] -> [n, F]: activation of the gate times up, with the family's clamp and offset."""
-        gate, up = gate_up.chunk(2, -1)
-        if (limit := self.config.activation_func_clamp_value) is not None:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
-        if self.config.glu_linear_offset:
-            up = up + self.config.glu_linear_offset
-        return self.config.activation_func(gate) * up
 
     def _product(self, name: str, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         product = grouped_linear(tokens, getattr(self, name), ends)
@@ -150,11 +143,6 @@ class GroupedExperts(MegatronModule):
 
 def _merge(parts: list[torch.Tensor], shape: torch.Size) -> torch.Tensor:
     return torch.cat(parts).view(shape)
-
-
-def quick_gelu(x: torch.Tensor) -> torch.Tensor:
-    """x sigmoid(1.702 x), Hendrycks and Gimpel 2016, arXiv 1606.08415. (Megatron's own goes through torch.compile.)"""
-    return x * torch.sigmoid(1.702 * x)
 
 
 def one_hot_groups(ends: torch.Tensor, rows: int) -> torch.Tensor:

@@ -1,8 +1,7 @@
 """Cuts Megatron's parameters into views that are the tensors of a Hugging Face model.
 
-`megarl.models` says which tensors make up a parameter, by the parameter's name in the torch-native modules. This module
-translates the names of Transformer Engine's modules (which keep a norm's weight in the linear layer after it) and of
-both forms of the experts to those names.
+`megarl.models` says which tensors make up a parameter, by the parameter's name in Megatron's torch-native modules. This
+module translates the names of both forms of the experts to those names.
 """
 
 from __future__ import annotations
@@ -66,14 +65,10 @@ class HfTensor:
             yield first, block.float() + added.scale * (up.float() @ down).view(block.shape)
 
 
-_NATIVE_NAMES = {  # Transformer Engine's name -> torch-native name
-    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
-    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
-}
 _EXPERT = re.compile(
     r"mlp\.experts\.(?:"
     r"(?P<kind>weight|bias)(?P<stacked_fc>[12])"  # `megarl.actor.experts`: all experts in one tensor
-    r"|linear_fc(?P<grouped_fc>[12])\.weight(?P<grouped>\d+))"  # TEGroupedMLP
+    r"|linear_fc(?P<grouped_fc>[12])\.(?P<grouped_kind>weight|bias)(?P<grouped>\d+))"  # TEGroupedMLP
 )
 
 
@@ -99,11 +94,11 @@ def _tensors_of_parameter(name: str, parameter: torch.Tensor, model: PolicyModel
         prefix = ""
     else:
         _, _, local, rest = name.split(".", 3)  # decoder.layers.<local>.<rest>
-        layer, native = _layer(model, int(local)), _NATIVE_NAMES.get(rest, rest)
+        layer, native = _layer(model, int(local)), rest
         prefix = f"{family.prefix}layers.{layer}."
         if match := _EXPERT.fullmatch(rest):
             number, experts = _experts(match, parameter, model.config)
-            native = f"mlp.experts.linear_fc{number}.{match['kind'] or 'weight'}"
+            native = f"mlp.experts.linear_fc{number}.{match['kind'] or match['grouped_kind']}"
         tensors = family.layer_tensors(model.hf, layer).get(native)
     if tensors is None:
         raise NotImplementedError(f"no Hugging Face tensor is known for Megatron's parameter {name}")

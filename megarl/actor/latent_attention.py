@@ -12,14 +12,13 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import ColumnParallelLinear, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules, MultiLatentAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megarl.actor.attention import PackedSequences, RMSNorm, rotate, yarn_frequencies
-from megarl.errors import UserError
 
 if not isinstance(multi_latent_attention.TELinear, type):
     # without Transformer Engine, Megatron-Core 0.16.1 defines mocks of its classes, which this Megatron module takes
@@ -53,26 +52,22 @@ class LatentAttention(MultiLatentAttention):
     ) -> None:
         groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         super().__init__(config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, groups, **more)
-        if self.recompute_up_proj:
-            raise UserError(
-                '[megatron] recompute_modules: layers = "torch" cannot recompute "mla_up_proj"; remove it from the list'
-            )
         heads, queries = config.num_attention_heads, config.num_attention_heads * self.q_head_dim
         if config.q_lora_rank is None:
-            self.linear_q_proj = self._column_parallel(config.hidden_size, queries)
+            self.linear_q_proj = self._column_parallel(submodules.linear_q_proj, config.hidden_size, queries)
         else:
             self.linear_q_down_proj = WholeLinear(config.hidden_size, config.q_lora_rank, config)
             self.q_layernorm = RMSNorm(config, config.q_lora_rank, LATENT_EPSILON)
-            self.linear_q_up_proj = self._column_parallel(config.q_lora_rank, queries)
+            self.linear_q_up_proj = self._column_parallel(submodules.linear_q_up_proj, config.q_lora_rank, queries)
         width = config.kv_lora_rank + config.qk_pos_emb_head_dim
         self.linear_kv_down_proj = WholeLinear(config.hidden_size, width, config)
         self.kv_layernorm = RMSNorm(config, config.kv_lora_rank, LATENT_EPSILON)
         self.linear_kv_up_proj = self._column_parallel(
-            config.kv_lora_rank, heads * (config.qk_head_dim + config.v_head_dim)
+            submodules.linear_kv_up_proj, config.kv_lora_rank, heads * (config.qk_head_dim + config.v_head_dim)
         )
 
-    def _column_parallel(self, inputs: int, outputs: int) -> ColumnParallelLinear:
-        return ColumnParallelLinear(
+    def _column_parallel(self, kind: Any, inputs: int, outputs: int) -> Any:
+        return kind(
             inputs,
             outputs,
             config=self.config,

@@ -24,7 +24,7 @@ from megatron.core.tensor_parallel import (
     set_tensor_model_parallel_attributes,
 )
 
-from megarl.actor.experts import grouped_linear
+from megarl.actor.experts import GroupedExperts, grouped_linear
 from megarl.actor.model import PolicyModel
 from megarl.models.lora import Matrix, targeted
 from megarl.recipe.actor_table import LoraTable
@@ -42,15 +42,18 @@ class Adapter(torch.nn.Module):
     For experts, A and B have a first dimension more: the experts of this rank.
     """
 
-    def __init__(self, key: str, weight: torch.Tensor, matrix: Matrix, table: LoraTable) -> None:
+    def __init__(
+        self, key: str, weight: torch.Tensor, shape: tuple[int, ...], matrix: Matrix, table: LoraTable
+    ) -> None:
+        """weight: this rank's part of the matrix, or of one of its experts or all; shape: that of it, or of all."""
         super().__init__()
         self.key, self.matrix, self.scale = key, matrix, table.scale
         self.group = _group(matrix)
-        *experts, outputs, inputs = weight.shape
+        *experts, outputs, inputs = shape
         self.a = torch.nn.Parameter(weight.new_zeros(*experts, table.rank, inputs))
         self.b = torch.nn.Parameter(weight.new_zeros(*experts, matrix.parts, outputs // matrix.parts, table.rank))
         for parameter in (self.a, self.b):
-            parameter.allreduce = weight.allreduce  # type: ignore[attr-defined]
+            parameter.allreduce = getattr(weight, "allreduce", True)  # type: ignore[attr-defined]
             axis = self._divided_axis(parameter)
             # without these attributes Megatron takes the parameter for replicated, and counts it in the gradient's
             # norm only on the first tensor-parallel rank
@@ -59,6 +62,8 @@ class Adapter(torch.nn.Module):
 
     def _divided_axis(self, parameter: torch.Tensor) -> int | None:
         """The dimension of A or B that tensor parallelism divides; None if the parameter is replicated."""
+        if self.matrix.whole:
+            return None
         if self.matrix.splits_inputs:
             return self.a.ndim - 1 if parameter is self.a else None
         return self.b.ndim - 2 if parameter is self.b else None
@@ -97,26 +102,29 @@ class Adapter(torch.nn.Module):
 
 
 class LinearAdapter(Adapter):
-    """The adapter of a ColumnParallelLinear or RowParallelLinear; tensor-parallel ranks divide its tokens."""
+    """The adapter of a linear layer, whose tokens tensor-parallel ranks divide."""
 
-    def __init__(self, key: str, weight: torch.Tensor, matrix: Matrix, table: LoraTable) -> None:
-        super().__init__(key, weight, matrix, table)
-        # each rank applies the replicated one to its own tokens; the attribute makes Megatron sum the gradients
-        replicated = self.b if matrix.splits_inputs else self.a
-        replicated.sequence_parallel = self.group.size() > 1  # type: ignore[attr-defined]
+    def __init__(
+        self, key: str, weight: torch.Tensor, shape: tuple[int, ...], matrix: Matrix, table: LoraTable
+    ) -> None:
+        super().__init__(key, weight, shape, matrix, table)
+        # each rank applies a replicated one to its own tokens; the attribute makes Megatron sum the gradients
+        for parameter in (self.a, self.b):
+            if self._divided_axis(parameter) is None:
+                parameter.sequence_parallel = self.group.size() > 1  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The matrix's input -> the term to add to its output."""
         low = F.linear(x, self.a) * self.scale
         if self.group.size() > 1 and self.matrix.splits_inputs:
             low = reduce_scatter_to_sequence_parallel_region(low, group=self.group)
-        elif self.group.size() > 1:
+        elif self.group.size() > 1 and not self.matrix.whole:
             low = gather_from_sequence_parallel_region(low, tensor_parallel_output_grad=True, group=self.group)
         return F.linear(low, self.up())
 
 
 class ExpertAdapter(Adapter):
-    """The adapter of one of the two weights of `GroupedExperts`."""
+    """The adapter of one of the two matrices that every expert has."""
 
     def forward(self, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
         """tokens [n, inputs], sorted by expert; ends [experts], where each expert's rows end -> [n, outputs] to add."""
@@ -168,28 +176,47 @@ def attach(models: list[PolicyModel], recipe: Recipe) -> None:
         for local, layer in enumerate(model.decoder.layers):
             number = layer.layer_number - 1
             for matrix in targeted(model.hf, number, table.targets):
-                name, adapter = _attach(layer, f"decoder.layers.{number}.{matrix.name}", matrix, table)
-                model.adapters[f"decoder.layers.{local}.{name}"] = adapter
+                key = f"decoder.layers.{number}.{matrix.name}"
+                names, adapter = (_attach_to_experts if matrix.of_experts else _attach)(layer, key, matrix, table)
+                model.adapters |= {f"decoder.layers.{local}.{name}": adapter for name in names}
                 if not adapter.a.is_meta:
                     adapter.initialise(recipe.run.seed)
 
 
-def _attach(layer: Any, key: str, matrix: Matrix, table: LoraTable) -> tuple[str, Adapter]:
-    """Give the matrix its adapter; returns the name of the matrix's parameter in the layer, and the adapter."""
-    if matrix.of_experts:
-        name = f"weight{matrix.name[-1]}"
-        adapter: Adapter = ExpertAdapter(key, getattr(layer.mlp.experts, name), matrix, table)
-        layer.mlp.experts.adapters[name] = adapter
-        return f"mlp.experts.{name}", adapter
+def _attach(layer: Any, key: str, matrix: Matrix, table: LoraTable) -> tuple[list[str], Adapter]:
+    """Give the matrix its adapter; returns the names of the matrix's parameters in the layer, and the adapter."""
     linear = layer.get_submodule(matrix.name)
-    linear.adapter = adapter = LinearAdapter(key, linear.weight, matrix, table)
+    linear.adapter = adapter = LinearAdapter(key, linear.weight, tuple(linear.weight.shape), matrix, table)
     linear.register_forward_hook(_add)
-    return f"{matrix.name}.weight", adapter
+    return [f"{matrix.name}.weight"], adapter
 
 
-def _add(linear: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> tuple[torch.Tensor, Any]:
-    """Forward hook of a linear layer: adds the adapter's term to its output."""
-    return output[0] + linear.adapter(inputs[0]), output[1]
+def _attach_to_experts(layer: Any, key: str, matrix: Matrix, table: LoraTable) -> tuple[list[str], Adapter]:
+    """As `_attach`, for the experts' matrix: one parameter of `GroupedExperts`, or one an expert."""
+    experts, stacked = layer.mlp.experts, f"weight{matrix.name[-1]}"
+    if isinstance(experts, GroupedExperts):
+        weight = getattr(experts, stacked)
+        experts.adapters[stacked] = adapter = ExpertAdapter(key, weight, tuple(weight.shape), matrix, table)
+        return [f"mlp.experts.{stacked}"], adapter
+    linear = layer.get_submodule(matrix.name)
+    shape = (experts.num_local_experts, *linear.weight0.shape)
+    linear.adapter = adapter = ExpertAdapter(key, linear.weight0, shape, matrix, table)
+    linear.register_forward_hook(_add_to_experts)
+    return [f"{matrix.name}.weight{number}" for number in range(shape[0])], adapter
+
+
+def _add(linear: Any, inputs: tuple[Any, ...], output: Any) -> Any:
+    """Forward hook of a linear layer: adds the adapter's term to its output, which Megatron's return with a bias."""
+    if isinstance(output, tuple):
+        return output[0] + linear.adapter(inputs[0]), output[1]
+    return output + linear.adapter(inputs[0])
+
+
+def _add_to_experts(linear: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, Any]) -> Any:
+    """As `_add`, for Transformer Engine's grouped product of (tokens [n, inputs], the list of each expert's rows)."""
+    tokens, counts = inputs
+    ends = torch.tensor(counts).cumsum(0).to(tokens.device, torch.int32, non_blocking=True)
+    return output[0] + linear.adapter(tokens, ends), output[1]
 
 
 NAME = re.compile(r"\.(adapter|adapters\.weight[12])\.[ab]$")
@@ -203,5 +230,5 @@ def is_adapters(name: str) -> bool:
 def sharded_state(model: PolicyModel) -> dict[str, ShardedTensor]:
     """The sharded state of the adapters alone, by the names of the model's parameters."""
     names = {parameter: name for name, parameter in model.named_parameters()}
-    shards = (shard for adapter in model.adapters.values() for shard in adapter.sharded())
+    shards = (shard for adapter in dict.fromkeys(model.adapters.values()) for shard in adapter.sharded())
     return {names[shard.data]: shard for shard in shards}

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import (
@@ -21,17 +22,17 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
 from megarl.actor.attention import PackedSequences, rotary_tables, yarn_frequencies
 from megarl.actor.delta_rule import sequence_chunks
-from megarl.actor.experts import quick_gelu
-from megarl.actor.layers import engine_block_spec, torch_block_spec
+from megarl.actor.dispatch import RoutedExperts
+from megarl.actor.layers import block_spec
 from megarl.errors import UserError
 from megarl.kernels.linear_logprob import linear_logprob
 from megarl.models import family_of
 from megarl.recipe.actor_table import Recompute
+from megarl.recipe.megatron import shares_prompts
 from megarl.recipe.tables import Recipe
 
 if not hasattr(moe_utils, "te_general_gemm"):
@@ -43,8 +44,8 @@ if not hasattr(megatron_random, "FP8GlobalStateManager"):
     megatron_random.activation_recompute_forward = megatron_random.fp8_autocast = lambda **_: nullcontext()
 
 _ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
-# settings that the torch-native layers take from the model family alone: another value would make a model that differs
-# from its config.json, which no engine could load
+# settings that layers take from the model family alone: another value would make a model that differs from its
+# config.json, which no engine could load
 _SET_BY_FAMILY = (
     "softmax_type", "window_size", "window_attn_skip_freq", "add_bias_linear", "activation_func_clamp_value",
     "glu_linear_offset",
@@ -56,9 +57,9 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
     actor = recipe.actor
     cpu, transformer_engine = actor.backend == "cpu", actor.layers == "transformer_engine"
     dtype = torch.float32 if cpu else torch.bfloat16
-    for name in () if transformer_engine else _SET_BY_FAMILY:
+    for name in _SET_BY_FAMILY:
         if name in recipe.megatron:  # whatever its value: 0 and [] may change the model too
-            raise UserError(f'[megatron] {name}: with layers = "torch" config.json decides it: remove the key')
+            raise UserError(f"[megatron] {name}: config.json decides it: remove the key")
     settings = family_of(hf).megatron_settings(hf)
     settings |= dict(
         activation_func=_ACTIVATIONS[settings.get("activation_func", "silu")],
@@ -80,8 +81,8 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
         calculate_per_token_loss=True,  # sums of losses, divided once by the count of the whole optimizer batch
         batch_p2p_comm=False,  # with the default, virtual stages silently receive each other's messages
         use_cpu_initialization=cpu,
-        # without these fusions Transformer Engine's layers wait for the device several times a layer
-        apply_rope_fusion=transformer_engine,
+        # without it Megatron's dispatcher, which Transformer Engine's experts need for their counts on the host, waits
+        # for the device several times a layer
         moe_permute_fusion=transformer_engine,
         bias_activation_fusion=transformer_engine,
         # the other fused variants need Apex
@@ -93,7 +94,6 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
     )
     if "num_moe_experts" in settings:
         settings |= dict(
-            moe_grouped_gemm=transformer_engine,
             moe_router_dtype=None if cpu else "fp32",
             # load balancing would change the policy's log-probs, and ratios would show that as staleness
             moe_router_load_balancing_type="none",
@@ -137,6 +137,7 @@ class PolicyModel(GPTModel):
     temperature: float = 1.0
     head_backend: str = "torch"  # backend of `megarl.kernels.linear_logprob`
     hf: dict[str, Any]  # the model's settings, from `megarl.models.hf_config.read_hf_config`
+    shares_prompts: bool = False  # `megarl.recipe.megatron.shares_prompts`, for `megarl.actor.packing`
     adapters: dict[str, Any]  # `megarl.actor.lora.Adapter`s by the name of the parameter that each is added to
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -158,9 +159,9 @@ class PolicyModel(GPTModel):
         packed_seq_params: PackedSequences | None = None,
         **kwargs: Any,
     ) -> Any:
-        """GPTModel.forward, with what the torch-native layers share added to ``packed_seq_params``: rotary tables, and
-        for gated delta nets the chunks of the sequences. Both are computed once for all layers."""
-        if packed_seq_params is not None and self.position_embedding_type == "none":
+        """GPTModel.forward, with what the layers share added to ``packed_seq_params``: rotary tables, and for gated
+        delta nets the chunks of the sequences. Both are computed once for all layers."""
+        if packed_seq_params is not None:
             frequencies, scale = self._frequencies()
             tables = rotary_tables(position_ids, frequencies, self.config.params_dtype, scale)
             packed_seq_params = replace(packed_seq_params, rotary=tables)
@@ -214,14 +215,6 @@ class PolicyModel(GPTModel):
         return self.output_layer(hidden[:, 0].index_select(0, trained), tied, logprobs_of=logprobs_of)
 
 
-def _block_spec(
-    config: TransformerConfig, hf: dict[str, Any], recipe: Recipe, stage: int | None
-) -> TransformerBlockSubmodules:
-    if recipe.actor.layers == "torch":
-        return torch_block_spec(config, family_of(hf).attention.norms_all_heads, vp_stage=stage)
-    return engine_block_spec(config, vp_stage=stage)
-
-
 def _yarn_embedding(hf: dict[str, Any], config: TransformerConfig) -> YarnRotaryEmbedding:
     """YaRN with config.json's settings; Megatron-Core 0.16.1's TransformerConfig has no fields for some of them."""
     yarn = hf["rope_yarn"]
@@ -242,13 +235,16 @@ def _yarn_embedding(hf: dict[str, Any], config: TransformerConfig) -> YarnRotary
 def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
     """This rank's model chunks (one, or one for each virtual pipeline stage); their weights are not loaded yet."""
     config = transformer_config(hf, recipe)
+    if recipe.actor.flash_attention == 3 and not config.init_model_with_meta_device:
+        # torch's operators, which `megarl.actor.attention` calls, become those of the package flash-attn-3
+        torch.nn.attention.activate_flash_attention_impl("FA3")
     tp = recipe.actor.tensor_parallel
-    virtual = config.virtual_pipeline_model_parallel_size
+    virtual, norms_all_heads = config.virtual_pipeline_model_parallel_size, family_of(hf).attention.norms_all_heads
     chunks = []
     for stage in range(virtual) if virtual else (None,):
         model = PolicyModel(
             config,
-            _block_spec(config, hf, recipe, stage),
+            block_spec(config, recipe.actor.layers == "transformer_engine", norms_all_heads, stage),
             vocab_size=-(-hf["vocab_size"] // tp) * tp,
             max_sequence_length=hf["max_position_embeddings"],
             pre_process=mpu.is_pipeline_first_stage(ignore_virtual=stage is None, vp_stage=stage),
@@ -261,12 +257,18 @@ def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
             rope_scaling_factor=hf["rope_scaling_factor"] or 1.0,
             vp_stage=stage,
         )
-        if recipe.actor.layers == "torch":
-            model.position_embedding_type = "none"  # `PackedAttention` rotates queries and keys itself
-            if hf.get("rope_yarn") and not config.multi_latent_attention:
-                model.rotary_pos_emb = _yarn_embedding(hf, config)
+        model.position_embedding_type = "none"  # Megatron would compute tables of its own
+        if hf.get("rope_yarn") and not config.multi_latent_attention:
+            model.rotary_pos_emb = _yarn_embedding(hf, config)
         model.temperature = recipe.rollout.temperature
         model.head_backend = recipe.actor.head_backend
+        # not on GPUs, where the gathered keys cost more kernel launches than an update of small micro-batches may have
+        model.shares_prompts = recipe.actor.backend == "cpu" and shares_prompts(
+            family_of(hf).megatron_settings(hf) | recipe.megatron
+        )
+        for module in model.modules():
+            if isinstance(module, RoutedExperts):
+                module.experts.backend = module.token_dispatcher.backend = recipe.actor.head_backend
         model.hf, model.adapters = hf, {}
         in_place = recipe.actor.backend == "cpu" or config.init_model_with_meta_device
         chunks.append(model if in_place else model.cuda())

@@ -20,8 +20,8 @@ _INPUTS = ("rollout_logprobs", "advantages", "logprobs", "old_logprobs", "ref_lo
 class Offender:
     """A sequence of the optimizer batch that made an update non-finite or, if only the gradient is, may have.
 
-    Positions count input tokens under context parallelism and response tokens otherwise; `megarl.phases.optimize` turns
-    both into response tokens.
+    Positions count input tokens where sequences include their prompts, and response tokens otherwise;
+    `megarl.phases.samples.describe` turns both into response tokens.
     """
 
     sequence: int  # index in the optimizer batch
@@ -85,7 +85,7 @@ def _examine(batch: TokenBatch, objective: Objective | WithOptions) -> list[tupl
         logprobs = dict(zip(positions[mine].tolist(), batch.logprobs[mine].tolist(), strict=True))
         tensor = next((name for name, where in bad.items() if bool((where & mine).any())), "")
         where = positions[bad[tensor] & mine].tolist() if tensor else []
-        examined.append((sequence, tensor, where, logprobs, batch.shard is not None))
+        examined.append((sequence, tensor, where, logprobs, batch.with_prompts))
     return examined
 
 

@@ -6,6 +6,7 @@ in the whole process, so `megarl.planner.parameter_counts` does it in a process 
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Any
 
@@ -20,12 +21,13 @@ from megarl.recipe.tables import Recipe
 _MATRIX = re.compile(r"\.layers\..*\.linear_[a-z0-9_]+\.weight$")  # weights of a layer's linear modules, not experts
 
 
-def count_parameters(hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[dict[str, int]]:
+def count_parameters(hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[dict[str, Any]]:
     """Counts for each pipeline stage; parameters are those of one rank, as ranks of a stage have equally many.
 
     layers; dense_layers: layers without experts in a model that has experts; linear_layers: gated delta nets, which
     have no keys and values to store; expert, dense: parameters of experts, and all others; expert_adapters,
-    dense_adapters: parameters of ``[actor.lora]``; matrices: weights of linear modules, without experts.
+    dense_adapters: parameters of ``[actor.lora]``; matrices: weights of linear modules, without experts; rounding: how
+    much larger the trained tensors are, each as it is on disk, with their sizes rounded up to powers of two.
     """
     cpu_backend.install(torch.device("meta"))
     settings = (
@@ -41,7 +43,7 @@ def count_parameters(hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[dic
     return [_count(hf, recipe, ranks, stage * per_stage) for stage in range(recipe.actor.pipeline_parallel)]
 
 
-def _count(hf: dict[str, Any], recipe: Recipe, ranks: int, rank: int) -> dict[str, int]:
+def _count(hf: dict[str, Any], recipe: Recipe, ranks: int, rank: int) -> dict[str, Any]:
     from megatron.core import parallel_state as mpu
 
     from megarl.actor import lora
@@ -65,6 +67,7 @@ def _count(hf: dict[str, Any], recipe: Recipe, ranks: int, rank: int) -> dict[st
             for of_experts in (False, True)
         }
         matrices = [p.numel() for name, p in named if _MATRIX.search(name) and not lora.is_adapters(name)]
+        trained = [(name, p) for name, p in named if p.requires_grad]
         layers = [layer for model in models for layer in model.decoder.layers]
         mixed = bool(hf["num_experts"])
         return {
@@ -76,7 +79,15 @@ def _count(hf: dict[str, Any], recipe: Recipe, ranks: int, rank: int) -> dict[st
             "expert_adapters": sizes[True, True],
             "dense_adapters": sizes[True, False],
             "matrices": sum(matrices),
+            "rounding": sum(map(_rounded, *zip(*trained, strict=True))) / sum(p.numel() for _, p in trained),
         }
     finally:
         mpu.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def _rounded(name: str, parameter: torch.nn.Parameter) -> int:
+    """Number of elements, with that of each tensor that a checkpoint has of the parameter rounded to a power of two."""
+    experts = len(parameter) if ".experts." in name and parameter.ndim == 3 else 1
+    pieces = experts * (2 if name.endswith(("weight1", "linear_fc1.weight")) else 1)  # gate and up
+    return pieces * int(2 ** math.ceil(math.log2(parameter.numel() / pieces)))

@@ -49,7 +49,7 @@ def run_micro_batches(
     def forward_step(numbered: Iterator[tuple[int, MicroBatch]], model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
         number, batch = next(numbered)
         beat("micro-batch")
-        routing.begin(model, batch.routed_experts)
+        routing.begin(model, batch.routed_experts, None if forward_only else batch.trained_inputs)
         output = model(batch.tokens, batch.positions, None, labels=batch.labels, packed_seq_params=batch.packed)
         chosen = routing.end(model, batch.routed_experts, output)
         if routed is not None:

@@ -71,17 +71,23 @@ class Actor:
 
 
 def train_step(
-    actor: Actor, micro_batches: list[MicroBatch], objective: Objective | WithOptions, lr: float, detail: int = 0
+    actor: Actor,
+    micro_batches: list[MicroBatch],
+    objective: Objective | WithOptions,
+    lr: float,
+    detail: int = 0,
+    samples: int = 0,
 ) -> dict[str, Any]:
     """One optimizer update; returns metrics averaged over the whole optimizer batch of all ranks.
 
     micro_batches: those of this data-parallel rank. detail: how many tokens of the vocabulary to list under
     ``muted_tokens``, those that most often get no gradient; 0 also leaves out the metrics of
-    `megarl.objectives.parts.detail`. Outside the last pipeline stage the result has only ``grad_norm``, ``lr`` and,
-    with routing replay, ``routing/disagreement``. Raises `NonFiniteUpdate` on all ranks, before anything is applied, if
-    the loss or the gradient is not finite.
+    `megarl.objectives.parts.detail`. samples: number of samples in the optimizer batch, to return under
+    ``sample_tokens`` {"counts": [[trained tokens, those without a gradient] of each sample]}; 0 leaves that out.
+    Outside the last pipeline stage the result has only ``grad_norm``, ``lr`` and what `routing.metrics` gives. Raises
+    `NonFiniteUpdate` on all ranks, before anything is applied, if the loss or the gradient is not finite.
     """
-    logs, metrics = compute_gradients(actor, micro_batches, objective, detail)
+    logs, metrics = compute_gradients(actor, micro_batches, objective, detail, samples)
     norm, finite = _norm_and_finite(actor.optimizer, metrics.get("loss", 0.0), actor.device)
     if not finite:
         raise non_finite_update(logs, objective, metrics, norm, _batch_group())
@@ -118,7 +124,11 @@ def with_proximal(actor: Actor, micro_batches: list[MicroBatch]) -> list[MicroBa
 
 
 def compute_gradients(
-    actor: Actor, micro_batches: list[MicroBatch], objective: Objective | WithOptions, detail: int = 0
+    actor: Actor,
+    micro_batches: list[MicroBatch],
+    objective: Objective | WithOptions,
+    detail: int = 0,
+    samples: int = 0,
 ) -> tuple[list[MicroBatchLog], dict[str, Any]]:
     """Forward and backward passes of an update. Leaves the reduced gradients in the replicas' buffers.
 
@@ -138,10 +148,11 @@ def compute_gradients(
         statistics=statistics,
         backend=backend,
         vocabulary=vocabulary,
+        samples=samples,
         responses=actor.recipe.optimizer.ess_scaling,
     )
     logs = run_micro_batches(actor.replicas, micro_batches, loss)
-    return logs, _reduce(logs, routing.count_disagreement(actor.models, actor.device), detail)
+    return logs, _reduce(logs, routing.count(actor.models, actor.device), detail)
 
 
 def _statistics(
@@ -184,12 +195,13 @@ def _loss(
     statistics: Callable[[TokenBatch], Any],
     backend: str,
     vocabulary: int,
+    samples: int,
     responses: bool,
 ) -> Loss:
     """The loss of a micro-batch as Megatron wants it: (sum, count, log). Megatron divides by the global count.
 
-    vocabulary: size of the vocabulary, for detailed metrics; 0: no detailed metrics. responses: whether to add the
-    metrics from which ``ess/responses`` is computed.
+    vocabulary: size of the vocabulary, for detailed metrics; 0: no detailed metrics. samples: as in `train_step`.
+    responses: whether to add the metrics from which ``ess/responses`` is computed.
     """
     batch = token_batch(micro_batch, output)
     terms = objective(batch, statistics(batch), backend)
@@ -202,7 +214,17 @@ def _loss(
         metrics, histograms = detailed(batch, terms.kept)
         tokens = _count_tokens(micro_batch, terms.kept, vocabulary)
         log = MicroBatchLog(batch, log.metrics | metrics, terms.histograms | histograms, tokens)
+    if samples:
+        log.histograms["sample_tokens"] = _count_by_sample(batch, terms.kept, samples)
     return loss, torch.full((), count, dtype=torch.int, device=loss.device), log  # torch.tensor would wait for a copy
+
+
+def _count_by_sample(batch: TokenBatch, kept: torch.Tensor, samples: int) -> torch.Tensor:
+    """[samples + 1, 2] int64, for each sample the trained tokens that this rank has, and those of them that are not in
+    ``kept`` [N] bool; the last row is for the filler of an empty micro-batch."""
+    assert batch.sequence_index is not None
+    values = torch.stack([batch.loss_mask, batch.loss_mask & ~kept], 1).long()
+    return values.new_zeros(samples + 1, 2).index_add_(0, batch.sequence_index[batch.sequence_ids], values)
 
 
 def _count_tokens(micro_batch: MicroBatch, kept: torch.Tensor, vocabulary: int) -> torch.Tensor:
@@ -221,7 +243,7 @@ def _count_tokens(micro_batch: MicroBatch, kept: torch.Tensor, vocabulary: int) 
 def _reduce(logs: list[MicroBatchLog], routed: torch.Tensor | None, listed: int) -> dict[str, Any]:
     """Means over all micro-batches and data-parallel ranks, with one wait for the device.
 
-    routed: the counts of `routing.count_disagreement`, already summed over all ranks. listed: number of tokens in
+    routed: the counts of `routing.count`, already summed over all ranks. listed: number of tokens in
     ``muted_tokens``; 0: leave that out.
     """
     values = [] if routed is None else [routed]
@@ -238,7 +260,9 @@ def _reduce(logs: list[MicroBatchLog], routed: torch.Tensor | None, listed: int)
         return {}
     host = torch.cat([value.flatten().double() for value in values]).cpu()
     parts = iter(host.split([value.numel() for value in values]))
-    extra: dict[str, Any] = {} if routed is None else routing.disagreement(*next(parts).tolist())
+    extra: dict[str, Any] = {}
+    if routed is not None:
+        extra = routing.metrics(next(parts).view(routed.shape), detail=listed > 0)
     if not logs:
         return extra
     on_host, counted = next(parts).to(pairs.dtype).view(-1, 2), next(parts).to(counts.dtype)
@@ -267,7 +291,9 @@ def _norm_and_finite(optimizer: MegatronOptimizer, loss: float, device: torch.de
     """
     overflow = optimizer.prepare_grads()
     parts = getattr(optimizer, "chained_optimizers", [optimizer])
-    gradients = [gradient for part in parts for gradient in part.get_main_grads_for_grad_norm()]
+    old = hasattr(parts[0], "get_main_grads_for_grad_norm")  # Megatron-Core 0.16's name
+    name = "get_main_grads_for_grad_norm" if old else "get_grads_for_grad_norm"
+    gradients = [gradient for part in parts for gradient in getattr(part, name)()]
     total = torch.zeros(2, device=device)  # squared norm, number of ranks with a non-finite loss or gradient
     if gradients:
         total[0] = torch.stack(torch._foreach_norm(gradients)).square().sum()

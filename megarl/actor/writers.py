@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
@@ -123,7 +124,11 @@ class Saving(AsyncCallsQueue):
     def _fail(self, error: CheckpointException) -> None:
         """Raise the error of the rank that failed, on all ranks. Collective."""
         known: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(known, "; ".join(str(cause) for cause, _ in error.failures.values()))
+        mine = "; ".join(str(cause) for cause, _ in error.failures.values())
+        with contextlib.suppress(queue.Empty):
+            if isinstance(reported := self._sums.get_nowait(), str):
+                mine = reported
+        dist.all_gather_object(known, mine)
         why = "; ".join(filter(None, known))
         if number := re.search(r"\[Errno (\d+)\]", why):
             with disk_errors(self._path):
@@ -139,17 +144,20 @@ class Saving(AsyncCallsQueue):
 
 def _write_and_sum(write: Callable[..., None], sums: ForkedResults, path: Path, rank: int, *arguments: Any) -> None:
     """In a forked process: write this rank's files, then compute their checksums, so that training does not wait."""
+    torch.set_num_threads(1)  # a fork has none of the threads of the rank, and OpenMP would wait for them for ever
     written = threading.Event()
     threading.Thread(target=_watch, args=(sums, written), daemon=True).start()
-    filesystem_async._write_item = _with_causes(filesystem_async._write_item)
+    causes: list[BaseException] = []
+    filesystem_async._write_item = _with_causes(filesystem_async._write_item, causes)
     write(*arguments)
     written.set()
-    sums.put({file.name: FileSum.of(file) for file in path.glob(f"__{rank}_*.distcp")})
+    # 0.19 reports the type of an error alone
+    sums.put(str(causes[0]) if causes else {x.name: FileSum.of(x) for x in path.glob(f"__{rank}_*.distcp")})
 
 
-def _with_causes(function: Callable[..., Any]) -> Callable[..., Any]:
+def _with_causes(function: Callable[..., Any], causes: list[BaseException]) -> Callable[..., Any]:
     """Decorator: for an error of torch about a file ("unexpected pos 704 vs 598") raise its cause, the system's error,
-    such as that of a full disk."""
+    such as that of a full disk, and add it to ``causes``."""
 
     @wraps(function)
     def wrapped(*arguments: Any, **options: Any) -> Any:
@@ -159,7 +167,8 @@ def _with_causes(function: Callable[..., Any]) -> Callable[..., Any]:
             cause: BaseException | None = error
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__cause__ or cause.__context__
-            raise cause or error from None
+            causes.append(cause or error)
+            raise causes[-1] from None
 
     return wrapped
 

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import errno
 import os
+import re
 import select
 import signal
 import sys
@@ -23,7 +24,8 @@ from megarl.cli.recipes import add_recipes
 from megarl.cli.runs import add_runs
 from megarl.cli.stages import add_stages
 from megarl.cli.training import add_training
-from megarl.errors import PhaseFailed, UserError
+from megarl.errors import PhaseFailed, UserError, print_notes
+from megarl.foreign import escape
 
 # errors of files and directories that a retry would meet again
 _MISTAKES = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.ELOOP)
@@ -44,6 +46,7 @@ def run() -> NoReturn:
 
 def main(arguments: list[str] | None = None) -> None:
     """Exit codes: 0 done, 1 failed but worth a retry, 2 a mistake to correct first, 130 stopped by a signal."""
+    print_notes()
     options, unknown = _parser().parse_known_args(arguments)
     if unknown:
         options.parser.refuse(unknown)  # shows the usage of the command instead of that of megarl
@@ -65,11 +68,29 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(_print_error(error, 2))
         if isinstance(error, PhaseFailed):
             sys.exit(_print_error(error, 1))
+        if isinstance(error, ModuleNotFoundError) and (message := _missing_extra(error)):
+            sys.exit(_print_error(message, 2))
         if isinstance(error, BrokenPipeError) and not _stdout_has_reader():
             sys.exit(128 + signal.SIGPIPE)  # the exit code of other programs in `megarl sql ... | head`
         if isinstance(error, OSError) and error.filename is not None:
             sys.exit(_print_error(f"{error.filename}: {error.strerror}", 2 if error.errno in _MISTAKES else 1))
         raise
+
+
+def _missing_extra(error: ModuleNotFoundError) -> str | None:
+    """A message with the extra of megarl's distribution that installs the module; None if none does."""
+    import importlib.metadata
+
+    module = (error.name or "").partition(".")[0]
+    for requirement in importlib.metadata.requires("megarl-core") or []:
+        package = re.split(r"[^\w-]", requirement)[0].replace("-", "_")
+        extra = re.search(r"extra == ['\"]([\w-]+)", requirement)
+        if extra and package in (module, f"{module}_core"):
+            return (
+                f"this needs the package {module}, which the extra {extra[1]} of megarl installs: pip install "
+                f"'WHEEL[{extra[1]}]' with megarl's wheel, or '.[{extra[1]}]' in a clone"
+            )
+    return None
 
 
 def _stdout_has_reader() -> bool:
@@ -80,7 +101,7 @@ def _stdout_has_reader() -> bool:
 
 
 def _print_error(message: object, code: int) -> int:
-    print(f"megarl: {message}", file=sys.stderr)
+    print(f"megarl: {escape(str(message))}", file=sys.stderr)
     return code
 
 

@@ -13,6 +13,8 @@ if TYPE_CHECKING:
 else:
     Commands = Any
 
+UPDATE = "the policy of the stage after this many updates of the run, counted as on the screen and in metrics.jsonl"
+
 
 class Parser(argparse.ArgumentParser):
     """An argument parser that suggests the nearest command or option for a misspelt one."""

@@ -6,7 +6,7 @@ import argparse
 import json
 from pathlib import Path
 
-from megarl.cli.arguments import Commands, add_stage, command, positive, settings
+from megarl.cli.arguments import UPDATE, Commands, add_stage, command, positive, settings
 from megarl.errors import UserError
 
 
@@ -23,7 +23,7 @@ def add_comparing(commands: Commands) -> None:
         "suites of the recipe",
     )
     sub.add_argument("--stage", type=int, help="with --update: evaluate the policy of a checkpoint of this stage")
-    sub.add_argument("--update", type=int, help="the policy after this many updates of --stage")
+    sub.add_argument("--update", type=int, help=UPDATE)
     sub.add_argument("--output", type=Path, help="directory to keep the responses; an interrupted evaluation continues")
     sub.add_argument("--json", action="store_true", help="print a JSON list with one object per suite")
     settings(sub)
@@ -44,7 +44,7 @@ def add_comparing(commands: Commands) -> None:
         type=int,
         action="append",
         default=[],
-        help="the policy after this many updates of the stage; may be repeated; default: all that exist",
+        help=f"{UPDATE}; may be repeated; default: all that exist",
     )
     sub.add_argument("--batches", type=positive, default=8, help="number of batches, the last of the stage; default: 8")
     sub.add_argument(
@@ -62,7 +62,9 @@ def add_comparing(commands: Commands) -> None:
 
     sub = command(commands, "compare", _compare, "compare two policies on the prompts that both have answered")
     sub.add_argument(
-        "a", metavar="A", help="an evaluated policy: DIR (the run's last evaluation), DIR:UPDATE or DIR:best"
+        "a",
+        metavar="A",
+        help="an evaluated policy: DIR (the run's last evaluation), DIR:UPDATE of the run, or DIR:best",
     )
     sub.add_argument("b", metavar="B", help="the policy to compare it with")
     sub.add_argument("--suite", help="default: every suite on which both were evaluated")

@@ -11,13 +11,13 @@ from megarl.cli.arguments import Commands, add_run, command, settings
 
 def add_stages(commands: Commands) -> None:
     """Add the commands of this module."""
-    among = commands.add_parser("stage", help="pack, share, unpack and ingest sealed stages").add_subparsers(
+    among = commands.add_parser("stage", help="pack, unpack and ingest sealed stages").add_subparsers(
         required=True, metavar="COMMAND"
     )
     sub = command(among, "pack", _pack, "pack a sealed stage with everything that its updates depend on")
     add_run(sub)
     sub.add_argument("stage", type=int, help="number of the stage, from 0")
-    sub.add_argument("output", type=Path, help="a directory to make, or a tar file if the name ends in .tar")
+    sub.add_argument("output", type=Path, help="the directory to make")
     sub.add_argument("--license", required=True, help="licence of the rollouts, such as apache-2.0, cc-by-4.0 or other")
     sub.add_argument(
         "--weights", action="store_true", help="include the policy's weights; always done for stages after the first"
@@ -26,7 +26,7 @@ def add_stages(commands: Commands) -> None:
     sub.add_argument("--json", action="store_true", help="print one JSON object")
 
     sub = command(among, "unpack", _unpack, "make a run directory from a packed stage, after verifying every file")
-    sub.add_argument("packed", type=Path, help="a packed stage")
+    sub.add_argument("packed", type=Path, help="the directory of a packed stage")
     sub.add_argument("run_dir", type=Path, help="the run directory to make")
     sub.add_argument("--model", type=Path, help="the base model, for a stage that was packed without weights")
     sub.add_argument(
@@ -34,16 +34,6 @@ def add_stages(commands: Commands) -> None:
     )
     sub.add_argument("--json", action="store_true", help="print one JSON object")
     settings(sub)
-
-    sub = command(among, "push", _push, "upload a packed directory to a dataset repository of the Hugging Face Hub")
-    sub.add_argument("packed", type=Path, help="a packed stage")
-    sub.add_argument("repository", metavar="OWNER/NAME")
-    sub.add_argument("--private", action="store_true", help="make the repository private, if it is new")
-
-    sub = command(among, "pull", _pull, "download a packed directory from the Hugging Face Hub and verify every file")
-    sub.add_argument("repository", metavar="OWNER/NAME")
-    sub.add_argument("output", type=Path)
-    sub.add_argument("--revision", help="branch, tag or commit")
 
     sub = command(
         among,
@@ -55,12 +45,14 @@ def add_stages(commands: Commands) -> None:
     sub.add_argument("files", type=Path, nargs="+", help="rows of responses; docs/stages.md has the columns")
     sub.add_argument("--run-dir", type=Path, required=True)
     sub.add_argument("--ignore", action="append", default=[], metavar="COLUMN", help="skip a column; may be repeated")
+    sub.add_argument(
+        "--leave-out-heldout", action="store_true", help="skip groups whose prompts are held out for evaluation"
+    )
     settings(sub)
 
 
 def _pack(options: argparse.Namespace) -> None:
-    from megarl.commands.stages.pack import pack
-    from megarl.commands.stages.packed import describe
+    from megarl.commands.stages.pack import describe, pack
 
     manifest = pack(
         options.run_dir, options.stage, options.output, options.license, options.weights, not options.no_prompts
@@ -70,26 +62,15 @@ def _pack(options: argparse.Namespace) -> None:
 
 
 def _unpack(options: argparse.Namespace) -> None:
-    from megarl.commands.stages.packed import describe
+    from megarl.commands.stages.pack import describe
     from megarl.commands.stages.unpack import describe_unpacked, unpack
 
     manifest = unpack(options.packed, options.run_dir, options.model, options.prompts, options.set)
     print(json.dumps(describe(manifest)) if options.json else describe_unpacked(manifest, options.run_dir))
 
 
-def _push(options: argparse.Namespace) -> None:
-    from megarl.commands.stages.hub import push
-
-    print(push(options.packed, options.repository, options.private))
-
-
-def _pull(options: argparse.Namespace) -> None:
-    from megarl.commands.stages.hub import pull
-
-    print(pull(options.repository, options.output, options.revision))
-
-
 def _ingest(options: argparse.Namespace) -> None:
     from megarl.commands.stages.ingest import ingest
 
-    print(ingest(options.recipe, options.set, options.files, options.run_dir, options.ignore))
+    leave_out = options.leave_out_heldout
+    print(ingest(options.recipe, options.set, options.files, options.run_dir, options.ignore, leave_out))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from megarl import __version__
-from megarl.cli.arguments import Commands, add_stage, command, settings
+from megarl.cli.arguments import UPDATE, Commands, add_stage, command, settings
 from megarl.errors import UserError
 
 if TYPE_CHECKING:
@@ -210,7 +210,7 @@ def add_training(commands: Commands) -> None:
 
     sub = command(commands, "export", _export, "write the policy of any checkpoint as a Hugging Face directory")
     add_stage(sub)
-    sub.add_argument("--update", type=int, required=True, help="the policy after this many updates of the stage")
+    sub.add_argument("--update", type=int, required=True, help=UPDATE)
     sub.add_argument("--output", type=Path, required=True, help="the directory to make")
     sub.add_argument("--adapters", action="store_true", help="only the adapters of [actor.lora], in PEFT's format")
 
@@ -218,7 +218,7 @@ def add_training(commands: Commands) -> None:
         commands, "doctor", _doctor, "show what this machine has, what is missing and which extra installs it"
     )
     sub.add_argument(
-        "--recipe", type=Path, help="instead rehearse one update, its export and a checkpoint with this recipe"
+        "--recipe", type=Path, help="instead rehearse updates, their export and a checkpoint with this recipe"
     )
     sub.add_argument(
         "--scratch", type=Path, help="where the rehearsal writes; must be shared if there are several nodes"

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
-from megarl.commands.scratch import open_staged, require_policies_after, run_scratch_phase
+from megarl.commands.scratch import open_staged, run_scratch_phase, updates_within
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
 from megarl.models.lora import check_exported_alone
@@ -18,21 +18,21 @@ from megarl.recipe.tables import Recipe
 from megarl.storage.checkpoints import checkpoints
 from megarl.storage.files import make_directory
 from megarl.storage.metrics.trackers import NONE as NO_TRACKERS
-from megarl.storage.policies import check_policy, dequantised_model
-from megarl.storage.run_dir import RunDir, Stage
+from megarl.storage.policies import INFO_FILE, dequantised_model
+from megarl.storage.run_dir import RunDir, Stage, sealed
 from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
 from megarl.workers.preflight import check
 
 
-def export_policy(run_dir: Path, number: int, updates: int, output: Path, adapters: bool = False) -> str:
+def export_policy(run_dir: Path, number: int, update: int, output: Path, adapters: bool = False) -> str:
     """Write a policy as the Hugging Face directory ``output``; returns the line to print.
 
-    updates: which policy, by the number of updates of stage ``number`` that it has had.
+    update: which policy of stage ``number``, by the number of updates of the run that it has had.
     adapters: write only the adapters of a run with ``[actor.lora]``, in PEFT's format.
     """
     stage = open_staged(run_dir, number)
-    require_policies_after(stage, [updates])
+    (updates,) = updates_within(stage, [update])
     if adapters:
         _check_has_adapters(stage, updates)
     if output.exists():
@@ -47,18 +47,20 @@ def _check_has_adapters(stage: Stage, updates: int) -> None:
     if stage.run.recipe.actor.lora is None:
         raise UserError(f"--adapters: {stage.run.root} has no adapters: its recipe has no [actor.lora]")
     check_exported_alone(stage.run.recipe, read_hf_config(stage.run.stage(0).policy))
-    saved = [update for update, _ in checkpoints(stage.checkpoints)]
-    if updates not in saved:
+    first = stage.first_update
+    saved = [first + update for update, _ in checkpoints(stage.checkpoints)]
+    if first + updates not in saved:
         raise UserError(
-            f"--adapters: of update {updates} of stage {stage.number} there is no checkpoint, only a policy with the "
-            f"adapters merged in; the stage has checkpoints of these updates: {', '.join(map(str, saved)) or 'none'}"
+            f"--adapters: of update {first + updates} of stage {stage.number} there is no checkpoint, only a policy "
+            "with the adapters merged in; the stage has checkpoints of these updates: "
+            f"{', '.join(map(str, saved)) or 'none'}"
         )
 
 
 def evaluate_checkpoint(
     run_dir: Path, stage: int, update: int, suites: list[str], overrides: list[str], output: Path | None
 ) -> list[dict[str, Any]]:
-    """`evaluate_model` of the policy that a stage of a run has after ``update`` of its updates."""
+    """`evaluate_model` of the policy that a stage of a run has after ``update`` updates of the run."""
     with tempfile.TemporaryDirectory(prefix="megarl-policy-") as scratch:
         policy = (output or Path(scratch)).resolve() / "policies" / f"stage_{stage:03d}_update_{update:06d}"
         if not policy.exists():
@@ -86,12 +88,12 @@ def evaluate_model(
     run = RunDir.open(target) if (target / "recipe.toml").exists() else None
     if run is not None:
         before, policy = run.recipe, exported or _newest_policy(run)
-        if policy != before.model.path:
-            check_policy(policy, "Restore it from a copy")
     elif recipe_path is not None:
         before, policy = load_recipe(recipe_path), target.resolve()
     else:
         raise UserError(f"{target} is not a run directory: use --recipe to say which data and reward to use")
+    if (policy / INFO_FILE).exists():  # else it is a model that megarl did not write
+        sealed.check(policy, "Restore it from a copy")
     recipe = override_recipe(_with_suites(before, suites), overrides)
     recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update=NO_TRACKERS)})
     heldout = max((suite.prompts for suite in before.suites if not suite.own), default=0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megarl.commands.train import rehearse
 from megarl.errors import UserError
-from megarl.recipe.layout import TRAINING_TABLES
+from megarl.recipe.layout import BATCHES, TRAINING_TABLES
 from megarl.recipe.load import Overrides, load_recipe, override_recipe, parse_override, recipe_diff
 from megarl.recipe.tables import Recipe
 from megarl.storage.files import make_directory
@@ -25,8 +25,7 @@ from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import Nodes
 from megarl.workers.preflight import check
 
-# settings that keep the rollouts but divide them into other batches
-BATCHES = ("schedule.prompts_per_update", "schedule.passes", "schedule.updates_per_stage")
+NEED_NO_ANSWER = ("python", "http", "judge")  # kinds of rewards that can score a prompt of which only the text is known
 
 
 def rehearse_recipe(nodes: Nodes, recipe_path: Path, overrides: list[str], scratch: Path) -> str:
@@ -42,7 +41,7 @@ def rehearse_recipe(nodes: Nodes, recipe_path: Path, overrides: list[str], scrat
             rehearse(nodes, run)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    return f"an update, its export and a checkpoint passed in {time.monotonic() - start:.0f} s"
+    return f"updates, their export and a checkpoint passed in {time.monotonic() - start:.0f} s"
 
 
 def rollout_stage(nodes: Nodes, stage: Stage) -> None:
@@ -138,9 +137,10 @@ def changed_recipe(source: Stage, overrides: Overrides) -> Recipe:
         )
     if recipe.reward != before.reward and before.rollout.token_budget is not None:
         raise UserError("--set reward: not with rollout.token_budget: a stage trains groups that earlier ones scored")
-    if recipe.reward != before.reward and sealed_external(source.rollouts):
+    if recipe.reward != before.reward and sealed_external(source.rollouts) and recipe.reward.kind not in NEED_NO_ANSWER:
         raise UserError(
-            f"--set reward: {source.rollouts} came from outside, with prompts that the recipe does not have"
+            f"--set reward: {source.rollouts} came from outside, with prompts that have no answers: reward.kind must "
+            f"be one of {', '.join(NEED_NO_ANSWER)}"
         )
     if recipe.actor.routing_replay == "engine" and before.actor.routing_replay != "engine":
         raise UserError(

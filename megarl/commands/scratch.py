@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,15 +52,18 @@ def policies_of(stage: Stage) -> list[int]:
     return sorted({*start, *(update for update, _ in checkpoints(stage.checkpoints)), *end})
 
 
-def require_policies_after(stage: Stage, updates: list[int]) -> None:
-    """`UserError` unless the stage has a policy after each number of updates in ``updates``."""
-    available = policies_of(stage)
+def updates_within(stage: Stage, updates: Sequence[int]) -> list[int]:
+    """For policies that are named by updates of the run: how many updates of the stage each has had; `UserError` unless
+    the stage has them all."""
+    first = stage.first_update
+    available = [first + update for update in policies_of(stage)]
     if missing := [update for update in updates if update not in available]:
         raise UserError(
-            f"--update {missing[0]}: stage {stage.number} has policies after these updates only: "
+            f"--update {missing[0]}: stage {stage.number} has policies after these updates of the run only: "
             f"{', '.join(map(str, available)) or 'none'}; [actor] checkpoint_every, keep_checkpoints and keep_policies "
             "determine which are kept"
         )
+    return [update - first for update in updates]
 
 
 def run_scratch_phase(stage: Stage, phase: str, **request: Any) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ from megarl.storage.policies import copy_policy
 from megarl.storage.run_dir import RunDir
 from megarl.storage.run_dir.checks import check_run
 from megarl.storage.run_dir.retention import require_policy, update_best_and_remove_policies
+from megarl.views.comparison import difference
 from megarl.views.progress import Progress
 from megarl.views.report import write_report
 from megarl.workers.launcher import run_phase
@@ -60,7 +61,7 @@ def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> No
 
 
 def rehearse(nodes: Nodes, run: RunDir) -> None:
-    """Make one update on synthetic responses, its export and a checkpoint, on the layout of the recipe.
+    """Make updates on synthetic responses, their export and a checkpoint, on the layout of the recipe.
 
     It writes to ``run.rehearsal``, which is removed at the end. Raises `UserError` or `PhaseFailed` if any step fails.
     """
@@ -69,7 +70,7 @@ def rehearse(nodes: Nodes, run: RunDir) -> None:
         run_phase(nodes, run.stage(0), "rehearse", run.recipe.actor.processes_per_node)
     except (PhaseFailed, UserError) as error:
         raise type(error)(
-            "the rehearsal failed (one update on synthetic responses, its export and a checkpoint), so nothing was "
+            "the rehearsal failed (updates on synthetic responses, their export and a checkpoint), so nothing was "
             f"generated: {error}"
         ) from error
     finally:
@@ -101,11 +102,11 @@ def summarise_run(run: RunDir) -> str:
     base, final = run.stage(0).evaluation(), run.end.evaluation()
     lines = []
     if base and final:
-        gain = final["accuracy"] - base["accuracy"]
-        squares = [((r["ci95"][1] - r["ci95"][0]) / 2) ** 2 for r in (base, final)]  # of the intervals' half widths
+        suite = run.recipe.suites[0].name
+        gain = difference(run.root, run.stage(0).first_update, run.root, run.end.first_update, suite)
         lines.append(
-            f"held-out accuracy {base['accuracy']:.3f} -> {final['accuracy']:.3f}: "
-            f"{gain:+.3f} +- {sum(squares) ** 0.5:.3f} (95 %, {final['prompts']} prompts)"
+            f"held-out accuracy {base['accuracy']:.3f} -> {final['accuracy']:.3f}: {gain.text()} "
+            f"(95 %, paired over {final['prompts']} prompts)"
         )
     lines += [
         f"model   {run.final}",

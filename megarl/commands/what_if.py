@@ -6,13 +6,14 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megarl.commands.scratch import open_staged, policies_of, require_policies_after, run_scratch_phase
+from megarl.commands.scratch import open_staged, policies_of, run_scratch_phase, updates_within
 from megarl.errors import UserError
 from megarl.estimates import mean_of_replicates
 from megarl.storage.files import write_atomic
@@ -34,7 +35,8 @@ def what_if(
     """A record for each policy of stage ``number``, stored batch and objective: see
     `megarl.phases.what_if.Comparison`. The run itself is not changed.
 
-    updates: which policies, by the number of updates of the stage that they have had; empty: all that exist.
+    updates: which policies, by the number of updates of the run that they have had, as in the records; empty: all that
+    exist.
     batches: how many batches of the stage; the last ones are used, because most policies have not trained on them yet.
     fresh: (run directory, stage) of sealed rollouts that the policy itself generated, used as its on-policy responses;
     None: the built-in engine generates new ones.
@@ -45,7 +47,7 @@ def what_if(
     stage.run.check_prompts()
     if not stage.is_sealed():
         raise UserError(f"{stage.rollouts} is not sealed: run `megarl rollout {stage.run.root} --stage {number}`")
-    require_policies_after(stage, list(updates))
+    inside = updates_within(stage, updates) or policies_of(stage)
     if stage.run.recipe.actor.routing_replay == "actor":  # replays the routing of the policy that began the stage
         require_policy(stage)
     total = stage.run.recipe.schedule.updates_per_pass
@@ -53,7 +55,8 @@ def what_if(
         raise UserError(f"--batches {batches}: intervals need at least 2, and the stage has only {total} batches")
     last = list(range(total - batches, total))
     source = None if fresh is None else str(_checked_fresh(stage, updates, open_staged(*fresh)).rollouts.resolve())
-    return run_scratch_phase(stage, "what_if", updates=list(updates) or policies_of(stage), batches=last, fresh=source)
+    records = run_scratch_phase(stage, "what_if", updates=inside, batches=last, fresh=source)
+    return [record | {"update": stage.first_update + record["update"]} for record in records]
 
 
 def _checked_fresh(stage: Stage, updates: Sequence[int], fresh: Stage) -> Stage:
@@ -142,7 +145,11 @@ def _cells(row: dict[str, Any]) -> str:
 
 
 def _text(estimate: list[float] | None, digits: str = ".3f") -> str:
-    return f"{estimate[0]:{digits}} ± {estimate[2] - estimate[0]:{digits}}" if estimate else "-"
+    """Mean ± half of the interval."""
+    if not estimate:
+        return "-"
+    # from 100 on, "#.3g" would say "102." and ".2g" "1e+02"
+    return " ± ".join(f"{x:{digits if x < 100 else '.0f'}}" for x in (estimate[0], estimate[2] - estimate[0]))
 
 
 def write_figure(rows: Sequence[dict[str, Any]], name: str, output: Path) -> None:
@@ -154,26 +161,43 @@ def write_figure(rows: Sequence[dict[str, Any]], name: str, output: Path) -> Non
             "Between each objective's gradient on stored batches and GRPO's on fresh responses of the policy; bars are "
             "95 % intervals over batches. Fresh is GRPO's gradient on one fresh batch: its distance from 1 is "
             "the noise of sampling.",
+            (-1.0, 1.0),
         ),
-        ("cosine_to_grpo", "Cosine to GRPO on the same batch", "How far an objective turns GRPO's gradient."),
-        ("norm", "Gradient norm", "Before clipping, of one batch."),
-        ("kept", "Tokens with a gradient", "Share of the trained tokens that no clip, veto or mask takes out."),
+        (
+            "cosine_to_grpo",
+            "Cosine to GRPO on the same batch",
+            "How far an objective turns GRPO's gradient.",
+            (-1.0, 1.0),
+        ),
+        ("norm", "Gradient norm", "Before clipping, of one batch.", (0.0, math.inf)),
+        (
+            "kept",
+            "Tokens with a gradient",
+            "Share of the trained tokens that no clip, veto or mask takes out.",
+            (0.0, 1.0),
+        ),
     )
-    charts = [_chart(rows, column, title, hint) for column, title, hint in kinds]
+    charts = [_chart(rows, *kind) for kind in kinds]
     write_atomic(output, page(html.escape(name), "", "", charts, _html_table(rows)))
 
 
-def _chart(rows: Sequence[dict[str, Any]], column: str, title: str, hint: str) -> Chart:
-    """One column of the table, with the objectives beside each other and a colour per policy."""
-    chart = Chart(title, hint, layout={"scattermode": "group", "xaxis": {"tickangle": -45}, "hovermode": "closest"})
+def _chart(rows: Sequence[dict[str, Any]], column: str, title: str, hint: str, possible: tuple[float, float]) -> Chart:
+    """One column of the table, with the objectives beside each other and a colour per policy.
+
+    Intervals end at the ``possible`` values: of few batches, Student's are so wide that they would set the axis.
+    """
+    lowest, highest = possible
+    names = {"tickangle": -90, "tickfont": {"size": 9}, "dtick": 1}  # so that a narrow window shows all
+    chart = Chart(title, hint, layout={"scattermode": "group", "xaxis": names, "hovermode": "closest"})
     for number, update in enumerate(dict.fromkeys(row["update"] for row in rows)):
         mine = [row for row in rows if row["update"] == update and column in row]
-        means, bounds = [row[column][0] for row in mine], [row[column][1:] for row in mine]
+        means = [row[column][0] for row in mine]
+        bounds = [(max(row[column][1], lowest), min(row[column][2], highest)) for row in mine]
         chart.traces.append(
             {
                 "type": "scatter",
                 "mode": "markers",
-                "name": f"staleness {update}",
+                "name": f"update {update}",
                 "x": [row["objective"] for row in mine],
                 "y": means,
                 "marker": {"size": 7, "color": colour(number)},
@@ -187,10 +211,9 @@ def _chart(rows: Sequence[dict[str, Any]], column: str, title: str, hint: str) -
 def _html_table(rows: Sequence[dict[str, Any]]) -> str:
     cells = [
         [
-            str(row["update"]),
-            row["objective"],
-            *(_text(row.get(column), ".3g" if column == "norm" else ".3f") for column in COLUMNS),
+            f"{row['objective']}, update {row['update']}",
+            *(_text(row.get(column), "#.3g" if column == "norm" else ".3f") for column in COLUMNS),
         ]
         for row in rows
     ]
-    return table("summary", ("Updates", "Objective", *HEADS), ([html.escape(cell) for cell in row] for row in cells))
+    return table("summary", ("Objective", *HEADS), ([html.escape(cell) for cell in row] for row in cells))

@@ -15,14 +15,19 @@ from megarl.errors import UserError, nearest
 from megarl.recipe.data_table import FILES, SourceTable
 
 MAX_LINE = 16 << 20  # most bytes of a line of a .jsonl file; a longer one means that the file is not JSON lines
-Item = dict[str, Any]  # {"question": str | chat messages, "answer": str, "metadata": dict}, reasoning-gym's form
+# {"question": str | chat messages, "answer": str, "metadata": dict}, reasoning-gym's form; of the file of a suite also
+# "exam": True, and then the answer may be ""
+Item = dict[str, Any]
 Rows = Iterator[tuple[str, Any]]  # (where, row): where names file and line for error messages
 
 
-def read_rows(table: SourceTable) -> list[tuple[str, Item]]:
-    """(where, item) of every row of a file; `UserError` for the first row that is not a valid prompt."""
+def read_rows(table: SourceTable, exam: bool = False) -> list[tuple[str, Item]]:
+    """(where, item) of every row of a file; `UserError` for the first row that is not a valid prompt.
+
+    exam: of a suite, in which published files lack some answers; all responses to such a row count as wrong.
+    """
     found = []
-    for where, item in scan_rows(table):
+    for where, item in scan_rows(table, exam):
         if isinstance(item, UserError):
             raise item
         found.append((where, item))
@@ -31,7 +36,7 @@ def read_rows(table: SourceTable) -> list[tuple[str, Item]]:
     return found
 
 
-def scan_rows(table: SourceTable) -> Iterator[tuple[str, Item | UserError]]:
+def scan_rows(table: SourceTable, exam: bool = False) -> Iterator[tuple[str, Item | UserError]]:
     """As `read_rows`, but yield the `UserError` of an invalid row instead of raising it.
 
     Raises `UserError` only if the file itself cannot be read.
@@ -45,7 +50,7 @@ def scan_rows(table: SourceTable) -> Iterator[tuple[str, Item | UserError]]:
     try:
         for where, row in reader(path, form):
             try:
-                yield where, _item_of_row(_renamed(row, table, form, where), where)
+                yield where, _item_of_row(_renamed(row, table, form, where), where, exam)
             except UserError as error:
                 yield where, error
     except OSError as error:
@@ -116,8 +121,7 @@ def _renamed(row: Any, table: SourceTable, form: Format | None, where: str) -> A
     if not isinstance(row, dict):
         raise UserError(f"{where}: expected an object with prompt and answer, got {type(row).__name__}")
     if form is None:
-        found = {name: _at(row, path, where) for name, path in table.columns.items()}
-        return {**{name: value for name, value in row.items() if name not in table.columns.values()}, **found}
+        return {**row, **{name: _at(row, path, where) for name, path in table.columns.items()}}
     for name in form.columns:
         if name not in row:
             raise UserError(f"{where}: no column {name!r}, which data.format = {table.format!r} needs")
@@ -140,7 +144,7 @@ def _at(row: dict[str, Any], path: str, where: str) -> Any:
     return value
 
 
-def _item_of_row(row: Any, where: str) -> Item:
+def _item_of_row(row: Any, where: str, exam: bool) -> Item:
     if "prompt" not in row or not {"answer", "tests"} & row.keys():
         missing = "answer" if "prompt" in row else "prompt"
         programs = " (or 'tests', for programs)" if missing == "answer" else ""
@@ -153,7 +157,8 @@ def _item_of_row(row: Any, where: str) -> Item:
         )
     number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
     given = number or (isinstance(answer, str) and answer.strip())
-    if not given and (answer is not None or not row.get("tests")):  # a row with tests needs no answer
+    absent = answer is None or isinstance(answer, float | str)  # and nothing of another type
+    if not given and not (exam and absent) and (answer is not None or not row.get("tests")):  # tests need no answer
         if answer is None and "tests" in row:
             raise UserError(f"{where}: a row without answer must have tests, got {row['tests']!r:.60}")
         raise UserError(f"{where}: answer must be a non-empty string or a finite number, got {answer!r:.60}")
@@ -162,4 +167,5 @@ def _item_of_row(row: Any, where: str) -> Item:
     except (ValueError, RecursionError) as error:  # such as half of a surrogate pair, which no tokenizer accepts
         raise UserError(f"{where}: not valid text: {error}") from error
     metadata = {key: value for key, value in row.items() if key not in ("prompt", "answer")}
-    return {"question": prompt, "answer": str(answer) if given else "", "metadata": metadata}
+    item = {"question": prompt, "answer": str(answer) if given else "", "metadata": metadata}
+    return item | {"exam": True} if exam else item

@@ -1,6 +1,7 @@
 """Converts rows of public data sets, as they are published, to ``prompt``, ``answer`` and what verifiers need.
 
-Prompts are bare questions; ``data.prompt_template`` adds how to answer them. The columns are taken from the data sets'
+Prompts are bare questions, and ``data.prompt_template`` adds how to answer them; only those of DAPO-Math-17k say it
+themselves. The columns are taken from the data sets'
 cards, or from public programs that read them.
 """
 
@@ -20,12 +21,9 @@ from megarl.data.boxes import last_box
 Row = dict[str, Any]
 LARGEST_TESTS = 1 << 30  # most bytes of a row's compressed tests after decompression
 LETTERS = "ABCDEFGHIJ"
-# the text that DAPO-Math-17k puts before and after every question, to ask for its own way of marking an answer
-DAPO_BEFORE = (
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
-    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+SKYWORK_AFTER = (
+    " Let's think step by step and output the final answer within \\boxed{}."  # in or1_data/eval/aime24.parquet
 )
-DAPO_AFTER = '\n\nRemember to put your answer on its own line after "Answer:".'
 # a replacement of the part of numpy that EvalPlus' tests use, since the sandbox has no numpy; it makes no arrays
 NUMPY = """class np:
     class ndarray: pass
@@ -53,12 +51,12 @@ class Format:
 
 
 def dapo_math(row: Row) -> Row:
-    """https://huggingface.co/datasets/BytedTsinghua-SIA/DAPO-Math-17k, without the instructions around each question.
+    """https://huggingface.co/datasets/BytedTsinghua-SIA/DAPO-Math-17k and BytedTsinghua-SIA/AIME-2024: the prompts as
+    they are published, which ask for a last line "Answer: ..".
 
     The columns are taken from the card of its copy LuyiCui/DAPO-Math-17k.
     """
-    question = _user_text(row["prompt"]).removeprefix(DAPO_BEFORE).removesuffix(DAPO_AFTER)
-    return {"prompt": question, "answer": row["reward_model"]["ground_truth"]}
+    return {"prompt": _user_text(row["prompt"]), "answer": row["reward_model"]["ground_truth"]}
 
 
 def deepscaler(row: Row) -> Row:
@@ -67,18 +65,22 @@ def deepscaler(row: Row) -> Row:
 
 
 def skywork_or1(row: Row) -> Row:
-    """https://huggingface.co/datasets/Skywork/Skywork-OR1-RL-Data: mathematics and programs.
+    """https://huggingface.co/datasets/Skywork/Skywork-OR1-RL-Data: mathematics and programs; also or1_data/eval/ of
+    https://github.com/SkyworkAI/Skywork-OR1, whose questions of 2024 end with an instruction.
 
-    The ground truth is JSON: a list of answers, of which the first is used, or one of two kinds of tests, which are
-    read as `compute_score` of https://github.com/SkyworkAI/Skywork-OR1 does.
+    The ground truth is JSON: a list of answers, of which any is right, or one of two kinds of tests, which are read as
+    that repository's `compute_score` does; or a text, the answer itself.
     """
-    truth = json.loads(row["reward_model"]["ground_truth"])
+    prompt, text = _user_text(row["prompt"]).removesuffix(SKYWORK_AFTER), row["reward_model"]["ground_truth"]
+    truth = json.loads(text) if text.lstrip()[:1] in ("[", "{") else text
+    if isinstance(truth, str):
+        return {"prompt": prompt, "answer": truth}
     if isinstance(truth, list):
-        return {"prompt": _user_text(row["prompt"]), "answer": truth[0]}
+        return {"prompt": prompt, "answer": truth[0], "also_right": truth[1:]}
     if truth.get("test_code") is not None:
         names = {"tests": "test_code", "test_setup": "import_prefix", "entry_point": "entry_point"}
-        return {"prompt": _user_text(row["prompt"]), **{name: truth[column] for name, column in names.items()}}
-    return {"prompt": _user_text(row["prompt"]), "tests": truth}
+        return {"prompt": prompt, **{name: truth[column] for name, column in names.items()}}
+    return {"prompt": prompt, "tests": truth}
 
 
 def math(row: Row) -> Row:
@@ -159,6 +161,17 @@ def arc(row: Row) -> Row:
     return {"prompt": _choices(row["question"], labels, choices), "answer": row["answerKey"]}
 
 
+def arc_agi(row: Row) -> Row:
+    """https://github.com/fchollet/ARC-AGI, a task in a row, as its files are: ``train`` and ``test``, lists of pairs of
+    grids ``input`` and ``output``.
+
+    The answer is the grid that belongs to each test, a line for each row of it, with empty lines between grids.
+    """
+    shown = [f"Input:\n{_grid(pair['input'])}\n\nOutput:\n{_grid(pair['output'])}" for pair in row["train"]]
+    asked = [f"Input:\n{_grid(pair['input'])}\n\nOutput:" for pair in row["test"]]
+    return {"prompt": "\n\n".join(shown + asked), "answer": "\n\n".join(_grid(pair["output"]) for pair in row["test"])}
+
+
 def enigmata(row: Row) -> Row:
     """https://huggingface.co/datasets/BytedTsinghua-SIA/Enigmata-Eval, and output of the generators of
     https://github.com/BytedTsinghua-SIA/Enigmata.
@@ -191,6 +204,7 @@ FORMATS = {
     "evalplus": Format(evalplus, ("prompt", "test"), ("entry_point", "test_list")),
     "gpqa": Format(gpqa, ("Question", "Correct Answer", *(f"Incorrect Answer {n}" for n in (1, 2, 3))), ("Subdomain",)),
     "arc": Format(arc, ("question", "choices", "answerKey")),
+    "arc_agi": Format(arc_agi, ("train", "test")),
     "enigmata": Format(enigmata, ("prompt", "task_name"), ("answer", "meta")),
 }
 
@@ -200,6 +214,10 @@ def _user_text(messages: list[dict[str, Any]]) -> str:
     if len(messages) != 1 or messages[0]["role"] != "user":
         raise ValueError("the prompt is not a single message of the user")
     return str(messages[0]["content"])
+
+
+def _grid(rows: list[list[int]]) -> str:
+    return "\n".join(" ".join(map(str, row)) for row in rows)
 
 
 def _subject(row: Row) -> Any:

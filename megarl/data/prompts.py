@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import json
 import math
 import os
 import warnings
@@ -21,13 +22,16 @@ from megarl.data.files import Item
 from megarl.data.sources import FileItems, GymItems, Mixture, open_items, shares
 from megarl.data.templates import Overlong, Renderer
 from megarl.data.tokenizer import TOKENIZER_FILES, check_tokenizer_fits, load_tokenizer
-from megarl.errors import UserError
+from megarl.errors import Note, UserError, nearest
 from megarl.recipe.data_table import DataTable, SourceTable
 from megarl.recipe.tables import Recipe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# of a row, texts of at most so many characters and so many columns are kept with the run, but no solutions and tests
+ROW_TEXT, ROW_COLUMNS = 200, 100
+COLUMN_VALUES = 32  # of a column in metrics.by, at most
 REDRAWS = 64  # at most half of a generator's prompts are held out, so 64 draws all meet them with probability 2**-64
 
 
@@ -39,7 +43,7 @@ def check_data(recipe: Recipe, hf: dict[str, Any]) -> None:
     """
     tokenizer = load_tokenizer(recipe.model.tokenizer_path)
     check_tokenizer_fits(tokenizer, recipe.model.path)
-    build_prompts(recipe, tokenizer).check(recipe.prompts_needed)
+    build_prompts(recipe, tokenizer).check(recipe.prompts_needed, recipe.metrics.by)
     rollouts = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
     lengths = [("data.max_prompt_tokens + rollout.max_response_tokens", rollouts)]
     for suite in recipe.suites:
@@ -60,6 +64,21 @@ class Prompt:
     answer: str  # "" if the generator gives no single right answer, or the row has only tests
     entry: dict[str, Any]  # for the verifier: the item of the data set; for a generator's also its name
     truncated: bool = False  # whether it was cut to data.max_prompt_tokens
+
+    @property
+    def row(self) -> str:
+        """What is kept of its row with the run: a JSON object of its ``source``, the name of a file or generator, and
+        of the first columns that are numbers, truth values or texts of at most `ROW_TEXT` characters."""
+        source = self.entry.get("generator") or self.entry.get("source", "")
+        columns = {"source": source, **self.entry.get("metadata", {})}
+        kept = ((name, value) for name, value in columns.items() if len(name) <= ROW_TEXT and _is_plain(value))
+        return json.dumps(dict(itertools.islice(kept, ROW_COLUMNS)), ensure_ascii=False)
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, str):
+        return len(value) <= ROW_TEXT
+    return (isinstance(value, int) and abs(value) < 2**63) or (isinstance(value, float) and math.isfinite(value))
 
 
 # (index, item, words that name it in errors) -> the prompt, or None if it is too long and to be left out
@@ -82,7 +101,7 @@ class PromptSource:
         seed: int,
     ) -> None:
         self._items, self._heldout, self._build, self._seed = items, heldout, build, seed
-        self._banned = {prompt.tokens for prompt in banned}
+        self.banned = frozenset(prompt.tokens for prompt in banned)  # the tokens of prompts that are never trained
         self.scorers = scorers  # generator name -> the reasoning-gym data set whose score_answer scores its responses
 
     def train(self, index: int) -> Prompt:
@@ -90,20 +109,24 @@ class PromptSource:
         for attempt in range(REDRAWS):
             item = self._items.train(self._seed, index, attempt)
             prompt = self._build(index, item, f"training prompt {index}")
-            if prompt is not None and prompt.tokens not in self._banned:
+            if prompt is not None and prompt.tokens not in self.banned:
                 return prompt
         raise UserError(
             f"there is no training prompt {index}: {REDRAWS} draws gave only held-out or overlong prompts; lower "
             "eval.prompts or raise data.max_prompt_tokens"
         )
 
-    def check(self, count: int) -> None:
+    def check(self, count: int, columns: Sequence[str] = ()) -> None:
         """Build the prompts of `first_epoch` and all held-out ones: `UserError` for an unusable one, and a warning with
-        the number of those that are truncated."""
-        for name, prompts in (("training", list(self.first_epoch(count))), ("held-out", self.heldout())):
+        the number of those that are truncated. columns: those of ``metrics.by``, checked too."""
+        training = list(self.first_epoch(count))
+        _check_columns(columns, training)
+        for name, prompts in (("training", training), ("held-out", self.heldout())):
             if truncated := sum(prompt.truncated for prompt in prompts):
                 warnings.warn(
-                    f"{truncated} of {len(prompts)} {name} prompts are cut to data.max_prompt_tokens", stacklevel=2
+                    f"{truncated} of {len(prompts)} {name} prompts are cut to data.max_prompt_tokens",
+                    category=Note,
+                    stacklevel=2,
                 )
 
     def first_epoch(self, count: int) -> Iterator[Prompt]:
@@ -122,6 +145,19 @@ class PromptSource:
         return [prompt for name, prompts in self._heldout.items() if suite in (None, name) for prompt in prompts]
 
 
+def _check_columns(names: Sequence[str], prompts: Sequence[Prompt]) -> None:
+    """`UserError` for a column of ``metrics.by`` that no prompt has, or that has too many values."""
+    rows = [json.loads(prompt.row) for prompt in prompts] if names else []
+    known = list(dict.fromkeys(column for row in rows for column in row))
+    for name in names:
+        if name not in known:
+            close = nearest(name, known)
+            hint = f"did you mean {close!r}? " if close else ""
+            raise UserError(f"metrics.by: no prompt keeps a column {name!r}; {hint}there are {', '.join(known)}")
+        if (values := len({row.get(name) for row in rows})) > COLUMN_VALUES:
+            raise UserError(f"metrics.by: column {name!r} has {values} values; metrics are for at most {COLUMN_VALUES}")
+
+
 def build_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptSource:
     """Open the recipe's data and choose the held-out prompts; `UserError` for a wrong file, generator or template."""
     renderer, build = _builder(recipe.data, tokenizer)
@@ -133,7 +169,7 @@ def build_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptS
     for suite in recipe.suites:
         if suite.own:
             (table,) = suite.data.mixture
-            exam = open_items(table)
+            exam = open_items(table, exam=True)
             scorers |= _scorers([exam], [table])
             heldout[suite.name] = _draw(exam, _builder(suite.data, tokenizer)[1], suite.prompts)
             _warn_if_fewer(len(heldout[suite.name]), suite.prompts, table.train)
@@ -205,6 +241,7 @@ def _training_rows(
         warnings.warn(
             f"{too_long} of the {len(rows)} prompts of {name} have more than data.max_prompt_tokens = "
             f"{data.max_prompt_tokens} tokens and are left out",
+            category=Note,
             stacklevel=3,
         )
     kept = [item for item, text in zip(rows, texts, strict=True) if text is not None and text not in heldout]
@@ -236,6 +273,14 @@ def open_prompts(recipe: Recipe, tokenizer_dir: Path) -> tuple[PreTrainedTokeniz
         tokenizer = load_tokenizer(tokenizer_dir)
         _last_opened = _Opened(key, tokenizer, build_prompts(recipe, tokenizer))
     return _last_opened.tokenizer, _last_opened.prompts
+
+
+def banned_prompts(recipe: Recipe, tokenizer_dir: Path) -> frozenset[tuple[int, ...]]:
+    """The tokens of each prompt that the recipe holds out for evaluation, in the training template.
+
+    Empty without evaluation. Rollouts from elsewhere are compared with them.
+    """
+    return open_prompts(recipe, tokenizer_dir)[1].banned if recipe.suites else frozenset()
 
 
 def _tokenizer_content(path: Path) -> dict[str, bytes]:
@@ -288,6 +333,7 @@ def _warn_if_fewer(found: int, asked: int, name: str) -> None:
     if found < asked:
         warnings.warn(
             f"evaluation uses only the {found} distinct prompts of {name}, but eval.prompts asks for {asked}",
+            category=Note,
             stacklevel=3,
         )
 
@@ -308,6 +354,8 @@ def _build_prompt(
         raise
     if unknown is not None and unknown in rendered.tokens:
         warnings.warn(
-            "the tokenizer does not know some characters of the prompts, so the model will not see them", stacklevel=2
+            "the tokenizer does not know some characters of the prompts, so the model will not see them",
+            category=Note,
+            stacklevel=2,
         )
     return Prompt(index, rendered.text, rendered.tokens, item["answer"] or "", item, rendered.truncated)

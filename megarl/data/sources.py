@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import functools
 import importlib
+import json
 import math
 import os
 import random
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import fields
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -167,8 +170,17 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
     return counts
 
 
-def open_items(table: SourceTable) -> GymItems | FileItems:
-    """Open a generator or a file; `UserError` for anything wrong with it."""
+def open_items(table: SourceTable, exam: bool = False) -> GymItems | FileItems:
+    """Open a generator or a file; `UserError` for anything wrong with it. exam: as in `read_rows`."""
     if table.source == "reasoning_gym":
         return GymItems(table.train, table.options)
-    return FileItems([item for _, item in read_rows(table)])
+    name = Path(table.train).name
+    rows = [{**item, "source": name} for _, item in read_rows(table, exam)]
+    # DAPO-Math-17k as published repeats each question about 100 times: an update would train some of them twice
+    different = {json.dumps(item, sort_keys=True, default=str): item for item in rows}
+    if len(different) < len(rows):
+        warnings.warn(
+            f"{table.train} repeats {len(rows) - len(different)} of its {len(rows)} rows: each is used once",
+            stacklevel=2,
+        )
+    return FileItems(list(different.values()))

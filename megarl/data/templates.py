@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import datetime
+import functools
 import itertools
 import re
 import string
@@ -64,6 +65,11 @@ class Renderer:
             )
         if table.template_arguments:
             self._check_arguments()
+
+    @functools.cached_property
+    def longest_token(self) -> int:
+        """The most characters of a text for which one token can stand."""
+        return max(map(len, self._tokenizer.get_vocab()))
 
     def text(self, item: Item, where: str) -> str:
         """The prompt's text; `UserError`, which names the item by ``where``, if the template does not fit it."""
@@ -170,11 +176,11 @@ class Renderer:
         """Special tokens that are spelled out in ``shown`` -> placeholders that occur nowhere in it, to hide them."""
         if self._table.allow_special:
             return {}
-        texts = list(_texts(shown))
-        found = sorted({token for text in texts for token in self._special.findall(text)}, key=len, reverse=True)
+        parts = list(texts(shown))
+        found = sorted({token for text in parts for token in self._special.findall(text)}, key=len, reverse=True)
         if not found:
             return {}
-        everything = "".join(texts)
+        everything = "".join(parts)
         unused = (f"\ufdd0{n}\ufdd1" for n in itertools.count())
         return dict(zip(found, (text for text in unused if text not in everything), strict=False))
 
@@ -224,13 +230,13 @@ def _message(role: str, content: str) -> dict[str, Any]:
     return {"role": role, "content": content}
 
 
-def _texts(value: Any) -> Iterator[str]:
+def texts(value: Any) -> Iterator[str]:
     """All strings in nested lists and dictionaries."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):
         for part in value.values() if isinstance(value, dict) else value:
-            yield from _texts(part)
+            yield from texts(part)
 
 
 def _replaced(value: Any, new: dict[str, str]) -> Any:

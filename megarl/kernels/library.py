@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import importlib.metadata
 import importlib.util
 import os
 import shutil
@@ -14,6 +13,7 @@ from typing import Any
 
 import torch
 
+from megarl import compiled_file
 from megarl.errors import UserError
 
 ABI_VERSION = 5  # MEGARL_ABI_VERSION of csrc/include/megarl_kernels.h
@@ -31,17 +31,8 @@ _MESSAGES = {
 
 
 def find_library(device: str) -> Path | None:
-    """Path of the compiled kernels for ``cpu`` or ``cuda``, None if they are not installed.
-
-    The path is taken from the distribution's metadata, because an editable installation does not put the libraries next
-    to the sources.
-    """
-    try:
-        distribution = importlib.metadata.distribution("megarl")
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    path = Path(str(distribution.locate_file(f"megarl/kernels/lib/libmegarl_{device}.so")))
-    return path if path.exists() else None
+    """Path of the compiled kernels for ``cpu`` or ``cuda``, None if they are not installed."""
+    return compiled_file(f"kernels/lib/libmegarl_{device}.so")
 
 
 @functools.cache

@@ -44,10 +44,6 @@ class GroupedQueryAttention(Attention):
     def norms_all_heads(self) -> bool:
         return self.qk_norm == "all heads"
 
-    @property
-    def torch_layers_only(self) -> bool:
-        return self.norms_all_heads or self.output_gate
-
     def norms(self, hf: Hf) -> bool:
         """Whether queries and keys are normalised."""
         return self.qk_norm != "none" and (self.qk_norm_if is None or bool(hf[self.qk_norm_if]))
@@ -143,10 +139,6 @@ class SinkAttention(GroupedQueryAttention):
 
     qkv_bias: bool = True
     rope_types: tuple[str, ...] = ("default", "yarn")
-
-    @property
-    def torch_layers_only(self) -> bool:
-        return True
 
     def problems(self, hf: Hf) -> Iterator[str]:
         yield from super().problems(hf)

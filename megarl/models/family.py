@@ -30,7 +30,7 @@ class ActivationSettings:
     """The settings of a recipe that decide which activations autograd saves."""
 
     again: frozenset[str] = frozenset()  # recomputed parts (`megarl.recipe.actor_table`): only their input is saved
-    fused: bool = False  # Transformer Engine's layers instead of the torch-native ones
+    fused: bool = False  # Transformer Engine's products, with Megatron's fused activation and permutation
     fp8: str | None = None  # fp8 scaling of matrix products, a name in `megarl.recipe.megatron`; None: no fp8
     widened: bool = False  # norms compute in float32, and so save a float32 copy of their input
 
@@ -75,11 +75,6 @@ class Attention(TokenMixer, Protocol):
     def norms_all_heads(self) -> bool:
         """Whether the norm of queries and keys, if there is one, is over all heads of a token."""
         return False
-
-    @property
-    def torch_layers_only(self) -> bool:
-        """Whether only the torch-native layers may be used: Transformer Engine's lack this attention, or were never
-        compared with it."""
 
     def window(self, hf: Hf, layer: int) -> int | None:
         """Number of tokens, itself included, that a token attends to in layer ``layer`` (from 0); None: no window."""
@@ -368,9 +363,5 @@ def tokens_between(layout: Layout, tokens: int) -> float:
 
 
 def normalised(hf: Hf, layout: Layout, tokens: int, settings: ActivationSettings) -> float:
-    """Number of elements of the norm's output that a sublayer saves as its input; 0 if the norm is recomputed.
-
-    Transformer Engine fuses the norm into the linear layer after it; recomputing "layernorm" does not affect that.
-    """
-    dropped = "layernorm" in settings.again and not settings.fused
-    return 0.0 if dropped else tokens_between(layout, tokens) * hf["hidden_size"]
+    """Number of elements of the norm's output that a sublayer saves as its input; 0 if the norm is recomputed."""
+    return 0.0 if "layernorm" in settings.again else tokens_between(layout, tokens) * hf["hidden_size"]

@@ -56,7 +56,7 @@ class GatedMlp(FeedForward):
     ) -> SavedActivations:
         outside = normalised(hf, layout, tokens, settings)
         if "mlp" in settings.again:
-            return SavedActivations(0.0 if settings.fused else outside, 0.0)  # fused: the norm is recomputed too
+            return SavedActivations(outside, 0.0)
         inside = tokens_inside(layout, tokens) * hf["intermediate_size"] / layout.tensor_parallel
         return SavedActivations(_saved_per_output(settings) * inside, 0.0, outside + inside)
 
@@ -166,7 +166,7 @@ class MixtureOfExperts(FeedForward):
         self, hf: Hf, layout: Layout, tokens: int, imbalance: float, settings: ActivationSettings
     ) -> SavedActivations:
         between = tokens_between(layout, tokens)
-        # the norm's output, which the router reads too: so Transformer Engine does not fuse this norm
+        # the norm's output, which the router reads too
         elements = 0.0 if "layernorm" in settings.again else between * hf["hidden_size"]
         if "moe" in settings.again:
             return SavedActivations(elements, 0.0)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
+from megarl.foreign import parse_json, read_file
 from megarl.models import FAMILIES, Family
 
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
@@ -17,15 +17,15 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
 
     Besides those in the file: ``rope_theta``; ``rope_scaling_factor`` (Llama 3's, or None); ``rope_yarn`` (YaRN's
     settings, or None); ``rotary_fraction``, the rotated share of a head; ``num_experts`` (None in a dense model);
-    ``head_dim``; ``dense_layers``, the number of layers without experts; ``divided`` and ``context_divided``, {setting:
-    its value} for those that tensor parallelism, and tensor times context parallelism, must divide; and
+    ``head_dim``; ``sparse_layers``, the layers with experts, from 0; ``divided`` and ``context_divided``, {setting: its
+    value} for those that tensor parallelism, and tensor times context parallelism, must divide; and
     ``undivided_experts``, whether no expert may be divided between ranks.
     `UserError` for an unreadable file, an unknown family, an unsupported setting, or a missing one.
     """
     path = Path(model_dir) / "config.json"
     hf = read_settings(path)
-    if (kind := hf.get("model_type")) not in FAMILIES:
-        raise UserError(f"{path}: model_type {kind!r} is not supported; known are {', '.join(FAMILIES)}")
+    if (kind := str(hf.get("model_type"))) not in FAMILIES:
+        raise UserError(f"{path}: model_type {kind[:60]!r} is not supported; known are {', '.join(FAMILIES)}")
     family = FAMILIES[hf["model_type"]]
     if family.nested is not None:
         _check_nested(hf, family.nested, path)
@@ -41,12 +41,13 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
         hf["num_key_value_heads"] = hf.get("num_key_value_heads") or hf["num_attention_heads"]
         hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
         hf |= _rope(hf, family, path)
+        _check_counts(hf, path)
         for problem in family.problems(hf):
             raise UserError(f"{path}: {problem}")
         hf["divided"] = family.divided(hf)
         hf["context_divided"] = family.context_divided(hf)
         hf["undivided_experts"] = family.feed_forward.undivided
-        hf["dense_layers"] = hf["num_hidden_layers"] - family.sparse_layers(hf)
+        hf["sparse_layers"] = [n for n in range(hf["num_hidden_layers"]) if family.has_experts(hf, n)]
         family.megatron_settings(hf)  # only to raise KeyError here for settings that only building the model reads
         for name in ("vocab_size", "max_position_embeddings"):
             if hf.get(name) is None:
@@ -61,15 +62,29 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
     return hf
 
 
+def _check_counts(hf: dict[str, Any], path: Path) -> None:
+    """`UserError` for counts that no model has, before anything is made in these numbers."""
+    of_heads = ("num_attention_heads", "num_key_value_heads", "head_dim")
+    for name in ("num_hidden_layers", "hidden_size", "vocab_size", "num_experts", "num_experts_per_tok", *of_heads):
+        most = 10_000 if name == "num_hidden_layers" else 1 << 24
+        if hf.get(name) is not None and (type(hf[name]) is not int or not 1 <= hf[name] <= most):
+            raise UserError(f"{path}: {name} = {str(hf[name])[:40]!a}, expected an integer from 1 to {most:,}")
+    heads, groups = hf["num_attention_heads"], hf["num_key_value_heads"]
+    if heads % groups:
+        raise UserError(f"{path}: num_key_value_heads = {groups} does not divide num_attention_heads = {heads}")
+    if hf["num_experts"] and hf.get("num_experts_per_tok", 1) > hf["num_experts"]:
+        raise UserError(f"{path}: num_experts_per_tok is more than the number of experts, {hf['num_experts']}")
+
+
 def read_settings(path: Path) -> dict[str, Any]:
     """The settings of a config.json, unchanged; `UserError` if the file cannot be read."""
     try:
-        hf = json.loads(path.read_text())
+        hf = parse_json(read_file(path))
     except OSError as error:
         raise UserError(
             f"cannot read {path}: {error.strerror}; [model] path must be a Hugging Face model directory"
         ) from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(hf, dict):
         raise UserError(f"{path} must hold a JSON object, but holds a {type(hf).__name__}")

@@ -30,7 +30,6 @@ class MultiHeadLatentAttention(Attention):
 
     rope_types = ("default", "yarn")
     partial_rotary = False
-    torch_layers_only = True  # never compared with Transformer Engine's
 
     def problems(self, hf: Hf) -> Iterator[str]:
         for name, only in (("attention_bias", False), ("rope_interleave", True)):

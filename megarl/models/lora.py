@@ -9,6 +9,7 @@ from megarl.errors import UserError
 from megarl.models import family_of
 from megarl.models.attention import GroupedQueryAttention
 from megarl.models.feed_forward import MixtureOfExperts
+from megarl.models.latent_attention import MultiHeadLatentAttention
 from megarl.models.tensors import TRANSPOSED
 from megarl.recipe.layout import Layout
 from megarl.recipe.tables import Recipe
@@ -33,31 +34,49 @@ class Matrix:
         return self.name.endswith(("linear_proj", "linear_fc2"))
 
     @property
+    def whole(self) -> bool:
+        """Whether every tensor-parallel rank has the whole matrix, and applies it to its share of the tokens."""
+        return self.name.endswith("_down_proj")
+
+    @property
     def of_experts(self) -> bool:
         return self.name.startswith("mlp.experts.")
 
 
 def matrices(hf: dict[str, Any], layer: int) -> list[Matrix]:
-    """The matrices of layer ``layer`` (from 0) that can have adapters; those of latent and gated attention cannot."""
+    """The matrices of layer ``layer`` (from 0) that can have adapters: all but those of linear attention."""
     family, hidden = family_of(hf), hf["hidden_size"]
     widths: dict[str, Any] = {"mlp": hf.get("intermediate_size"), "mlp.experts": hf.get("moe_intermediate_size")}
     if isinstance(family.feed_forward, MixtureOfExperts):
         widths["mlp.shared_experts"] = family.feed_forward.shared_width(hf)
-    result = []
-    if isinstance(family.attention, GroupedQueryAttention) and not family.attention.output_gate:
-        query, key = (hf[name] * hf["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
-        result += [
-            Matrix("self_attention.linear_qkv", query + 2 * key, hidden),
-            Matrix("self_attention.linear_proj", hidden, query),
-        ]
     names = family.layer_tensors(hf, layer)
+    sizes = _of_attention(hf)
     for module, width in widths.items():
-        if f"{module}.linear_fc1.weight" in names:
-            result += [
-                Matrix(f"{module}.linear_fc1", 2 * width, hidden),
-                Matrix(f"{module}.linear_fc2", hidden, width),
-            ]
-    return result
+        sizes |= {f"{module}.linear_fc1": (2 * (width or 0), hidden), f"{module}.linear_fc2": (hidden, width or 0)}
+    return [Matrix(name, *size) for name, size in sizes.items() if f"{name}.weight" in names]
+
+
+def _of_attention(hf: dict[str, Any]) -> dict[str, tuple[int, int]]:
+    """{name: (outputs, inputs)} of the matrices of softmax attention."""
+    attention, hidden, heads = family_of(hf).attention, hf["hidden_size"], hf["num_attention_heads"]
+    if isinstance(attention, MultiHeadLatentAttention):
+        queries, latent = heads * attention.query_dim(hf), hf["kv_lora_rank"]
+        sizes = {
+            "linear_q_proj": (queries, hidden),
+            "linear_q_down_proj": (hf["q_lora_rank"] or 0, hidden),
+            "linear_q_up_proj": (queries, hf["q_lora_rank"] or 0),
+            "linear_kv_down_proj": (latent + hf["qk_rope_head_dim"], hidden),
+            "linear_kv_up_proj": (heads * (hf["qk_nope_head_dim"] + hf["v_head_dim"]), latent),
+            "linear_proj": (hidden, heads * hf["v_head_dim"]),
+        }
+    else:
+        assert isinstance(attention, GroupedQueryAttention)
+        query, key = (hf[name] * hf["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+        sizes = {
+            "linear_qkv": ((2 if attention.output_gate else 1) * query + 2 * key, hidden),
+            "linear_proj": (hidden, query),
+        }
+    return {f"self_attention.{name}": size for name, size in sizes.items()}
 
 
 def targeted(hf: dict[str, Any], layer: int, targets: tuple[str, ...]) -> list[Matrix]:
@@ -68,7 +87,7 @@ def targeted(hf: dict[str, Any], layer: int, targets: tuple[str, ...]) -> list[M
 def check_lora(recipe: Recipe, hf: dict[str, Any]) -> None:
     """`UserError` if this model, layout or machine cannot have the adapters of ``[actor.lora]``. The layout itself has
     been checked before."""
-    table, actor = recipe.actor.lora, recipe.actor
+    table = recipe.actor.lora
     if table is None:
         return
     layers = range(hf["num_hidden_layers"])
@@ -98,11 +117,6 @@ def check_lora(recipe: Recipe, hf: dict[str, Any]) -> None:
         raise UserError(
             f"[actor.lora] targets experts: expert_tensor_parallel = {layout.expert_tensor_parallel} must be 1 or "
             f"tensor_parallel = {layout.tensor_parallel}: otherwise the norm of the gradient counts adapters twice"
-        )
-    if actor.layers == "transformer_engine":
-        raise UserError(
-            "[actor.lora]: Transformer Engine's layers fuse the norm with the matrix after it, so adapters cannot read "
-            'the matrix\'s input: set [actor] layers = "torch"'
         )
     if recipe.megatron.get("moe_router_bias_update_rate"):
         raise UserError(

@@ -19,13 +19,9 @@ def check_layers(recipe: Recipe, hf: dict[str, Any]) -> None:
             "[megatron] qk_layernorm: it normalises each head by itself, but this model normalises queries and keys "
             "over all heads; leave it out"
         )
-    if recipe.actor.layers == "transformer_engine" and attention.torch_layers_only:
-        raise UserError(
-            f"[actor] layers = 'transformer_engine': the attention of {hf['model_type']} was never compared with "
-            'Transformer Engine\'s layers; use "torch"'
-        )
     _check_recompute(recipe, hf)
     _check_fp8(recipe)
+    _check_dispatcher(recipe, hf)
 
 
 def _check_recompute(recipe: Recipe, hf: dict[str, Any]) -> None:
@@ -42,7 +38,7 @@ def _check_recompute(recipe: Recipe, hf: dict[str, Any]) -> None:
     for name in sorted(again.modules):
         reason = None
         if name == "mla_up_proj":
-            reason = "latent attention is megarl's own, of torch modules, which cannot recompute it"
+            reason = "latent attention is megarl's own, which cannot recompute it"
         elif name == "moe_act" and not of_engine:
             reason = "only Transformer Engine's experts can recompute it; \"moe\" recomputes all of a layer's experts"
         elif name in ("mlp", "moe", "shared_experts") and not family_of(hf).repeated_flops(hf, 1, frozenset({name})):
@@ -76,3 +72,29 @@ def _check_fp8(recipe: Recipe) -> None:
         raise UserError(f"[megatron] fp8_recipe = {name!r} is unknown; known are {', '.join(SCALINGS)}")
     if recipe.actor.backend == "cpu" or recipe.actor.layers == "torch":
         raise UserError(f'{asked} needs [actor] backend = "cuda" and layers = "transformer_engine"')
+
+
+_MOST_CHOSEN = 32  # experts per token: an assertion in DeepEP 1.2.1's csrc/kernels/intranode.cu
+
+
+def _check_dispatcher(recipe: Recipe, hf: dict[str, Any]) -> None:
+    actor, kind = recipe.actor, recipe.megatron.get("moe_token_dispatcher_type", "alltoall")
+    asked = f"[megatron] moe_token_dispatcher_type = {kind!r}"
+    if kind == "allgather":
+        raise UserError(f'{asked}: it needs micro-batches of one length; use "alltoall", or "flex" for DeepEP')
+    if kind != "flex":
+        return
+    if recipe.megatron.get("moe_flex_dispatcher_backend") == "hybridep":
+        raise UserError(
+            '[megatron] moe_flex_dispatcher_backend = "hybridep": HybridEP gathers the choices of all ranks as if each '
+            "had the same number of tokens (csrc/hybrid_ep/executor/executor.cu), but packed micro-batches differ; use "
+            '"deepep"'
+        )
+    tensor = actor.expert_tensor_parallel or actor.tensor_parallel
+    if actor.backend == "cpu" or not hf["num_experts"] or actor.expert_parallel * tensor == 1:
+        raise UserError(f"{asked}: DeepEP sends tokens to experts on other GPUs, and here there are none; remove it")
+    if (chosen := hf["num_experts_per_tok"] * tensor) > _MOST_CHOSEN:
+        raise UserError(
+            f"{asked}: DeepEP sends a token to {_MOST_CHOSEN} experts at most, not {chosen}, which are counted once "
+            'for each rank that has a part of an expert; use [actor] expert_tensor_parallel = 1, or "alltoall"'
+        )

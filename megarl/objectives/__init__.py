@@ -8,13 +8,15 @@ from typing import Any
 
 from megarl.errors import UserError, nearest
 from megarl.objectives.objective import Objective
-from megarl.objectives.options import OPTIONS, WithOptions, name_of
-from megarl.objectives.padded import PaddedTerms, padded_terms
+from megarl.objectives.options import OPTIONS, WithOptions, frozen_logprobs, name_of, updates_per_step
+from megarl.objectives.own import load_objective
+from megarl.objectives.padded import PaddedTerms, padded_statistics, padded_terms
 from megarl.objectives.parts.aggregation import denominator, token_weights
 from megarl.objectives.parts.fields import build
 from megarl.objectives.parts.metrics import Metric
 from megarl.objectives.parts.summary import summarise
-from megarl.objectives.parts.terms import Terms
+from megarl.objectives.parts.terms import Terms, make_terms
+from megarl.own_file import is_own
 
 __all__ = [
     "OBJECTIVES",
@@ -26,10 +28,15 @@ __all__ = [
     "WithOptions",
     "build_objective",
     "denominator",
+    "frozen_logprobs",
+    "make_terms",
+    "objective_class",
+    "padded_statistics",
     "padded_terms",
     "resolved_fields",
     "summarise",
     "token_weights",
+    "updates_per_step",
 ]
 
 MODULES = (
@@ -53,6 +60,10 @@ MODULES = (
     "topr",
     "decoupled_ppo",
     "reinforce",
+    "cppo",
+    "ctpo",
+    "drpo",
+    "oapl",
 )
 
 
@@ -66,17 +77,25 @@ def _defined_in(module: str) -> type[Objective]:
 OBJECTIVES: dict[str, type[Objective]] = {name: _defined_in(name) for name in MODULES}
 
 
-def build_objective(name: str, fields: dict[str, Any]) -> Objective | WithOptions:
-    """The objective of a recipe's ``[objective]`` table; its sub-tables (such as ``[objective.kl]``) are `OPTIONS`.
-
-    Raises `UserError` for an unknown name, field, type or value, with the nearest known one or the allowed range.
-    """
+def objective_class(name: str) -> type[Objective]:
+    """The class of an objective: ``name`` is one of `OBJECTIVES`, or FILE.py:CLASS; `UserError` if there is none."""
+    if is_own(name):
+        return load_objective(name)
     if name not in OBJECTIVES:
         close = nearest(name, OBJECTIVES)
         hint = f"did you mean {close!r}? " if close else ""
         raise UserError(f"objective.name is {name!r}; {hint}known objectives: {', '.join(OBJECTIVES)}")
+    return OBJECTIVES[name]
+
+
+def build_objective(name: str, fields: dict[str, Any]) -> Objective | WithOptions:
+    """The objective of a recipe's ``[objective]`` table; its sub-tables (such as ``[objective.kl]``) are `OPTIONS`.
+
+    name: see `objective_class`. Raises `UserError` also for an unknown field, type or value, with the nearest known one
+    or the allowed range.
+    """
     own = {key: value for key, value in fields.items() if key not in OPTIONS}
-    objective: Objective = build(OBJECTIVES[name], own, f"objective {name!r}", also=tuple(OPTIONS))
+    objective: Objective = build(objective_class(name), own, f"objective {name!r}", also=tuple(OPTIONS))
     options = []
     for key, option in OPTIONS.items():
         if key in fields:

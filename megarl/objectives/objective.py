@@ -44,6 +44,7 @@ class Objective:
         `UserError` if that backend is not installed, or the batch has wrong shapes or dtypes.
         """
         batch.check()
+        batch = batch.floored()
         if statistics is None and self.needs_statistics:
             statistics = self.statistics(batch.detach(), batch.shard.group if batch.shard else None, backend)
         rule = self.rule(statistics) if self.fused and backend != "torch" else None
@@ -78,13 +79,6 @@ class Objective:
     def fused(self) -> bool:
         """Whether the fused token pass computes all of `terms` from the rule."""
         return type(self).rule is not Objective.rule
-
-    def check(self, mixes_policies: bool) -> None:
-        """`UserError` if these settings do not fit the run; called before any process of it starts.
-
-        mixes_policies: whether several policies generate the rollouts of one stage; every objective supports this, but
-        not every option.
-        """
 
     @property
     def updates_per_proximal_policy(self) -> int:

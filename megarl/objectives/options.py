@@ -30,16 +30,6 @@ class Option:
     def __post_init__(self) -> None:
         check_fields(self)
 
-    def check(self, mixes_policies: bool) -> None:
-        """`UserError` if this option does not support that several policies generate the rollouts of one stage."""
-        if mixes_policies and "old_logprobs" in self.requires:
-            raise UserError(
-                f"[objective.{name_of(self)}] needs the log-probs of the one policy that generated the stage "
-                "(old_logprobs), but in a live run, and with rollout.token_budget, several policies generate it: leave "
-                "this table out, so that the engine's log-probs are used, or set "
-                '[schedule] kind = "staged" without a token_budget'
-            )
-
     def before(self, batch: TokenBatch) -> TokenBatch:
         """The batch that the objective gets."""
         return batch
@@ -67,9 +57,13 @@ class DualClip(Option):
 
 @dataclass(frozen=True)
 class TruncatedImportance(Option):
-    """TIS, truncated importance sampling: the objective's ratios are to `old_logprobs`, the trainer's log-probs of the
-    behaviour policy, and its loss is weighted by sg(min(pi_old / pi_rollout, maximum)), the mismatch between trainer
-    and engine."""
+    """TIS, truncated importance sampling: the objective's ratios are to `old_logprobs`, and its loss is weighted by
+    sg(min(pi_old / pi_rollout, maximum)), the mismatch between trainer and engine.
+
+    pi_old is, in the trainer, the policy with which the stage begins, or in a live run (`updates_per_step`) the updates
+    between two versions. Staged and in lockstep it is the behaviour policy; tokens of older policies, which a
+    ``delay``, ``max_lag`` or ``token_budget`` allows, are weighted for their age too.
+    """
 
     requires: ClassVar[tuple[str, ...]] = ("old_logprobs",)
 
@@ -211,12 +205,6 @@ class WithOptions:
     def updates_per_proximal_policy(self) -> int:
         return self.objective.updates_per_proximal_policy
 
-    def check(self, mixes_policies: bool) -> None:
-        """As `Objective.check`, and for the options."""
-        self.objective.check(mixes_policies)
-        for option in self.options:
-            option.check(mixes_policies)
-
     def statistics(self, batch: TokenBatch, group: ProcessGroup | None = None, backend: str = "torch") -> Any:
         return self.objective.statistics(self._seen(batch), group, backend)
 
@@ -230,6 +218,30 @@ class WithOptions:
         for option in self.options:
             batch = option.before(batch)
         return batch
+
+
+def _required(objective: Objective | WithOptions) -> set[str]:
+    """What the options of an objective require of a batch."""
+    options = objective.options if isinstance(objective, WithOptions) else ()
+    return {name for option in options for name in option.requires}
+
+
+def frozen_logprobs(objective: Objective | WithOptions, sync_every: int | None) -> set[str]:
+    """The log-probs that options need of other models: of the run's first policy, and of the stage's in staged runs.
+
+    sync_every: that of a live run; None: the run is staged.
+    """
+    return _required(objective) & ({"ref_logprobs"} if sync_every else {"ref_logprobs", "old_logprobs"})
+
+
+def updates_per_step(objective: Objective | WithOptions, sync_every: int | None) -> int:
+    """The updates of a step: they all get the log-probs of the policy before the first one as ``old_logprobs``.
+
+    sync_every: as in `frozen_logprobs`.
+    """
+    if sync_every is not None and "old_logprobs" in _required(objective):
+        return sync_every
+    return objective.updates_per_proximal_policy
 
 
 def _mismatch(batch: TokenBatch) -> torch.Tensor:

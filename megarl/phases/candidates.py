@@ -1,7 +1,8 @@
 """Dynamic sampling (DAPO, arXiv:2503.14476, section 3.2): a stage trains groups whose rewards have variance.
 
 If all responses of a group have the same reward, its advantages are 0 and nothing is learnt from it. So a stage has
-more candidates, groups that may be generated, than it trains.
+more candidates, groups that may be generated, than it trains. In a live run there is such a choice for the updates
+between two policy versions.
 """
 
 from __future__ import annotations
@@ -64,13 +65,14 @@ class Choice:
 
 
 class Candidates:
-    """The `Choice` of a stage, shared by its replicas: each publishes in the store which groups it has generated.
+    """A `Choice` that replicas share: each publishes in the store which groups it has generated.
 
     If there are only as many candidates as ``wanted`` groups, there is nothing to choose, and nothing is published.
     """
 
     def __init__(self, replicas: ReplicaGroup, candidates: range, wanted: int) -> None:
         self._store = replicas.store
+        self._key = f"candidates/{candidates.start}"
         self._choice = Choice(candidates, wanted)
         self.chooses = wanted < len(candidates)
         self._read = 0  # number of messages read
@@ -79,23 +81,21 @@ class Candidates:
     def publish_stored(self, store: RolloutStore) -> None:
         """Publish the groups that an earlier attempt at the phase stored."""
         if self.chooses:
-            for number in store.group_ids:  # read one by one, because the store keeps few shards open
-                (group,) = store.read([number])
-                self._choice.add(number, _has_variance(group))
+            add_stored(self._choice, store)
             self._publish(self._choice.varies)
 
     def add(self, group: Group) -> None:
         """Publish a group. It need not be stored yet: if storing fails, so does the phase, which restarts from disk."""
         if self.chooses:
-            self._publish({group.group_id: _has_variance(group)})
+            self._publish({group.group_id: has_variance(group)})
 
     def _publish(self, varies: dict[int, bool]) -> None:
-        number = self._store.add("candidates", 1) - 1
-        self._store.set(f"candidates/{number}", json.dumps(list(varies.items())))
+        number = self._store.add(self._key, 1) - 1
+        self._store.set(f"{self._key}/{number}", json.dumps(list(varies.items())))
 
     def _poll(self) -> None:
-        while self.chooses and self._store.check([f"candidates/{self._read}"]):
-            for group, varies in json.loads(self._store.get(f"candidates/{self._read}")):
+        while self.chooses and self._store.check([f"{self._key}/{self._read}"]):
+            for group, varies in json.loads(self._store.get(f"{self._key}/{self._read}")):
                 self._choice.add(group, varies)
             self._read += 1
 
@@ -103,6 +103,10 @@ class Candidates:
         """Whether a group of this chunk can still be chosen; if not, no group of a later chunk can be either."""
         self._poll()
         return chunk[0] < self._choice.end
+
+    def missing(self, store: RolloutStore) -> list[int]:
+        """The candidates that are not stored and may still be chosen. Call it after `publish_stored`."""
+        return [] if self._choice.is_final else store.missing(self._choice.candidates)
 
     def are_enough(self) -> bool:
         """Whether the choice is final, so that generation can end early. Cheap enough for every decoding step."""
@@ -130,5 +134,12 @@ class Candidates:
         }
 
 
-def _has_variance(group: Group) -> bool:
+def add_stored(choice: Choice, store: RolloutStore) -> None:
+    """Make the stored candidates of ``choice`` known to it."""
+    for number in store.group_ids:  # read one by one, because the store keeps few shards open
+        if number in choice.candidates and number not in choice.varies:
+            choice.add(number, has_variance(*store.read([number])))
+
+
+def has_variance(group: Group) -> bool:
     return not bool(zero_variance(np.array([[response.reward for response in group.responses]])))

@@ -16,9 +16,11 @@ from typing import TYPE_CHECKING
 
 from megarl.errors import STOP_SIGNALS, UserError
 from megarl.heartbeats import beat
+from megarl.own_file import raised_in
 from megarl.phases import PHASES
 
 if TYPE_CHECKING:
+    from megarl.recipe.tables import Recipe
     from megarl.storage.run_dir import Stage
 
 ERROR_FILE = "MEGARL_ERROR_FILE"  # environment variable: path of the JSON file to which a process writes its error
@@ -54,8 +56,9 @@ def report_errors(function: Callable[[], None], into_log: bool = True) -> int:
         return 2
     except BaseException as error:
         traceback.print_exc()
-        _write_error(f"{type(error).__name__}: {error}", mistake=False)
-        return 1
+        of_user = raised_in(error)
+        _write_error(of_user or f"{type(error).__name__}: {error}", mistake=of_user is not None)
+        return 2 if of_user else 1
     return 0
 
 
@@ -69,12 +72,20 @@ def _run(phase: str, run_dir: Path, stage: int) -> None:
     import torch
     import torch.distributed as dist
 
-    if not torch.cuda.is_available():
-        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+    torch.set_num_threads(_threads(run.recipe, phase))
     function: Callable[[Stage], None] = getattr(importlib.import_module(PHASES[phase].module), phase)
     function(run.stage(stage))
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _threads(recipe: Recipe, phase: str) -> int:
+    """Threads of torch on the host: a trainer with Adam in host memory has its share of the node's cores."""
+    from megarl.recipe.optimizer import offloaded
+
+    if PHASES[phase].actor and offloaded(recipe):
+        return max(1, len(os.sched_getaffinity(0)) // int(os.environ["LOCAL_WORLD_SIZE"]))
+    return int(os.environ["OMP_NUM_THREADS"])
 
 
 def hide_gpus_from_cpu_runs(backend: str) -> None:

@@ -1,7 +1,9 @@
-"""The rehearse phase: one update on synthetic responses, its export and a checkpoint, before a run generates anything.
+"""The rehearse phase: updates on synthetic responses, an export and a checkpoint, before a run generates anything.
 
 Otherwise a problem of the actor (a layer that this machine cannot run, a layout that does not fit into memory, a disk
-that is too small for a checkpoint) would show only after the first rollouts, which may take hours.
+that is too small for a checkpoint) would show only after the first rollouts, which may take hours. Parameters that an
+update changes reach the other ranks during the next forward pass, so a mistake there shows in the third update at the
+earliest, or in exported weights that are not those of the optimizer.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.actor import checkpoint, parallel, reference
+from megarl.actor import checkpoint, hf, parallel, reference
 from megarl.actor.optimizer_state import distributed_optimizers
 from megarl.actor.step import Actor
 from megarl.models.hf_config import read_hf_config
@@ -30,6 +32,7 @@ from megarl.storage.metrics.trackers import NONE as NO_TRACKERS
 from megarl.storage.rollouts import Group, Response
 from megarl.storage.run_dir import RunDir, Stage
 
+UPDATES, LEARNING_RATE = 3, 1e-3  # so large that bfloat16 weights of different updates differ
 MICRO_BATCHES = 2  # per data-parallel rank, so that gradients accumulate and a pipeline has several in flight
 
 
@@ -42,14 +45,21 @@ def rehearse(stage: Stage) -> None:
     make_updates(actor, trial, Start(), SyntheticBatches(actor), stop, Exporter(actor, trial, done=0))
     ((_, path),) = checkpoints(trial.checkpoints)
     read_back(actor, path)
+    if stage.run.recipe.actor.lora is None:  # else the exported weights are those that the optimizer has no part in
+        compare_export(actor, trial.next.policy)
 
 
 def _trial(stage: Stage) -> Stage:
-    """A stage of one update in a run directory of its own, which starts from the policy of ``stage``. Collective."""
+    """A stage of `UPDATES` updates in a run of its own, which starts from the policy of ``stage``. Collective."""
     root, before = stage.run.rehearsal, stage.run.recipe
-    schedule = ScheduleTable(stages=1, updates_per_stage=1, prompts_per_update=before.schedule.prompts_per_update)
+    prompts = before.schedule.prompts_per_update
+    schedule = ScheduleTable(stages=1, updates_per_stage=UPDATES, prompts_per_update=prompts)
     table = before.run.model_copy(update={"tensorboard": False, **NO_TRACKERS})
-    recipe = before.model_copy(update={"schedule": schedule, "stages": {}, "run": table})
+    changes: dict[str, Any] = {"schedule": schedule, "stages": {}, "run": table}
+    changes["actor"] = before.actor.model_copy(update={"checkpoint_every": UPDATES})
+    fast = {"lr": LEARNING_RATE, "warmup_updates": 0, "schedule": "constant", "min_lr": 0.0}
+    changes["optimizer"] = before.optimizer.model_copy(update=fast)
+    recipe = before.model_copy(update=changes)
     trial = RunDir(root, recipe).stage(0)
     if dist.get_rank() == 0:
         make_directory(trial.directory)
@@ -70,9 +80,9 @@ class SyntheticBatches:
         self.actor = actor
 
     def read(self, update: int) -> list[Group]:
-        recipe, hf = self.actor.recipe, read_hf_config(self.actor.recipe.model.path)
+        recipe, config = self.actor.recipe, read_hf_config(self.actor.recipe.model.path)
         rng = np.random.default_rng(update)
-        groups = list(_groups(recipe, hf, rng, parallel.data_parallel_ranks()))
+        groups = list(_groups(recipe, config, rng, parallel.data_parallel_ranks()))
         whole = [[*g.prompt_tokens.tolist(), *r.tokens.tolist()] for g in groups for r in g.responses]
         scores = iter(reference.score(self.actor.models, whole, recipe.actor.tokens_per_micro_batch, self.actor.device))
 
@@ -128,13 +138,44 @@ def read_back(actor: Actor, path: Path) -> None:
             tensor.zero_()
     checkpoint.load(actor, path)
     lost = [name for name, tensor in _state(actor) if _fingerprint(tensor) != before[name]]
+    _refuse("a checkpoint does not restore", lost)
+
+
+def compare_export(actor: Actor, policy: Path) -> None:
+    """Load an exported policy into the actor; `RuntimeError` unless it has the optimizer's weights. Collective.
+
+    They are compared where the rank owns them, as master weights in float32.
+    """
+    names = {parameter: name for model in actor.models for name, parameter in model.named_parameters()}
+    owned = []
+    for part in distributed_optimizers(actor.optimizer):
+        for parameter, (group, order) in part.model_param_group_index_map.items():
+            shard = part.optimizer.param_groups[group]["params"][order]
+            master = part.optimizer.state[shard].get("master_param", shard).detach()
+            if parameter.dtype == torch.float32:  # the master weights are the model's
+                master = master.clone()
+            place = part._get_model_param_range_map(parameter)["param"]
+            owned.append((names[parameter], parameter.detach().view(-1)[place.start : place.end], master))
+    hf.load_hf(actor.models, policy)
+    wrong = [name for name, exported, master in owned if not _same(exported, master)]
+    _refuse("the exported policy has not the optimizer's weights of", wrong)
+
+
+def _same(exported: torch.Tensor, master: torch.Tensor) -> bool:
+    """Whether bfloat16 weights are ``master`` rounded; float32 weights may have been stored in 16 bits."""
+    rounded = master.to(exported)
+    if exported.dtype == torch.float32:
+        return torch.allclose(exported, rounded, rtol=2**-8, atol=1e-7)
+    return torch.equal(exported, rounded)
+
+
+def _refuse(what: str, names: list[str]) -> None:
+    """`RuntimeError` if any rank has ``names`` of tensors that are wrong. Collective."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, lost)
-    for rank, names in enumerate(everyone):
-        if names:
-            raise RuntimeError(
-                f"a checkpoint does not restore {names[0]} of rank {rank}, nor {len(names) - 1} other tensors"
-            )
+    dist.all_gather_object(everyone, names)
+    for rank, wrong in enumerate(everyone):
+        if wrong:
+            raise RuntimeError(f"{what} {wrong[0]} ({len(wrong)} tensors of rank {rank})")
 
 
 def _state(actor: Actor) -> Iterator[tuple[str, torch.Tensor]]:

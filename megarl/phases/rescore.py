@@ -1,15 +1,21 @@
-"""The rescore phase: gives frozen rollouts new rewards, by another ``[reward]``. Runs verifiers, but no engine."""
+"""The rescore phase: gives frozen rollouts new rewards, by another ``[reward]``. Runs verifiers, but no engine.
+
+The prompts of a stage that was filled from outside are known only as tokens. A verifier gets their text, and as column
+``rewards`` of the row the rewards that the group's responses came with.
+"""
 
 from __future__ import annotations
 
 import os
 import time
-from dataclasses import replace
+from collections.abc import Callable
 
-from megarl.data.prompts import open_prompts
+import numpy as np
+
+from megarl.data.prompts import Prompt, open_prompts
 from megarl.heartbeats import beat
 from megarl.phases.rollout_worker import STORE_SECONDS
-from megarl.phases.scoring import PendingGroup, Scoring, text_of
+from megarl.phases.scoring import Scoring, text_of
 from megarl.phases.stop import StopRequest
 from megarl.rewards.parts import build_verifier
 from megarl.rewards.pool import Limits, VerifierPool
@@ -33,7 +39,8 @@ def rescore(stage: Stage) -> None:
     make_directory(target)
     tokenizer, prompts = open_prompts(recipe, stage.policy)
     verifiers = VerifierPool(lambda: build_verifier(recipe, prompts), Limits.of_this_process(recipe))
-    scoring = Scoring(verifiers, recipe.reward, text_of(tokenizer), True, recipe.rollout.max_response_tokens)
+    decode = text_of(tokenizer)
+    scoring = Scoring(verifiers, recipe.reward, decode, True, recipe.rollout.max_response_tokens)
     first = source.entries[0]
     with RolloutWriter(target, weights_hash=first.weights_hash, logprob_mode=first.logprob_mode) as writer:
         missing = RolloutStore(target).missing(source.group_ids)
@@ -44,16 +51,20 @@ def rescore(stage: Stage) -> None:
                 break
             beat("scoring", f"group {missing[begin]}")
             groups = source.read(missing[begin : begin + GROUPS_AT_ONCE])
-            for group in groups:
-                pending = PendingGroup(group.group_id, prompts.train(group.group_id), len(group.responses))
-                for sample, response in enumerate(group.responses):
-                    scoring.add(pending, sample, replace(response, correct=None))
-            given = {group.group_id: group.prompt_tokens for group in groups}
-            portion += [replace(group, prompt_tokens=given[group.group_id]) for group in scoring.take_rest()]
+            portion += scoring.again(
+                groups, lambda group: _given(group, decode) if source.external else prompts.train(group.group_id)
+            )
             if time.monotonic() - stored > STORE_SECONDS:
                 writer.append(portion)
                 stored, portion = time.monotonic(), []
         writer.append(portion)
     scoring.close()
     stop.exit_if_asked()
-    seal(target, stage.groups, list(source.chosen) if len(source.chosen) < len(source.group_ids) else None)
+    chosen = list(source.chosen) if len(source.chosen) < len(source.group_ids) else None
+    seal(target, stage.groups, chosen, external=source.external)
+
+
+def _given(group: Group, decode: Callable[[np.ndarray], str]) -> Prompt:
+    """The prompt of a group from outside, as far as it is known."""
+    rewards = [response.reward for response in group.responses]
+    return Prompt(group.group_id, decode(group.prompt_tokens), (), "", {"metadata": {"rewards": rewards}})

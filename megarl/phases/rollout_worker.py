@@ -145,6 +145,7 @@ class RolloutWorker:
         other_seeds: int = 0,
         scored_first: bool = False,
         store_seconds: float = STORE_SECONDS,
+        on_step: Callable[[Sequence[Completion]], None] = lambda ended: None,
         on_scored: Callable[[Group], None] = lambda group: None,
     ) -> Iterator[list[Group]]:
         """Generate and score groups; yields portions of complete ones, which the caller stores.
@@ -158,16 +159,15 @@ class RolloutWorker:
         earlier: the responses of a group that an earlier stage left unfinished, which are continued; () for a new one.
         other_seeds: is added to the ids of groups for the seeds of their responses.
         scored_first: take a chunk only once all responses generated before are scored.
+        on_step: called after each step of the engine or wait for scores, with the completions of responses that ended.
         on_scored: called with each group as soon as it is scored, before it is stored.
         """
-        work = _Work(self, prompt, draws, earlier, other_seeds)
+        work = _Work(self, prompt, draws, earlier, other_seeds, on_step)
         whole, stopping = self.engine.repeats_chunks and interrupted is never, False
-        portion: list[Group] = []
-        stored = time.monotonic()
+        portion, stored = list[Group](), time.monotonic()
         try:
             while True:
-                stopping = stopping or interrupted()
-                if not stopping:
+                if not (stopping := stopping or interrupted()):
                     work.submit(take, scored_first)
                 if self.engine.decoding:
                     work.receive(self.engine.interrupt() if stopping else self.engine.step())
@@ -175,6 +175,7 @@ class RolloutWorker:
                 elif self.scoring.busy and not self.stopped():
                     beat("scoring")
                     scored = self.scoring.take(wait=True, unless=self.stopped)
+                    on_step(())
                 else:
                     break
                 for group in scored:
@@ -205,9 +206,10 @@ class _Work:
         draws: Sampling,
         earlier: Callable[[int], tuple[Response, ...]],
         other_seeds: int,
+        on_step: Callable[[Sequence[Completion]], None],
     ) -> None:
         self.worker, self.prompt, self.draws, self.earlier = worker, prompt, draws, earlier
-        self.other_seeds = other_seeds
+        self.other_seeds, self.on_step = other_seeds, on_step
         self.pending = {group.number: group for group in worker.unfinished}  # not scored yet
         self.sizes: list[int] = []  # of the chunks that are not stored yet
         self._left = worker.unfinished  # to continue before any chunk
@@ -240,6 +242,7 @@ class _Work:
             group.parts.setdefault(k, []).append(completion)
             if completion.finish_reason != "interrupted":
                 self.worker.scoring.add(group, k, _joined(group.parts.pop(k), self.draws.max_tokens))
+        self.on_step([completion for _, completion in completions])
 
     def _ask(self, groups: Sequence[PendingGroup], continues: bool) -> None:
         slots = [(group, k) for group in groups for k in range(self.draws.samples) if k not in group.responses]

@@ -40,8 +40,9 @@ def to_samples(groups: list[Group], table: ObjectiveTable, experts: bool = False
             trained=bool(kept),
             routed_experts=response.routed_experts if experts else None,
             loss_mask=response.loss_mask,
+            group=number,
         )
-        for group, row, kept in zip(groups, advantages, keep, strict=True)
+        for number, (group, row, kept) in enumerate(zip(groups, advantages, keep, strict=True))
         for response, advantage in zip(group.responses, row, strict=True)
     ]
     # if nothing is left to train, one untrained sample keeps the update, so that the schedule keeps its length
@@ -66,6 +67,13 @@ def throughput(samples: list[Sample], start: float) -> dict[str, Any]:
     trained = sum(sample.trained_tokens for sample in samples)
     times = {"seconds": round(seconds, 4), "tokens_per_second": round(tokens / seconds, 1)}
     return {"tokens": tokens, "trained_tokens": trained} | times
+
+
+def tokens_by_group(counts: Sequence[Sequence[int]], samples: Sequence[Sample], groups: int) -> np.ndarray:
+    """[groups, 2] int64, trained tokens and those without a gradient, from ``sample_tokens`` of `train_step`."""
+    found = np.zeros((groups, 2), np.int64)
+    np.add.at(found, [sample.group for sample in samples], np.array(counts)[: len(samples)])
+    return found
 
 
 def lengths_by_sign(samples: Sequence[Sample]) -> dict[str, float]:

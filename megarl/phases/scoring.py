@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -110,11 +111,11 @@ class Scoring:
         self._last_poll = time.monotonic()
         for number, verdict in self._verifiers.verdicts(wait, unless):
             group, sample = self._asked.pop(number)
-            group.scores[sample] = verdict.found
+            group.scores[sample] = verdict
             if verdict.over:
                 self.over_limit += 1
                 place = f"response {sample} to prompt {group.number}"
-                print(f"{place} scores 0: its verifier exceeded a limit ({verdict.over})", flush=True)
+                print(f"{place} scores 0: its verifier exceeded a limit ({verdict.over})", file=sys.stderr, flush=True)
         whole: list[Group] = []
         waiting: list[PendingGroup] = []
         for group in self._generated:
@@ -133,6 +134,15 @@ class Scoring:
             groups += self.take(wait=True)
         return groups
 
+    def again(self, groups: Sequence[Group], prompt_of: Callable[[Group], Prompt]) -> list[Group]:
+        """Stored groups, scored again; in order, if `Scoring` was made so."""
+        for group in groups:
+            pending = PendingGroup(group.group_id, prompt_of(group), len(group.responses))
+            for sample, response in enumerate(group.responses):
+                self.add(pending, sample, replace(response, correct=None))
+        given = {group.group_id: group.prompt_tokens for group in groups}
+        return [replace(group, prompt_tokens=given[group.group_id]) for group in self.take_rest()]
+
     def _rewarded(self, group: PendingGroup) -> Group:
         responses = [group.responses[k] for k in range(group.samples)]
         if not any_unfinished(responses):
@@ -143,7 +153,8 @@ class Scoring:
                     responses, totals(scores, lengths, self._table, self._longest), strict=True
                 )
             ]
-        return Group(group.number, np.asarray(group.prompt.tokens, np.int32), tuple(responses))
+        tokens = np.asarray(group.prompt.tokens, np.int32)
+        return Group(group.number, tokens, tuple(responses), group.prompt.row)
 
     def close(self) -> None:
         """End the verifier processes; nothing can be scored afterwards."""

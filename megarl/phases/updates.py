@@ -23,15 +23,22 @@ from megarl.actor.packing import Sample
 from megarl.actor.step import Actor, train_step, with_proximal
 from megarl.errors import STOPPED, UserError
 from megarl.heartbeats import beat
-from megarl.objectives import Objective, WithOptions, build_objective
+from megarl.objectives import Objective, WithOptions, build_objective, frozen_logprobs, updates_per_step
 from megarl.phases.export import Exporter
-from megarl.phases.samples import describe, lengths_by_sign, throughput, to_samples, token_texts
+from megarl.phases.samples import (
+    describe,
+    lengths_by_sign,
+    throughput,
+    to_samples,
+    token_texts,
+    tokens_by_group,
+)
 from megarl.phases.stop import StopRequest
 from megarl.recipe.megatron import token_alignment
 from megarl.storage.checked_json import append_json
 from megarl.storage.checkpoints import checkpoints, read_manifest, read_metrics, set_aside
 from megarl.storage.metrics import NOTHING, MetricsWriter, Position
-from megarl.storage.metrics.summary import summary
+from megarl.storage.metrics.summary import by_columns, summary
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 
@@ -70,9 +77,7 @@ def frozen_policies(objective: Objective | WithOptions, stage: Stage) -> list[Fr
     and the experts to replay.
     """
     recipe = stage.run.recipe
-    options = objective.options if isinstance(objective, WithOptions) else ()
-    wanted = {name for option in options for name in option.requires}
-    frozen = []
+    wanted, frozen = frozen_logprobs(objective, recipe.schedule.sync_every), []
     if "ref_logprobs" in wanted:
         frozen.append(FrozenPolicy.build(("ref_logprobs",), recipe, stage.run.base))
     behaviour: list[Field] = ["old_logprobs"] if "old_logprobs" in wanted else []
@@ -129,7 +134,10 @@ def _make_updates(
             values = _make_update(actor, run, samples, micro_batches, objective, place)
             batches.trained(update + 1)
             if metrics:
-                metrics.append(place | age | summary(groups) | values | throughput(samples, start))
+                tokens = values.pop("sample_tokens", None)
+                muted = tokens and tokens_by_group(tokens["counts"], samples, len(groups))
+                by = by_columns(groups, run.recipe.metrics.by, muted)
+                metrics.append(place | age | summary(groups) | by | values | throughput(samples, start))
         updates = update + (not asked)
         # never stop within a step: the log-probs of its proximal policy are only in memory
         stopping = asked or (updates < total and not ready and stop.agreed(actor.device))
@@ -161,14 +169,18 @@ def _read_step(
     update starts from that policy anyway. Returns [] if a stop was asked for. Collective.
     """
     step: list[Batch] = []
-    for update in range(first, min(last, first + objective.updates_per_proximal_policy)):
+    for update in range(first, min(last, first + updates_per_step(objective, run.recipe.schedule.sync_every))):
         groups = batches.read(update)
         if groups is None:
             return []  # no update of the step is made yet
         exporter.observe(groups)
         samples = to_samples(groups, run.recipe.objective, run.recipe.actor.routing_replay == "engine")
         micro_batches = packing.micro_batches(
-            samples, run.recipe.actor.tokens_per_micro_batch, actor.device, token_alignment(run.recipe.megatron)
+            samples,
+            run.recipe.actor.tokens_per_micro_batch,
+            actor.device,
+            token_alignment(run.recipe.megatron),
+            actor.models[0].shares_prompts,
         )
         if step:
             micro_batches = with_proximal(actor, micro_batches)
@@ -202,7 +214,8 @@ def _make_update(
     table = run.recipe.metrics
     listed = table.listed_tokens if table.detail and place["update"] % table.detail == 0 else 0
     try:
-        values = train_step(actor, micro_batches, objective, actor.learning_rate(place["update"]), listed)
+        lr, counted = actor.learning_rate(place["update"]), len(samples) if table.by else 0
+        values = train_step(actor, micro_batches, objective, lr, listed, counted)
         if "muted_tokens" in values and parallel.reports_metrics():
             values["muted_tokens"] |= {"text": token_texts(values["muted_tokens"]["id"], run.recipe.model)}
         return values | lengths_by_sign(samples)
@@ -331,4 +344,4 @@ def check_rollouts(store: RolloutStore) -> None:
 
 
 def _objective(run: RunDir) -> Objective | WithOptions:
-    return build_objective(run.recipe.objective.name, run.recipe.objective.fields)
+    return build_objective(run.recipe.objective.definition, run.recipe.objective.fields)

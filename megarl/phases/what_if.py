@@ -18,7 +18,7 @@ from megarl.actor import packing, parallel
 from megarl.actor.step import Actor, compute_gradients
 from megarl.errors import UserError
 from megarl.heartbeats import beat
-from megarl.objectives import OBJECTIVES, Objective, build_objective
+from megarl.objectives import OBJECTIVES, Objective, WithOptions, build_objective
 from megarl.phases.export import load_policy, write_policy
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.samples import to_samples
@@ -38,17 +38,17 @@ def what_if(stage: Stage) -> None:
     recipe = stage.run.recipe
     device = parallel.initialize(recipe)
     actor = Actor.build(recipe, stage.run.base, device, load=False)
-    actor.frozen = frozen_policies(build_objective(recipe.objective.name, {}), stage)
+    actor.frozen = frozen_policies(build_objective(recipe.objective.definition, {}), stage)
     given = request["fresh"] and RolloutStore(Path(request["fresh"]))
     comparison = Comparison(stage, actor, RolloutStore(stage.rollouts), objectives_of(stage), given)
-    total = len(request["updates"]) * len(request["batches"])
-    found: list[list[dict[str, Any]]] = []  # of one policy and batch each
+    total = len(request["updates"]) * len(request["batches"]) * (1 + len(comparison.objectives))
+    found: list[dict[str, Any]] = []
     for updates in request["updates"]:
-        for records in comparison.measure(updates, request["batches"]):
-            found.append(records)
+        for record in comparison.measure(updates, request["batches"]):
+            found.append(record)
             stage.log_event("what_if_progress", done=len(found), total=total)
     comparison.close()
-    stage.run.write_answer([record for records in found for record in records])
+    stage.run.write_answer(found)
 
 
 def objectives_of(stage: Stage) -> dict[str, Objective]:
@@ -58,15 +58,9 @@ def objectives_of(stage: Stage) -> dict[str, Objective]:
     come from the objectives themselves.
     """
     table = stage.run.recipe.objective
-    names = {name: {} if name != table.name else table.fields for name in OBJECTIVES}
-    own = build_objective(table.name, table.fields).aggregation
-    found = {}
-    for name, kind in OBJECTIVES.items():
-        fields = {key: value for key, value in names[name].items() if key in kind.__dataclass_fields__}
-        built = build_objective(name, fields | {"aggregation": own})
-        assert isinstance(built, Objective)
-        found[name] = built
-    return found
+    own = build_objective(table.definition, table.fields)
+    found: dict[str, Objective] = {name: kind(aggregation=own.aggregation) for name, kind in OBJECTIVES.items()}
+    return found | {table.name: own.objective if isinstance(own, WithOptions) else own}
 
 
 @dataclass
@@ -80,8 +74,8 @@ class Comparison:
     given: RolloutStore | None = None  # fresh responses; None: an engine generates them
     _worker: RolloutWorker | None = None
 
-    def measure(self, updates: int, batches: Sequence[int]) -> Iterator[list[dict[str, Any]]]:
-        """Yield the records of each of the ``batches``, given by their numbers, with one policy.
+    def measure(self, updates: int, batches: Sequence[int]) -> Iterator[dict[str, Any]]:
+        """Yield the record of each gradient of each of the ``batches``, given by their numbers, with one policy.
 
         updates: number of updates of the stage after which the policy is taken.
 
@@ -93,6 +87,7 @@ class Comparison:
         grpo = replace(OBJECTIVES["grpo"](), aggregation=next(iter(self.objectives.values())).aggregation)
         stored = [self.store.read(self.stage.groups_of_update(self.store.chosen, batch)) for batch in batches]
         fresh = self._generate(updates, stored) if self.given is None else self._read(self.given, updates, len(stored))
+        beat("what if", f"the policy after update {updates}, fresh responses")
         on_policy = sum(self.gradient(groups, grpo)[0] for groups in fresh)
         assert isinstance(on_policy, torch.Tensor)
         for batch, groups, new in zip(batches, stored, fresh, strict=True):
@@ -100,7 +95,7 @@ class Comparison:
             place = {"update": updates, "batch": batch}
             own, _ = self.gradient(new, grpo)
             of_fresh = {"objective": FRESH, "norm": float(own.norm()), "cosine": cosine(own, on_policy - own)}
-            records = [place | of_fresh]
+            yield place | of_fresh
             of_grpo, _ = self.gradient(groups, grpo)
             for name, objective in self.objectives.items():
                 gradient, metrics = self.gradient(groups, objective)
@@ -113,15 +108,19 @@ class Comparison:
                     "cosine": cosine(gradient, on_policy),
                     "cosine_to_grpo": cosine(gradient, of_grpo),
                 }
-                records.append(place | of_stored)
-            yield records
+                yield place | of_stored
 
     def gradient(self, groups: list[Group], objective: Objective) -> tuple[torch.Tensor, dict[str, Any]]:
         """The gradient of the whole batch before clipping, [parameters] float32, and the metrics of the batch."""
+        beat("what if")
         recipe = self.actor.recipe
         samples = to_samples(groups, recipe.objective, recipe.actor.routing_replay == "engine")
         micro_batches = packing.micro_batches(
-            samples, recipe.actor.tokens_per_micro_batch, self.actor.device, token_alignment(recipe.megatron)
+            samples,
+            recipe.actor.tokens_per_micro_batch,
+            self.actor.device,
+            token_alignment(recipe.megatron),
+            self.actor.models[0].shares_prompts,
         )
         _, metrics = compute_gradients(self.actor, micro_batches, objective)
         parts = [

@@ -17,7 +17,7 @@ from megarl.models.lora import check_lora
 from megarl.models.settings import check_layers
 from megarl.planner.assumptions import GIB, Assumptions
 from megarl.planner.parameter_counts import ParameterCounter, StageParameters
-from megarl.planner.plan import Plan
+from megarl.planner.plan import MARGIN, Plan
 from megarl.planner.sizes import GPUS
 from megarl.planner.table import table
 from megarl.recipe.layout import Layout, check_layout
@@ -35,6 +35,7 @@ class Fit:
     title: str
     plan: Plan
     layouts: list[list[str]]
+    faster: Plan | None = None  # the same with settings with which an update is faster; None: there are none
 
     @property
     def misfit(self) -> str | None:
@@ -45,14 +46,30 @@ class Fit:
         lines = [f"{self.title}\n\n{table(self.plan)}"]
         if self.misfit is not None:
             lines.append(f"\ndoes not fit: {self.misfit}")
-            quoted = [" ".join(f"--set {shlex.quote(change)}" for change in changes) for changes in self.layouts]
-            lines += [f"  this fits: {changes}" for changes in quoted]
+            lines += [f"  this fits: {_quoted(changes)}" for changes in self.layouts]
             if not self.layouts:
                 lines.append("  no layout on these GPUs fits: add nodes or shorten responses")
+        if self.faster is not None:
+            before, after = self.plan.update_seconds, self.faster.update_seconds
+            lines.append(f"\nan update of {after:.1f} s instead of {before:.1f}: {_quoted(self.faster_settings)}")
         return "\n".join(lines)
 
+    @property
+    def faster_settings(self) -> list[str]:
+        """`faster` as changes of the recipe; [] if there is none."""
+        if self.faster is None:
+            return []
+        new, old = self.faster.recipe.actor, self.plan.recipe.actor
+        changes = [f"actor.recompute={new.recompute if isinstance(new.recompute, str) else json.dumps(new.recompute)}"]
+        same = new.tokens_per_micro_batch == old.tokens_per_micro_batch
+        return changes + ([] if same else [_budget(new.tokens_per_micro_batch)])
+
     def as_json(self) -> str:
-        return json.dumps(self.plan.record() | {"alternatives": self.layouts})
+        return json.dumps(self.plan.record() | {"alternatives": self.layouts, "faster": self.faster_settings})
+
+
+def _quoted(changes: Sequence[str]) -> str:
+    return " ".join(f"--set {shlex.quote(change)}" for change in changes)
 
 
 def make_plan(
@@ -79,7 +96,9 @@ def make_plan(
         raise UserError('[actor] backend = "cpu": megarl plan sizes runs on GPUs; add --set actor.backend=cuda')
     config = recipe.model.path if (recipe.model.path / "config.json").exists() else Path(recipe_path).parent
     if not (config / "config.json").exists():
-        raise UserError(f"neither {recipe.model.path} nor {config} has the config.json of the model")
+        raise UserError(
+            f"there is no {recipe.model.path / 'config.json'}: get the model, or put its config.json beside the recipe"
+        )
     hf = read_hf_config(config)
     check_layout(recipe, hf, nodes)
     check_layers(recipe, hf)
@@ -89,7 +108,26 @@ def make_plan(
     with ParameterCounter() as counter:
         plan = Plan.of(recipe, hf, nodes, gpu, counter, assume=assume, hbm=hbm and hbm * GIB)
         layouts = [] if plan.misfit() is None else list(itertools.islice(alternatives(plan, counter), 2))
-    return Fit(f"{recipe_path}, model of {config / 'config.json'}", plan, layouts)
+    return Fit(f"{recipe_path}, model of {config / 'config.json'}", plan, layouts, faster(plan))
+
+
+def faster(plan: Plan) -> Plan | None:
+    """``plan`` with the recomputation with which its updates are fastest; None if it does not fit, or is as fast.
+
+    Where that needs smaller micro-batches they have the longest sequence. The estimate does not know that small ones
+    use a GPU less well, so of equally fast settings that with the larger ones is chosen. `MARGIN` must stay free.
+    """
+    if plan.misfit() is not None:
+        return None
+    budgets = sorted({plan.recipe.actor.tokens_per_micro_batch, plan.micro_batch_tokens, plan.longest_sequence})
+    best = plan
+    for budget in reversed(budgets):
+        for changes in (["actor.recompute=none"], *_parts(plan), ["actor.recompute=full"]):
+            other = replace(plan, recipe=override_recipe(plan.recipe, [*changes, _budget(budget)]))
+            fits = other.misfit() is None and other.margin >= MARGIN
+            if fits and other.update_seconds < 0.99 * best.update_seconds:
+                best = other
+    return None if best is plan else best
 
 
 def _check_gpu(recipe: Recipe, gpu: str) -> None:
@@ -131,7 +169,7 @@ def _memory_that_fits(plan: Plan) -> Iterator[list[str]]:
     engine, memory = plan.recipe.rollout, plan.device.memory
     share_of_cache = ENGINES[engine.engine].share_of_cache
     beyond = plan.engine_share - (engine.memory_fraction or 0) * memory if share_of_cache else 0.0
-    hundredths = int(100 * (plan.left_to_engines - beyond) / memory)
+    hundredths = int(100 * (plan.left_to_engines - MARGIN * plan.usable - beyond) / memory)
     if hundredths > 0:
         changes = [f"rollout.memory_fraction={hundredths / 100}"]
         if replace(plan, recipe=override_recipe(plan.recipe, changes)).misfit() is None:
@@ -170,7 +208,12 @@ def _layouts(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
     layouts.sort(key=lambda x: (x.tensor_parallel * x.pipeline_parallel, x.pipeline_parallel, x.expert_tensor_parallel))
     budget, least = actor.tokens_per_micro_batch, plan.longest_sequence
     full = [] if actor.recompute == "full" else ["actor.recompute=full"]
-    steps = [[], *_parts(plan), *([full] if full else []), *([[*full, _budget(least)]] if least < budget else [])]
+    steps = [
+        [],
+        *(_parts(plan) if actor.recompute == "none" else ()),
+        *([full] if full else []),
+        *([[*full, _budget(least)]] if least < budget else []),
+    ]
     for setting, changes in _LESS_MEMORY.items():
         section, _, key = setting.partition(".")
         if plan.recipe.actor.lora is None and key not in getattr(plan.recipe, section):
@@ -185,9 +228,7 @@ def _layouts(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
 
 
 def _parts(plan: Plan) -> Iterator[list[str]]:
-    """Changes that recompute parts of layers, the cheapest first; none unless the recipe recomputes nothing."""
-    if plan.recipe.actor.recompute != "none":
-        return
+    """Changes that recompute parts of layers, the cheapest first."""
     family, length = family_of(plan.hf), plan.mean_sequence
     known = [
         name for name in ("shared_experts", "mlp", "moe") if family.repeated_flops(plan.hf, length, frozenset({name}))

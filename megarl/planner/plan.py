@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from megarl.objectives import WithOptions, build_objective
+from megarl.objectives import build_objective, frozen_logprobs, updates_per_step
 from megarl.planner import sizes
 from megarl.planner.assumptions import GIB, Assumptions
 from megarl.planner.disk import disk_bytes
@@ -22,6 +22,8 @@ from megarl.recipe.megatron import SCALINGS, scaling_of
 from megarl.recipe.names import ENGINES
 from megarl.recipe.optimizer import OptimizerBytes, offloaded
 from megarl.recipe.tables import Recipe
+
+MARGIN = 0.03  # of a GPU's memory; a plan that leaves less draws a warning, and none is proposed
 
 
 @dataclass(frozen=True)
@@ -106,9 +108,8 @@ class Plan:
     @cached_property
     def frozen(self) -> int:
         """Number of frozen policies that the objective needs; each is one more model on the same ranks."""
-        objective = build_objective(self.recipe.objective.name, self.recipe.objective.fields)
-        options = objective.options if isinstance(objective, WithOptions) else ()
-        return len({name for option in options for name in option.requires} & {"ref_logprobs", "old_logprobs"})
+        objective = build_objective(self.recipe.objective.definition, self.recipe.objective.fields)
+        return len(frozen_logprobs(objective, self.recipe.schedule.sync_every))
 
     @cached_property
     def extra_passes(self) -> float:
@@ -116,9 +117,9 @@ class Plan:
 
         The proximal policy of a step needs such a pass for every update of the step except the first.
         """
-        objective = build_objective(self.recipe.objective.name, self.recipe.objective.fields)
+        objective = build_objective(self.recipe.objective.definition, self.recipe.objective.fields)
         exact = objective.needs_statistics and self.recipe.actor.statistics_scope == "exact"
-        return self.frozen + int(exact) + 1 - 1 / objective.updates_per_proximal_policy
+        return self.frozen + int(exact) + 1 - 1 / updates_per_step(objective, self.recipe.schedule.sync_every)
 
     @cached_property
     def optimize(self) -> dict[str, float]:
@@ -173,10 +174,32 @@ class Plan:
         return 4 * (1 - host) * self._owned_parameters(counts)
 
     @cached_property
-    def optimizer_on_host(self) -> float:
-        """Bytes of host memory for the optimizer, on the node that needs most."""
-        owned = max(map(self._owned_parameters, self.stages))
-        return OptimizerBytes.of(self.recipe).host * owned * self.recipe.actor.processes_per_node
+    def host(self) -> dict[str, float]:
+        """Bytes of host memory that the optimize phase takes, on the node that needs most, by what holds them.
+
+        A checkpoint is copied into pinned memory before it is written. torch rounds the size of each such tensor up to
+        a power of two, and keeps the memory. State that is in host memory anyway is not copied there. But the forked
+        processes that write it share it with trainers, whose next update thus makes a copy of what it changes.
+        """
+        owned, state = max(map(self._owned_parameters, self.stages)), OptimizerBytes.of(self.recipe)
+        ranks, share = self.recipe.actor.processes_per_node, offloaded(self.recipe)
+        weights = 2.0 * min(self.whole.trained, ranks * max(stage.trained for stage in self.stages))
+        rounding = max(stage.rounding for stage in self.stages)
+        return {
+            "optimizer": state.host * owned * ranks,
+            "checkpoint, pinned": rounding * (weights + (1 - share) * state.checkpoint * owned * ranks),
+            "optimizer, as it is written": share * state.checkpoint * owned * ranks,
+        }
+
+    @property
+    def host_seconds(self) -> float:
+        """Seconds that Adam in host memory adds to an update: its work, and gradients and weights over the link.
+
+        Adam reads 16 bytes of a parameter and writes 12. Megatron sends gradients in float32 and gets weights in bf16.
+        """
+        owned = offloaded(self.recipe) * max(map(self._owned_parameters, self.stages))
+        adam = 28 * owned * self.recipe.actor.processes_per_node / self.assume.host_bandwidth
+        return adam + (4 + 2) * owned / self.assume.link
 
     @property
     def usable(self) -> float:
@@ -189,11 +212,18 @@ class Plan:
         return self.usable - sum(self.optimize.values())
 
     @property
+    def margin(self) -> float:
+        """Share of a GPU's usable memory that is free in the optimize phase, beside engines that share it."""
+        engines = self.engine_share if self.recipe.schedule.colocate else 0.0
+        return (self.left_to_engines - engines) / self.usable
+
+    @property
     def update_seconds(self) -> float:
         return self.seconds_of_update(0.0)
 
     def seconds_of_update(self, more: float) -> float:
-        """Seconds of an update: forward, backward, recompute and forward-only passes, with the pipeline's bubble.
+        """Seconds of an update: forward, backward, recompute and forward-only passes, with the pipeline's bubble, and
+        Adam if it is in host memory.
 
         The stage with the most layers sets the pace of all. Frozen weights need only half of the backward pass, since
         they have no gradients; the arithmetic of adapters is not counted.
@@ -208,7 +238,8 @@ class Plan:
         slowest = max(stages) * len(stages) / sum(stages)
         bubble = (1 + (layout.pipeline_parallel - 1) / layout.virtual_stages / self.micro_batches_per_rank) * slowest
         mfu = self.assume.mfu_experts if hf["num_experts"] else self.assume.mfu_dense
-        return self.responses_per_update * one * passes * bubble / (layout.ranks * self.device.flops * mfu)
+        flops = layout.ranks * self.device.flops * mfu
+        return self.responses_per_update * one * passes * bubble / flops + self.host_seconds
 
     # ------------------------------------------------------------------------------------------- the rollout phase
 
@@ -298,9 +329,9 @@ class Plan:
         schedule = self.recipe.schedule
         if schedule.kind == "staged":
             return self.recipe.candidates_per_stage
-        rule = schedule.lag_rule
-        updates = rule.max_lag + 1 if rule.delay is None else rule.sync_every
-        return min(self.recipe.groups_per_stage, updates * schedule.prompts_per_update)
+        if schedule.lag_rule.delay is not None:
+            return min(self.recipe.candidates_per_stage, self.recipe.candidates_per_choice)
+        return min(self.recipe.groups_per_stage, (schedule.lag_rule.max_lag + 1) * schedule.prompts_per_update)
 
     @property
     def responses_of_version(self) -> float:
@@ -345,7 +376,7 @@ class Plan:
     def versions_of_stage(self) -> int:
         """Number of policies that trainers export and engines load in a stage."""
         schedule = self.recipe.schedule
-        return schedule.updates_per_stage // (schedule.sync_every or schedule.updates_per_stage)
+        return math.ceil(schedule.updates_per_stage / (schedule.sync_every or schedule.updates_per_stage))
 
     @property
     def load_seconds(self) -> float:
@@ -462,12 +493,13 @@ class Plan:
                 "engine_bytes": self.engine_share,
                 "kv_tokens": self.kv_tokens,
             },
-            "optimize": {"bytes": self.optimize, "usable_bytes": self.usable, "host_bytes": self.optimizer_on_host},
+            "optimize": {"bytes": self.optimize, "usable_bytes": self.usable, "host_bytes": self.host},
             "disk_bytes": self.disk,
             "stage_seconds": self.seconds,
             "run_seconds": self.stage_seconds * self.recipe.schedule.stages,
             "assumed": asdict(self.assume) | {"hbm_bytes": self.device.memory},
             "misfit": self.misfit(),
+            "margin": self.margin,
         }
 
 

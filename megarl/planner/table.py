@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 from megarl.planner.assumptions import GIB
-from megarl.planner.plan import Plan, gib
+from megarl.planner.plan import MARGIN, Plan, gib
 
 
 def table(plan: Plan) -> str:
@@ -40,7 +40,8 @@ def _heading(plan: Plan) -> Iterator[str]:
 def memory(plan: Plan) -> Iterator[str]:
     """The lines about memory of the rollout and optimize phases."""
     yield f"rollout, GiB on each GPU ({plan.replicas} replicas of {plan.recipe.rollout.tensor_parallel})"
-    yield from _rows(plan.rollout, "share of the engine", plan.engine_share)
+    yield from _rows(plan.rollout)
+    yield _row("share of the engine", plan.engine_share)
     longest = plan.kv_tokens / plan.longest_sequence
     yield f"  room for {plan.kv_tokens:,} tokens, {longest:.1f} responses of full length"
     yield (
@@ -50,27 +51,30 @@ def memory(plan: Plan) -> Iterator[str]:
     yield from _preemption(plan)
     yield ""
     yield f"optimize, GiB on each GPU ({plan.micro_batch_tokens:,} tokens in the largest micro-batch)"
-    yield from _rows(plan.optimize, f"of this GPU, {1 - plan.assume.fragmentation:.0%}", plan.usable)
-    if plan.optimizer_on_host:
-        yield _row("and in a node's host memory: optimizer", plan.optimizer_on_host)
-        yield "  (the time of Adam on the host is not in the estimate below)"
+    yield from _rows(plan.optimize)
+    yield _row(f"of this GPU, {1 - plan.assume.fragmentation:.0%}", plan.usable)
+    if 0 <= plan.margin < MARGIN:
+        yield f"  warning: {plan.margin:.1%} of it are left; what is not counted here may need more"
+    yield ""
+    yield "optimize, GiB of a node's host memory"
+    yield from _rows(plan.host)
 
 
 def _preemption(plan: Plan) -> Iterator[str]:
     """Whether the KV cache holds all responses that a replica is asked for.
 
-    If they do not fit at the mean length, some wait; if they grow longer than the mean, the engine evicts some.
+    As others end, those that run have half of their mean length on average. What does not fit then waits or is evicted.
     """
     asked = min(plan.engine_responses, math.ceil(plan.responses_of_version))
-    fit, at_worst = (int(plan.responses_that_fit(tokens)) for tokens in (plan.mean_sequence, plan.longest_sequence))
+    groups = math.ceil(plan.responses_that_fit(plan.cached_tokens) / plan.recipe.rollout.responses_per_prompt)
+    at_worst = int(plan.responses_that_fit(plan.longest_sequence))
     if asked <= at_worst:
         yield "  all of them fit at full length: none is evicted from the cache and computed again"
-    elif asked <= fit:
-        yield f"  {at_worst:,} fit at full length: beyond the mean length some are evicted and computed again"
+    elif asked <= groups * plan.recipe.rollout.responses_per_prompt:
+        yield f"  {at_worst:,} fit at full length: if many grow long, some are evicted and computed again"
     else:
-        groups = max(1, fit // plan.recipe.rollout.responses_per_prompt)
-        yield f"  warning: of {asked:,} responses {fit:,} fit in the cache at the mean length; the others wait"
-        yield f"  rollout.groups_per_chunk={groups} fits; with more tensor_parallel or another GPU more would fit"
+        yield f"  warning: {asked:,} responses do not fit in the cache together; some are evicted and computed again"
+        yield f"  rollout.groups_per_chunk={groups} fills it; with more tensor_parallel or another GPU more would fit"
 
 
 def _disk(plan: Plan) -> Iterator[str]:
@@ -97,10 +101,9 @@ def _assumed(plan: Plan) -> Iterator[str]:
         yield f"  {item.name.replace('_', ' '):<30}{shown:>12}  {item.metadata['of']}"
 
 
-def _rows(items: dict[str, float], limit_name: str, limit: float) -> Iterator[str]:
+def _rows(items: dict[str, float]) -> Iterator[str]:
     yield from (_row(name, size) for name, size in items.items() if size)
     yield _row("sum", sum(items.values()))
-    yield _row(limit_name, limit)
 
 
 def _row(name: str, size: float) -> str:

@@ -89,19 +89,21 @@ class LoraTable(Table):
 
 
 class ActorTable(Table):
-    backend: Literal["cpu", "cuda"] = "cuda"
-    processes_per_node: int = Field(1, ge=1, le=1024)
-    tensor_parallel: int = Field(1, ge=1)
-    pipeline_parallel: int = Field(1, ge=1)
-    context_parallel: int = Field(1, ge=1)
-    expert_parallel: int = Field(1, ge=1)
+    backend: Literal["cpu", "cuda"] = "cuda"  # where the actor trains
+    processes_per_node: int = Field(1, ge=1, le=1024)  # trainer ranks, one a GPU
+    tensor_parallel: int = Field(1, ge=1)  # ranks that share each matrix
+    pipeline_parallel: int = Field(1, ge=1)  # ranks that share the layers
+    context_parallel: int = Field(1, ge=1)  # ranks that share the tokens of a sequence
+    expert_parallel: int = Field(1, ge=1)  # ranks that share the experts
     expert_tensor_parallel: int | None = Field(None, ge=1)  # default: tensor_parallel
     # a response with more tokens gets a micro-batch of its own
     tokens_per_micro_batch: int = Field(16384, ge=1, le=10**9)
-    statistics_scope: Literal["exact", "lagged", "micro"] = "exact"
+    statistics_scope: Literal["exact", "lagged", "micro"] = "exact"  # tokens of a batch statistic: docs/objectives.md
     kernels: Literal["torch", "cpp", "cuda", "triton"] | None = None  # default: cpp on a CPU, triton on a GPU
-    recompute: RecomputeSetting = "none"
+    recompute: RecomputeSetting = "none"  # of activations: "none", "full", or a list of parts of a layer: docs/scale.md
     layers: Literal["torch", "transformer_engine"] = "torch"  # the library of the model's layers
+    # of packed sequences on a GPU; 2: torch's own, 3: of the package flash-attn-3, on Hopper alone
+    flash_attention: Literal[2, 3] = 2
     # whose choice of experts trains: none: the policy's own; actor: the stage's first policy's; engine: the engine's
     routing_replay: Literal["none", "actor", "engine"] = "none"
     checkpoint_every: int = Field(64, ge=1)  # updates between checkpoints
@@ -129,11 +131,14 @@ class ActorTable(Table):
 class OptimizerTable(Table):
     """``[optimizer]``: Adam and its learning rate."""
 
-    lr: float = Field(1e-6, gt=0, le=1)
-    betas: tuple[float, float] = Field((0.9, 0.95), strict=False)
-    eps: float = Field(1e-8, gt=0)
-    weight_decay: float = Field(0.01, ge=0)
+    lr: float = Field(1e-6, gt=0, le=1)  # learning rate after the warm-up
+    betas: tuple[float, float] = Field((0.9, 0.95), strict=False)  # Adam's decay of its two moments
+    eps: float = Field(1e-8, gt=0)  # Adam's, beside the square root of the second moment
+    weight_decay: float = Field(0.01, ge=0)  # AdamW's: of matrices alone
     warmup_updates: int = Field(0, ge=0)  # linear warm-up over the run's first updates
+    # updates after which the warm-up rises, from 0 (verl's steps, whose first one has a learning rate of 0); default:
+    # it rises every update, from lr / warmup_updates
+    warmup_step: int | None = Field(None, ge=1)
     schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"  # after the warm-up; wsd: stable, then decay
     min_lr: float = Field(0.0, ge=0)  # learning rate at the last update of the run, unless it is constant
     decay_updates: int | None = Field(None, ge=1)  # wsd: length of the linear decay at the end of the run
@@ -153,6 +158,8 @@ class OptimizerTable(Table):
     def _schedule_agrees(self) -> OptimizerTable:
         if (self.decay_updates is None) == (self.schedule == "wsd"):
             raise ValueError('schedule = "wsd" needs decay_updates, the length of its decay; no other schedule has it')
+        if self.warmup_step and not self.warmup_updates:
+            raise ValueError("warmup_step is a setting of a warm-up: set warmup_updates too")
         if self.min_lr and self.schedule == "constant":
             raise ValueError('min_lr is the end of a decay, but schedule = "constant" has none: leave min_lr out')
         if self.min_lr > self.lr:
@@ -162,12 +169,13 @@ class OptimizerTable(Table):
     def learning_rate(self, update: int, total: int) -> float:
         """The learning rate of update number ``update``, from 1 to ``total``, the updates of the whole run.
 
-        It rises linearly to `lr` at update ``warmup_updates``. Then it stays there (constant); or it falls to `min_lr`
-        at the last update, linearly (linear), as half a cosine (cosine), or linearly over only the last
-        ``decay_updates`` (wsd: warm-up, stable, decay).
+        It rises linearly to `lr` at update ``warmup_updates``, or with ``warmup_step`` in the step after it. Then it
+        stays there (constant); or it falls to `min_lr` at the last update, linearly (linear), as half a cosine
+        (cosine), or linearly over only the last ``decay_updates`` (wsd: warm-up, stable, decay).
         """
-        if update < self.warmup_updates:
-            return self.lr * update / self.warmup_updates
+        risen = update if self.warmup_step is None else update - 1 - (update - 1) % self.warmup_step
+        if risen < self.warmup_updates:
+            return self.lr * risen / self.warmup_updates
         if self.schedule == "constant":
             return self.lr
         begin = max(1, self.warmup_updates)

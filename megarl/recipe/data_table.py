@@ -17,7 +17,7 @@ GIVEN = {"messages", "tools", "add_generation_prompt", "strftime_now"}  # variab
 class SourceTable(Table):
     """``[[data.sources]]``: one of several sources of prompts."""
 
-    source: Literal["file", "reasoning_gym"]
+    source: Literal["file", "reasoning_gym"]  # a prompt file, or a generator of reasoning-gym
     train: str  # a .jsonl, .json, .csv or .parquet file; or the name of a reasoning-gym generator
     options: dict[str, Any] = Field({})  # reasoning-gym: the generator's own settings, for example { min_word_len = 3 }
     format: str | None = None  # file: a public data set as it is published, one of megarl.data.formats.FORMATS
@@ -39,12 +39,11 @@ class SourceTable(Table):
 class DataTable(Table):
     """``[data]``: one source of prompts, or several in ``sources``, and how prompts become tokens."""
 
-    # the next five keys are those of `SourceTable`, for a run with a single source
-    source: Literal["file", "reasoning_gym"] | None = None
-    train: str | None = None
-    options: dict[str, Any] = Field({})
-    format: str | None = None
-    columns: dict[str, str] = Field({})
+    source: Literal["file", "reasoning_gym"] | None = None  # of a run with a single source, as in [[data.sources]]
+    train: str | None = None  # the same, as the next three
+    options: dict[str, Any] = Field({})  # the same
+    format: str | None = None  # the same
+    columns: dict[str, str] = Field({})  # the same
     sources: tuple[SourceTable, ...] = Field((), strict=False)  # several sources, instead of these five keys
     # the text of the user's message, for prompts that are plain text; prompts that are lists of messages do not use it
     prompt_template: str = Field("{prompt}", max_length=1_000_000)

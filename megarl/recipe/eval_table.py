@@ -22,9 +22,9 @@ class SuiteTable(Table):
     source: Literal["file", "reasoning_gym"] | None = None  # default: [data] source
     suite: str | None = None  # file or generator; default: held-out prompts of [data] train
     data: dict[str, Any] = Field({})  # other keys of [data] for this file or generator; the rest is as in [data]
-    prompts: int | None = Field(None, ge=1, le=10**6)
-    samples: int | None = Field(None, ge=1, le=10**5)
-    temperature: float | None = Field(None, gt=0)
+    prompts: int | None = Field(None, ge=1, le=10**6)  # default of this and all that follow: that of [eval]
+    samples: int | None = Field(None, ge=1, le=10**5)  # responses to a prompt
+    temperature: float | None = Field(None, ge=1e-4)
     top_p: float | None = Field(None, gt=0, le=1)
     greedy: bool | None = None
     max_response_tokens: int | None = Field(None, ge=1, le=10**9)
@@ -35,10 +35,11 @@ class EvalTable(Table):
 
     source: Literal["file", "reasoning_gym"] | None = None  # default: [data] source
     suite: str | None = None  # file or generator; default: held-out prompts of [data] train
-    data: dict[str, Any] = Field({})  # other keys of [data] for this file or generator; the rest is as in [data]
-    prompts: int = Field(1024, ge=1, le=10**6)
+    # other keys of [data] for this file or generator; the rest is as in [data]. With ``suites`` of all that have a file
+    data: dict[str, Any] = Field({})
+    prompts: int = Field(1024, ge=1, le=10**6)  # how many
     samples: int = Field(1, ge=1, le=10**5)  # n responses to a prompt; gives avg@n, maj@n, and pass@k for k up to n
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=1e-4)  # of sampling
     top_p: float = Field(1.0, gt=0, le=1)  # nucleus sampling: from the top tokens with this total probability
     greedy: bool = False  # greedy decoding, one response to a prompt
     max_response_tokens: int | None = Field(None, ge=1, le=10**9)  # default: that of [rollout]
@@ -54,12 +55,12 @@ class EvalTable(Table):
 
     @model_validator(mode="after")
     def _suites_are_whole(self) -> EvalTable:
-        if self.suites and (self.suite or self.source or self.data):
-            raise ValueError("with [[eval.suites]], set suite, source and data in each of them instead of in [eval]")
+        if self.suites and (self.suite or self.source):
+            raise ValueError("with [[eval.suites]], set suite and source in each of them instead of in [eval]")
         tables: list[EvalTable | SuiteTable] = [self, *self.suites]
         for table in tables:
             where = f"suite {table.name!r}: " if isinstance(table, SuiteTable) else ""
-            if table.data and not table.suite:
+            if table.data and not (table.suite or (table is self and self.suites)):
                 raise ValueError(
                     f"{where}data needs suite = FILE OR GENERATOR: without it the suite is held-out prompts of [data]"
                 )
@@ -98,7 +99,8 @@ def _make(shared: EvalTable, own: SuiteTable | None, data: DataTable, max_respon
     table, where = own or shared, f"eval.suites {own.name!r}" if own else "[eval]"
     if table.suite and not (table.source or data.source):
         raise ValueError(f'{where.strip("[]")}.source: set "file" or "reasoning_gym", whichever {table.suite!r} is')
-    described = {"source": table.source or data.source, "train": table.suite or data.train, **table.data}
+    changes = {**shared.data, **table.data} if table.suite else {}
+    described = {"source": table.source or data.source, "train": table.suite or data.train, **changes}
     apart = any(getattr(data, key, None) != value for key, value in described.items())
     name = own.name if own else default_name(str(described["source"]), str(described["train"])) if apart else HELDOUT
 

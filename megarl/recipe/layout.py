@@ -49,6 +49,8 @@ _REQUIRED = {
 
 # tables that do not affect rollouts: the same rollouts can be trained with other values
 TRAINING_TABLES = ("objective.", "optimizer.", "actor.", "megatron.", "megatron_ddp.", "megatron_optimizer.")
+# settings that keep the rollouts but divide them into other batches
+BATCHES = ("schedule.prompts_per_update", "schedule.passes", "schedule.updates_per_stage")
 
 # settings that decide where things are computed and what is kept, but not the result: a run may change them midway
 LAYOUT_SETTINGS = (
@@ -293,11 +295,6 @@ def _check_routing(recipe: Recipe, hf: dict[str, Any]) -> None:
         return
     if not hf["num_experts"]:
         raise UserError(f"[actor] routing_replay = {replay!r}: this model has no experts")
-    if replay == "engine" and hf["dense_layers"]:
-        raise UserError(
-            f'[actor] routing_replay = "engine": {hf["dense_layers"]} layers of this model have no experts, and the '
-            'records of engines were never checked for such models; use "actor" or "none"'
-        )
     if recipe.megatron.get("moe_router_fusion"):
         raise UserError(
             f"[megatron] moe_router_fusion = true chooses experts in a fused kernel, which [actor] routing_replay = "

@@ -5,6 +5,7 @@ Imports no engine. The fields of ``[objective]`` are checked last, because the o
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,13 +15,15 @@ from typing import Any, TypeVar, get_args
 import tomli_w
 from pydantic import BaseModel, ValidationError
 
+import megarl
 from megarl.errors import UserError, nearest
+from megarl.foreign import parse_toml, read_file
+from megarl.own_file import absolute, is_own
 from megarl.recipe.data_table import MESSAGES, DataTable, SourceTable
 from megarl.recipe.eval_table import EvalTable, SuiteTable
 from megarl.recipe.names import ENGINES
-from megarl.recipe.tables import ObjectiveTable, Recipe
+from megarl.recipe.tables import ObjectiveTable, Recipe, RewardTable
 
-MAX_SIZE = 16 << 20  # largest recipe file in bytes
 AnySuite = TypeVar("AnySuite", EvalTable, SuiteTable)
 AnyTable = TypeVar("AnyTable", bound=BaseModel)
 Setting = tuple[str, Any]  # "section.key" and its value
@@ -35,7 +38,7 @@ def load_recipe(path: Path, overrides: Overrides = ()) -> Recipe:
     """
     tables = read_tables(path)
     apply_overrides(tables, overrides)
-    return _absolute_paths(parse_recipe(tables))
+    return parse_recipe(tables)
 
 
 def load_without_objective(path: Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -48,7 +51,13 @@ def load_without_objective(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         section, _, rest = override.partition(".")
         if section != "objective" or rest.partition("=")[0].strip() in shared:
             _apply_override(tables, parse_override(override))
-    return _absolute_paths(_validate(tables))
+    return _validate(tables)
+
+
+def shipped(folder: str) -> Path:
+    """The folder ``examples`` or ``docs``, which a wheel has in the package, and a clone beside it."""
+    package = Path(megarl.__file__).parent
+    return next(path for path in (package / folder, package.parent / folder) if path.is_dir())
 
 
 def read_tables(path: Path, kind: str = "recipe") -> dict[str, Any]:
@@ -57,14 +66,10 @@ def read_tables(path: Path, kind: str = "recipe") -> dict[str, Any]:
     kind: the kind of file, for error messages.
     """
     try:
-        with open(path, "rb") as file:
-            text = file.read(MAX_SIZE + 1)
-        if len(text) > MAX_SIZE:
-            raise UserError(f"{path} is larger than {MAX_SIZE >> 20} MB: it cannot be a {kind}")
-        return tomllib.loads(text.decode())
+        return parse_toml(read_file(path))
     except OSError as error:
         raise UserError(f"cannot read the {kind} {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
+    except ValueError as error:
         raise UserError(f"{path} is not valid TOML: {error}") from error
 
 
@@ -72,11 +77,11 @@ def override_recipe(recipe: Recipe, overrides: Overrides) -> Recipe:
     """A copy of the recipe with ``overrides`` applied, checked again."""
     tables = tomllib.loads(dump_recipe(recipe))
     apply_overrides(tables, overrides)
-    return _absolute_paths(parse_recipe(tables))
+    return parse_recipe(tables)
 
 
 def _drop_foreign_fields(table: dict[str, Any]) -> None:
-    """After a change of the objective's name: keep only those keys of ``[objective]`` that all objectives share."""
+    """After a change of the objective: keep only those keys of ``[objective]`` that all objectives share."""
     from megarl.objectives import OPTIONS
 
     shared = {*ObjectiveTable.model_fields, *OPTIONS}
@@ -85,18 +90,33 @@ def _drop_foreign_fields(table: dict[str, Any]) -> None:
 
 
 def _absolute_paths(recipe: Recipe) -> Recipe:
-    """Make all paths absolute, because a run can be resumed from any directory."""
+    """Make all paths absolute, because a run can be resumed from any directory. A loop of links is left as it is."""
     model, data, evaluation = recipe.model, recipe.data, recipe.eval
-    tokenizer = model.tokenizer and model.tokenizer.resolve()
-    model = model.model_copy(update={"path": model.path.resolve(), "tokenizer": tokenizer})
+    tokenizer = model.tokenizer and Path(os.path.realpath(model.tokenizer))
+    model = model.model_copy(update={"path": Path(os.path.realpath(model.path)), "tokenizer": tokenizer})
     suites = [_absolute_suite(suite, data.source) for suite in evaluation.suites]
     evaluation = _absolute_suite(evaluation, data.source).model_copy(update={"suites": suites})
     # links are kept: an environment's interpreter is a link that must be called by its name
     interpreters = {f"{name}_python": path.absolute() for name in ENGINES if (path := recipe.rollout.interpreter(name))}
     rollout = recipe.rollout.model_copy(update=interpreters)
-    return recipe.model_copy(
-        update={"model": model, "data": _absolute_data(data), "eval": evaluation, "rollout": rollout}
-    )
+    changed: dict[str, BaseModel] = {
+        "model": model,
+        "data": _absolute_data(data),
+        "eval": evaluation,
+        "rollout": rollout,
+    }
+    changed |= {"reward": _absolute_reward(recipe.reward), "objective": _absolute_objective(recipe.objective)}
+    return recipe.model_copy(update=changed)
+
+
+def _absolute_reward(table: RewardTable) -> RewardTable:
+    parts = tuple(part.model_copy(update={"path": part.path and absolute(part.path)}) for part in table.parts)
+    return table.model_copy(update={"path": table.path and absolute(table.path), "parts": parts})
+
+
+def _absolute_objective(table: ObjectiveTable) -> ObjectiveTable:
+    paths = {key: path for key in ("path", "advantage") if (path := getattr(table, key)) and is_own(path)}
+    return table.model_copy(update={key: absolute(path) for key, path in paths.items()})
 
 
 def _absolute_data(data: DataTable) -> DataTable:
@@ -123,7 +143,7 @@ def _absolute_suite(table: AnySuite, source: str | None) -> AnySuite:
 
 
 def _validate(tables: dict[str, Any]) -> Recipe:
-    return validate(tables, Recipe, "recipe")
+    return _absolute_paths(validate(tables, Recipe, "recipe"))
 
 
 def validate(tables: dict[str, Any], kind: type[AnyTable], name: str) -> AnyTable:
@@ -143,7 +163,7 @@ def parse_recipe(tables: dict[str, Any]) -> Recipe:
     recipe = _validate(tables)
     from megarl.objectives import build_objective, resolved_fields  # imports torch, so after all other checks
 
-    fields = resolved_fields(build_objective(recipe.objective.name, recipe.objective.fields))
+    fields = resolved_fields(build_objective(recipe.objective.definition, recipe.objective.fields))
     kept = recipe.objective.model_dump(exclude=set(recipe.objective.fields))
     return recipe.model_copy(update={"objective": ObjectiveTable.model_validate(kept | fields)})
 
@@ -159,6 +179,11 @@ def recipe_diff(old: Recipe, new: Recipe) -> list[str]:
     return [f"{k}: {a.get(k)!r} -> {b.get(k)!r}" for k in sorted(a | b) if a.get(k) != b.get(k)]
 
 
+def setting(recipe: Recipe, name: str) -> Any:
+    """The value of ``section.key``; None if the recipe does not have it."""
+    return _flatten(recipe.model_dump(mode="json")).get(name)
+
+
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat = {}
     for key, value in tree.items():
@@ -168,12 +193,21 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def apply_overrides(tables: dict[str, Any], overrides: Overrides) -> None:
     """Apply overrides to ``tables`` in place. A change of the objective drops the previous objective's own fields."""
-    before = tables.get("objective", {}).get("name")
+    others = {"objective.name": "path", "objective.path": "name"}
     for override in overrides:
-        _apply_override(tables, parse_override(override))
-        if tables.get("objective", {}).get("name") != before:
-            before = tables["objective"]["name"]
+        before = _definition(tables)
+        name, value = parse_override(override)
+        _apply_override(tables, (name, value))
+        if name in others and _definition(tables, name.partition(".")[2]) != before:
             _drop_foreign_fields(tables["objective"])
+            tables["objective"].pop(others[name], None)
+
+
+def _definition(tables: dict[str, Any], *keys: str) -> Any:
+    """What ``[objective]`` names as the objective, by the first of ``keys`` that it has."""
+    table = tables.get("objective", {})
+    found = next((table[key] for key in keys or ("path", "name") if key in table), None)
+    return absolute(found) if isinstance(found, str) and is_own(found) else found
 
 
 def parse_override(override: str | Setting) -> Setting:
@@ -191,11 +225,11 @@ def parse_override(override: str | Setting) -> Setting:
         hint = f"; did you mean {' or '.join(close)}?" if close else ""
         raise UserError(f"--set {override!r}: expected section.key=value{hint}")
     try:
-        return name.strip(), tomllib.loads(f"value = {text}")["value"]
-    except RecursionError as error:
-        raise UserError(f"--set {name}: {error}") from error
+        return name.strip(), parse_toml(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return name.strip(), text  # a bare word is a string: --set objective.name=grpo
+    except ValueError as error:
+        raise UserError(f"--set {name}: {error}") from error
 
 
 def _apply_override(tables: dict[str, Any], setting: Setting) -> None:
@@ -221,11 +255,14 @@ def _explain(error: dict[str, Any], kind: type[BaseModel], name: str) -> str:
         return f"  {where}: unknown {_unknown(error['loc'], kind)}"
     if error["type"] == "missing":
         return f"  {where}: required, but not set"
-    return f"  {where or name}: {error['msg'].removeprefix('Value error, ')} (got {_short(error['input'], name)})"
+    if error["type"] in ("tuple_type", "list_type"):
+        return f"  {where}: expected a list, in brackets (got {_short(error['input'])})"
+    got = "" if isinstance(error["input"], dict | BaseModel) else f" (got {_short(error['input'])})"
+    return f"  {where or name}: {error['msg'].removeprefix('Value error, ')}{got}"
 
 
-def _short(value: Any, name: str) -> str:
-    text = repr(value) if not isinstance(value, (dict, BaseModel)) else f"this {name}"
+def _short(value: Any) -> str:
+    text = repr(value)
     return text if len(text) < 80 else text[:77] + "..."
 
 

@@ -52,8 +52,15 @@ VERIFIERS = {
     "reasoning_gym": "megarl.rewards.reasoning_gym",
     "exact": "megarl.rewards.exact",
     "math": "megarl.rewards.math",
+    "dapo": "megarl.rewards.dapo",
+    "prime_math": "megarl.rewards.prime_math",
+    "qwen_math": "megarl.rewards.qwen_math",
     "code": "megarl.rewards.code",
     "python": "megarl.rewards.python",
     "judge": "megarl.rewards.service",
     "http": "megarl.rewards.service",
 }
+
+# they compare the responses to a prompt with each other
+GROUP_ADVANTAGES = ("group_mean_std", "group_mean", "leave_one_out", "optimal")
+ADVANTAGES = (*GROUP_ADVANTAGES, "batch_normalised")  # ``objective.advantage``: see `megarl.advantages`

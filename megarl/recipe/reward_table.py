@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
+from megarl.own_file import is_own
 from megarl.recipe.base import Table, one_of
 from megarl.recipe.names import VERIFIERS
 
@@ -19,7 +20,7 @@ class RewardPart(Table):
     # box: 1 if there is a \boxed{}; overlong: DAPO's length penalty, 0 to -1; length: from 0.5 for the shortest
     # response of the group to -0.5 for the longest; python: a function of the user's
     kind: Literal["box", "overlong", "length", "python"]
-    weight: float
+    weight: float  # factor of the term
     # overlong: the penalty grows over this many tokens, up to rollout.max_response_tokens
     buffer: int | None = Field(None, ge=1)
     path: str | None = None  # python: FILE.py:FUNCTION
@@ -34,8 +35,7 @@ class RewardPart(Table):
 
 
 def _check_function(path: str | None) -> None:
-    file, _, name = (path or "f.py:f").rpartition(":")
-    if not file.endswith(".py") or not name.isidentifier():
+    if path is not None and not is_own(path):
         raise ValueError(f"path = {path!r}: expected FILE.py:FUNCTION")
 
 
@@ -55,12 +55,14 @@ class ServiceTable(Table):
 class RewardTable(Table):
     """``[reward]``: the verifier and its settings, and the other parts of the reward."""
 
-    kind: VerifierKind
-    correct_above: float = Field(0.999, gt=0, le=1)  # the reward is 1 if the verifier's score is at least this, else 0
+    kind: VerifierKind  # what scores a response: docs/data_and_rewards.md
+    correct_above: float = Field(0.999, gt=0)  # the reward is 1 if the verifier's score is at least this, else 0
     require_stop: bool = True  # a response cut off by the token limit or by time scores 0
     boxed: bool = False  # kind = "math": true: an answer counts only in \boxed{}; false: it is searched for elsewhere
     path: str | None = None  # kind = "python": FILE.py:FUNCTION, which takes (prompt, response, row)
     group: bool = False  # kind = "python": it takes (prompt, responses, row), all responses to a prompt together
+    # kind = "python" and "http": the least and the largest score that the function or service may return
+    scores: tuple[float, float] = Field((0.0, 1.0), strict=False)
     partial_credit: bool = False  # the reward is the verifier's score itself, instead of 1 or 0
     weight: float = 1.0  # of the verifier's reward in the sum with ``parts``
     parts: tuple[RewardPart, ...] = Field((), strict=False)  # terms added to the verifier's reward
@@ -81,6 +83,13 @@ class RewardTable(Table):
             raise ValueError('kind = "judge" needs service.model; kind = "http" does not have it')
         if self.service and self.service.prompt and self.kind == "http":
             raise ValueError('service.prompt is a setting of kind = "judge"')
+        if self.scores != (0.0, 1.0) and (self.kind not in ("python", "http") or self.scores[0] >= self.scores[1]):
+            raise ValueError(
+                f'scores = {list(self.scores)}: the least and the largest score of kind = "python" or "http"; other '
+                "kinds have 0 to 1"
+            )
+        if self.correct_above > self.scores[1]:
+            raise ValueError(f"correct_above = {self.correct_above} is more than the largest score, {self.scores[1]:g}")
         kinds = {"boxed": "math", "path": "python", "group": "python"}
         kinds |= dict.fromkeys(("language", "seconds", "memory_mb"), "code")
         for name, kind in kinds.items():

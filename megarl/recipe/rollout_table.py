@@ -16,10 +16,10 @@ Engine = Annotated[str, one_of(ENGINES)]
 class RolloutTable(Table):
     """``[rollout]``: the engine, its replicas, and how responses are sampled."""
 
-    engine: Engine = "builtin"
+    engine: Engine = "builtin"  # what generates responses: docs/rollout_engines.md
     workers: int = Field(1, ge=1, le=1024)  # engine replicas on each node
     tensor_parallel: int = Field(1, ge=1, le=1024)  # GPUs per replica
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=1e-4)  # logits are divided by it, in the actor's log-probs too
     max_response_tokens: int = Field(1024, ge=1, le=10**9)  # tokens, stop token included
     responses_per_prompt: int = Field(8, ge=1, le=10**5)  # G, the size of a group
     oversample: float = Field(1.0, ge=1, le=1000)  # candidate groups per group that is trained (dynamic sampling)
@@ -55,7 +55,7 @@ if not TYPE_CHECKING:
 class StageTable(Table):
     """``[stages.N]``: settings of ``[rollout]`` that differ in stage N."""
 
-    engine: Engine | None = None
-    workers: int | None = Field(None, ge=1, le=1024)
-    tensor_parallel: int | None = Field(None, ge=1, le=1024)
-    memory_fraction: float | None = Field(None, gt=0, le=1)
+    engine: Engine | None = None  # default of this and the next three: that of [rollout]
+    workers: int | None = Field(None, ge=1, le=1024)  # engine replicas on each node
+    tensor_parallel: int | None = Field(None, ge=1, le=1024)  # GPUs per replica
+    memory_fraction: float | None = Field(None, gt=0, le=1)  # share of GPU memory

@@ -7,6 +7,7 @@ generated it, is trained with a lag of b - v updates.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -62,16 +63,26 @@ class LagRule:
         assert self.delay is not None
         return max(0, batch // self.sync_every - self.delay) * self.sync_every
 
+    @property
+    def before_first_cut(self) -> int:
+        """The batches of a stage, modulo ``sync_every``, before the first one for which a newer version must exist.
+
+        Each version may generate ``sync_every`` batches more than the version before, up to ``max_lag`` after its own.
+        """
+        return (self.max_lag + 1) % self.sync_every if self.delay is None else 0
+
     def is_published(self, version: int) -> bool:
         return version % self.sync_every == 0
 
 
 class ScheduleTable(Table):
+    # staged: each stage is generated before it is trained; live: engines generate while the actor trains
     kind: Literal["staged", "live"] = "staged"
-    stages: int = Field(4, ge=1, le=10**5)
+    stages: int = Field(4, ge=1, le=10**5)  # the run has stages times updates_per_stage updates
     updates_per_stage: int = Field(1024, ge=1, le=10**7)  # S; also bounds the staleness of a staged run
-    prompts_per_update: int = Field(32, ge=1, le=10**6)
-    passes: int = Field(1, ge=1, le=10**4)  # staged runs: times that a stage trains its groups, in the same order
+    prompts_per_update: int = Field(32, ge=1, le=10**6)  # groups of a batch
+    # times that a stage, or of a live run the updates between two versions, train their groups, in the same order
+    passes: int = Field(1, ge=1, le=10**4)
     # the rest is only for live runs (docs/schedules.md)
     sync_every: int | None = Field(None, ge=1)  # updates between two policy versions that engines may load
     max_lag: int | None = Field(None, ge=0)  # updates; default: what lockstep or delay imply, else required
@@ -87,6 +98,22 @@ class ScheduleTable(Table):
     @property
     def updates_per_pass(self) -> int:
         return self.updates_per_stage // self.passes
+
+    @property
+    def updates_of_groups(self) -> int:
+        """The number of updates that train the same groups in several passes."""
+        return (self.sync_every if self.kind == "live" else None) or self.updates_per_stage
+
+    def batch_of(self, update: int) -> tuple[int, int]:
+        """(batch that an update of the run trains, in which pass over it), all counted from 0."""
+        begun, inside = divmod(update, self.updates_of_groups)
+        size = self.updates_of_groups // self.passes
+        return begun * size + inside % size, inside // size
+
+    def first_update_of(self, batch: int) -> int:
+        """The first update that trains ``batch``: the inverse of `batch_of` for the first pass."""
+        begun, inside = divmod(batch, self.updates_of_groups // self.passes)
+        return begun * self.updates_of_groups + inside
 
     @property
     def lag_rule(self) -> LagRule:
@@ -109,17 +136,25 @@ class ScheduleTable(Table):
                     f"counts the updates of all passes; the nearest divisor is {nearest}"
                 )
             return self
-        if self.passes > 1:
-            raise ValueError('passes is a setting of kind = "staged": a live run trains each group once')
         if self.sync_every is None:
             raise ValueError('kind = "live" needs sync_every: after how many updates engines get new weights')
-        if self.updates_per_stage % self.sync_every:
+        if self.updates_per_stage % self.sync_every and (self.stages > 1 or self.passes > 1):
             nearest = nearest_divisor(self.updates_per_stage, self.sync_every)
             raise ValueError(
                 f"sync_every = {self.sync_every} does not divide updates_per_stage = {self.updates_per_stage}; "
-                f"the nearest divisor is {nearest}"
+                f"the nearest divisor is {nearest} (only with stages = 1 and passes = 1 may the last interval be short)"
             )
         exact = self.lockstep or self.delay > 0
+        if self.passes > 1 and not exact:
+            raise ValueError(
+                f"passes = {self.passes} in a live run needs lockstep or delay, to repeat what one version generated"
+            )
+        if self.sync_every % self.passes:
+            nearest = nearest_divisor(self.sync_every, self.passes)
+            raise ValueError(
+                f"passes = {self.passes} does not divide sync_every = {self.sync_every}, which counts the updates of "
+                f"all passes; the nearest divisor is {nearest}"
+            )
         if self.max_lag is None and not exact:
             raise ValueError('kind = "live" needs max_lag, how many updates old a sample may be, or lockstep = true')
         if self.partial and (exact or self.colocate):
@@ -130,13 +165,15 @@ class ScheduleTable(Table):
         return self
 
 
-def cut_chunks(groups: Sequence[int], interval: int, size: int) -> list[Sequence[int]]:
+def cut_chunks(groups: Sequence[int], interval: int, size: int, first: int = 0) -> list[Sequence[int]]:
     """Cut ``groups`` into intervals of ``interval`` groups, and each interval into chunks of at most ``size`` groups.
 
-    interval: the number of groups that one policy version generates, so that no chunk needs two versions. The cuts do
-    not depend on progress, so a resumed phase cuts at the same places.
+    interval: the number of groups for which one policy version suffices, so that no chunk waits for a version that only
+    its last groups need. first: the groups of a shorter interval before the others. The cuts do not depend on progress,
+    so a resumed phase cuts at the same places.
     """
-    intervals = [groups[start : start + interval] for start in range(0, len(groups), interval)]
+    cuts = [0, *range(first or interval, len(groups), interval), len(groups)]
+    intervals = [groups[start:end] for start, end in itertools.pairwise(cuts)]
     return [part[i : i + size] for part in intervals for i in range(0, len(part), size)]
 
 

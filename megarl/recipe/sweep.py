@@ -7,7 +7,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
@@ -29,7 +29,8 @@ class SweepTable(Table):
     """
 
     recipe: Path | None = Field(None, strict=False)
-    runs: tuple[Path, ...] = Field((), strict=False)  # existing run directories, instead of a recipe and seeds
+    # existing run directories, instead of a recipe and seeds
+    runs: tuple[Annotated[Path, Field(strict=False)], ...] = Field((), strict=False)
     stage: int | None = Field(None, ge=0)  # the stage whose sealed rollouts every point optimises; default: whole runs
     seeds: tuple[int, ...] = Field((), strict=False)  # values of run.seed; default: the recipe's
     baseline: str | None = None  # the name of the point that the others are compared with; default: the first
@@ -130,8 +131,8 @@ def _check_tables(tables: Any, where: str) -> None:
 
 def _settings(tables: Tables) -> Iterator[Setting]:
     for section, keys in tables.items():
-        # objective.name goes first, because a change of the objective drops the previous one's settings
-        for key in sorted(keys, key=lambda key: (section, key) != ("objective", "name")):
+        # the objective goes first, because a change of it drops the previous one's settings
+        for key in sorted(keys, key=lambda key: (section, key) not in (("objective", "name"), ("objective", "path"))):
             yield f"{section}.{key}", keys[key]
 
 

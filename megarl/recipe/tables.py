@@ -10,8 +10,10 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from megarl.errors import nearest
+from megarl.own_file import file_of, is_own
 from megarl.recipe.actor_table import ActorTable as ActorTable
 from megarl.recipe.actor_table import OptimizerTable as OptimizerTable
 from megarl.recipe.base import Table
@@ -22,6 +24,7 @@ from megarl.recipe.eval_table import Suite as Suite
 from megarl.recipe.eval_table import make_suites
 from megarl.recipe.megatron import CONFIGS
 from megarl.recipe.megatron import problems as megatron_problems
+from megarl.recipe.names import ADVANTAGES, GROUP_ADVANTAGES
 from megarl.recipe.reward_table import RewardPart as RewardPart
 from megarl.recipe.reward_table import RewardTable as RewardTable
 from megarl.recipe.rollout_table import RolloutTable as RolloutTable
@@ -42,9 +45,36 @@ class ObjectiveTable(BaseModel):
     """``[objective]``: shared keys, and the objective's own, which `megarl.objectives` checks against its dataclass."""
 
     model_config = ConfigDict(extra="allow", frozen=True, ser_json_inf_nan="constants")
-    name: str = "mu_grpo"
-    advantage: Literal["group_mean_std", "group_mean", "leave_one_out", "batch_normalised"] = "group_mean_std"
+    name: str = "mu_grpo"  # with path: the name of the class
+    path: str | None = None  # an objective of the user's own: FILE.py:CLASS
+    advantage: str = "group_mean_std"  # one of ADVANTAGES, or FILE.py:FUNCTION
     zero_variance: Literal["keep", "drop"] = "keep"  # keep: groups without reward variance count in the denominator
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named_after_its_class(cls, table: Any) -> Any:
+        if not isinstance(table, dict) or not isinstance(path := table.get("path"), str):
+            return table
+        if not is_own(path):
+            raise ValueError(f"path = {path!r}: expected FILE.py:CLASS")
+        own = path.rpartition(":")[2]
+        if table.get("name", own) != own:
+            raise ValueError(f"path = {path!r} names an objective, and name = {table['name']!r} another: leave one out")
+        return table | {"name": own}
+
+    @field_validator("advantage")
+    @classmethod
+    def _advantage_is_known(cls, advantage: str) -> str:
+        if advantage not in ADVANTAGES and not is_own(advantage):
+            close = nearest(advantage, ADVANTAGES)
+            hint = f"did you mean {close!r}? " if close else ""
+            raise ValueError(f"{hint}expected one of {', '.join(ADVANTAGES)}, or FILE.py:FUNCTION")
+        return advantage
+
+    @property
+    def definition(self) -> str:
+        """Where the objective stands: its name, or FILE.py:CLASS."""
+        return self.path or self.name
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -55,17 +85,19 @@ class ObjectiveTable(BaseModel):
 class MetricsTable(Table):
     # every how many updates the costly diagnostics of docs/objectives.md (another pass over the tokens) run; 0: never
     detail: int = Field(0, ge=0)
+    # columns of the prompts' rows, or "source", for each value of which there are metrics of its own
+    by: tuple[str, ...] = Field((), strict=False)
     listed_tokens: int = Field(50, ge=1, le=10**4)  # length of the list of tokens that lose their gradient most often
 
 
 class RunTable(Table):
-    seed: int = Field(0, ge=0, lt=2**32)
+    seed: int = Field(0, ge=0, lt=2**32)  # of prompts, sampling and batches
     max_restarts: int = Field(0, ge=0)  # times a failed phase is started again
     # how long a process may make no progress before its phase is restarted: docs/running.md
     stall_seconds: float = Field(600.0, gt=0, le=10**7)
-    tensorboard: bool = True
-    wandb: bool = False
-    mlflow: bool = False
+    tensorboard: bool = True  # write the metrics as TensorBoard events
+    wandb: bool = False  # and send them to Weights & Biases
+    mlflow: bool = False  # and to MLflow
     rehearse: bool = True  # on GPUs: try an update, an export and a checkpoint before the first rollouts
 
 
@@ -116,10 +148,12 @@ class Recipe(Table):
         suites = ((suite.data.max_prompt_tokens, suite.max_response_tokens) for suite in self.suites)
         return max(map(sum, [(self.data.max_prompt_tokens, self.rollout.max_response_tokens), *suites]))
 
-    def reward_files(self) -> list[str]:
-        """The files of the user's own reward functions."""
-        paths = [self.reward.path, *(part.path for part in self.reward.parts)]
-        return [path.rpartition(":")[0] for path in paths if path]
+    def own_files(self) -> dict[str, str]:
+        """The user's own Python files: file -> the setting that names it, "reward.path" for one of both tables."""
+        objective, rewards = self.objective, (self.reward.path, *(part.path for part in self.reward.parts))
+        paths = {objective.advantage: "objective.advantage", objective.path: "objective.path"}
+        paths |= dict.fromkeys(rewards, "reward.path")
+        return {file_of(path): setting for path, setting in paths.items() if path and is_own(path)}
 
     @model_validator(mode="after")
     def _buffers_fit(self) -> Recipe:
@@ -155,7 +189,7 @@ class Recipe(Table):
 
     @model_validator(mode="after")
     def _groups_can_be_compared(self) -> Recipe:
-        if self.rollout.responses_per_prompt == 1 and self.objective.advantage != "batch_normalised":
+        if self.rollout.responses_per_prompt == 1 and self.objective.advantage in GROUP_ADVANTAGES:
             raise ValueError(
                 f"objective.advantage = {self.objective.advantage!r} compares the responses to a prompt: "
                 "rollout.responses_per_prompt must be at least 2"
@@ -175,10 +209,15 @@ class Recipe(Table):
     @model_validator(mode="after")
     def _candidates_can_be_told_apart(self) -> Recipe:
         oversample = self.rollout.oversample
-        if oversample > 1 and self.schedule.kind == "live":
+        if oversample > 1 and self.schedule.partial:
             raise ValueError(
-                f"rollout.oversample = {oversample} chooses groups when a stage is sealed, but a live run trains each "
-                'group as soon as it is complete: leave it out, or set schedule.kind = "staged"'
+                f"rollout.oversample = {oversample} chooses before all candidates are finished, and schedule.partial = "
+                "true would continue the others under every later policy: leave one of them out"
+            )
+        if oversample > 1 and self.groups_per_stage % self.groups_per_choice:
+            raise ValueError(
+                f"rollout.oversample = {oversample} chooses for {self.schedule.sync_every} updates at a time: "
+                "schedule.sync_every must divide schedule.updates_per_stage"
             )
         if oversample > 1 and self.rollout.responses_per_prompt == 1 and not self.rollout.token_budget:
             raise ValueError(
@@ -256,10 +295,21 @@ class Recipe(Table):
         return self.schedule.updates_per_pass * self.schedule.prompts_per_update
 
     @property
+    def groups_per_choice(self) -> int:
+        """Groups that are chosen together: those of a stage, or in a live run those of the updates between versions."""
+        return self.schedule.updates_of_groups // self.schedule.passes * self.schedule.prompts_per_update
+
+    @property
+    def candidates_per_choice(self) -> int:
+        """The most groups that are generated to choose `groups_per_choice`."""
+        # computed with the recipe's decimal number, not its float: 10 groups at 1.1 are 11 candidates, not 12
+        return math.ceil(self.groups_per_choice * Fraction(str(self.rollout.oversample)))
+
+    @property
     def candidates_per_stage(self) -> int:
         """The most groups that a stage generates, of which `groups_per_stage` are chosen."""
-        # computed with the recipe's decimal number, not its float: 10 groups at 1.1 are 11 candidates, not 12
-        return math.ceil(self.groups_per_stage * Fraction(str(self.rollout.oversample)))
+        choices, rest = divmod(self.groups_per_stage, self.groups_per_choice)
+        return choices * self.candidates_per_choice + rest
 
     def groups_begun(self, stage: int) -> range:
         """The ids of the groups that a stage begins. A group's id is the index of its prompt in the run's sequence.
@@ -279,6 +329,16 @@ class Recipe(Table):
         if self.rollout.token_budget is None or group < size:
             return group // size
         return 1 + (group - size) // self.groups_per_stage
+
+    def updates_of_group(self, group: int) -> range:
+        """The updates of a live run of which one is the first to train a group: with ``rollout.oversample`` the group's
+        place among several is not known yet."""
+        if self.rollout.oversample > 1:
+            size = self.schedule.updates_of_groups
+            first = group // self.candidates_per_choice * size
+            return range(first, first + size)
+        first = self.schedule.first_update_of(group // self.schedule.prompts_per_update)
+        return range(first, first + 1)
 
     @property
     def prompts_needed(self) -> int:

@@ -5,14 +5,15 @@ Only the verifier `megarl.rewards.code` runs responses as code, in a sandbox.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import isfinite
 from typing import Any, Protocol
 
 from megarl.data.files import read_rows
 from megarl.data.prompts import Prompt, PromptSource
 from megarl.errors import UserError
+from megarl.foreign import bounded
 from megarl.recipe.tables import Recipe, RewardTable
 
 MAX_ROWS_LISTED = 5  # the most bad rows of a prompt file that one message lists
@@ -26,6 +27,10 @@ class Score:
     over: str | None = None  # the verifier's own limit that the response exceeded, if it exceeded one
     reward: float | None = None  # replaces ``value`` when the reward is computed
     extra: float = 0.0  # added to the reward
+
+
+class NoAnswer(UserError):
+    """A prompt has no reference answer, or one that cannot be read. In a suite every response to it is then wrong."""
 
 
 class VerifierUnavailable(RuntimeError):
@@ -78,24 +83,36 @@ def reward(score: float, table: RewardTable) -> float:
     return 1.0 if score >= table.correct_above else 0.0
 
 
-def read_score(found: Any, who: str) -> Score:
+def read_score(found: Any, who: str, scores: tuple[float, float] | None = None) -> Score:
     """Check what a user's function or service returned: a number, or {"score": ..} with an optional "reward".
 
+    scores: ``reward.scores``, the least and the largest score; None: of a part, which has no such limits.
     who: names the function or service in the `UserError` for anything else.
     """
     if not isinstance(found, dict):
-        return Score(_number(found, who))
+        found = {"score": found}
     if unknown := found.keys() - {"score", "reward"}:
         raise UserError(f"{who} returned the key {sorted(unknown)[0]!r}: only score and reward are known")
+    if "score" not in found:
+        raise UserError(f'{who} returned a dictionary without "score"')
     reward = found.get("reward")
-    return Score(_number(found.get("score"), who), reward=None if reward is None else _number(reward, who))
+    score = _number(found.get("score"), who)
+    if scores and not scores[0] <= score <= scores[1]:
+        low, high = min(score, 0.0), max(score, 1.0)
+        raise UserError(
+            f"{who} returned the score {score:g}, but scores are from {scores[0]:g} to {scores[1]:g}: return what is "
+            f'to be trained on as "reward" beside it, or declare others, as in reward.scores = [{low:g}, {high:g}]'
+        )
+    return Score(score, reward=None if reward is None else _number(reward, who))
 
 
 def _number(value: Any, who: str) -> float:
-    number = float(value) if isinstance(value, bool | int | float) else float("nan")
-    if not isfinite(number):
-        raise UserError(f"{who} returned {value!r:.60}: a score must be a finite number")
-    return number
+    if value is None:
+        raise UserError(f"{who} returned a score or reward that is None; is a return missing?")
+    try:
+        return bounded(value.item() if hasattr(value, "item") else value)  # numpy's and torch's numbers
+    except (ValueError, RuntimeError) as error:
+        raise UserError(f"{who} returned a score or reward that {error}") from error
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:
@@ -104,24 +121,70 @@ def row_of(prompt: Prompt) -> dict[str, Any]:
 
 
 def check_rows(recipe: Recipe, read: Callable[[Prompt], object]) -> None:
-    """Call ``read`` with every row of the recipe's prompt files; report all its `UserError`s of a file as one."""
+    """Call ``read`` with every row of the recipe's prompt files; report all its `UserError`s of a file as one.
+
+    `NoAnswer` in the file of a suite is only warned of.
+    """
     for table in recipe.prompt_sources():
+        rows = read_rows(table, exam=table not in recipe.data.mixture) if table.source == "file" else []
         wrong: list[str] = []
-        for where, item in read_rows(table) if table.source == "file" else ():
+        unread: list[str] = []
+        for where, item in rows:
             try:
                 read(Prompt(0, str(item["question"]), (), item["answer"], item))
             except UserError as error:
-                wrong.append(f"{where}: {error}")
+                (unread if isinstance(error, NoAnswer) and "exam" in item else wrong).append(f"{where}: {error}")
+        if unread:
+            warnings.warn(
+                f"{table.train}: {len(unread)} of its {len(rows)} answers cannot be read, so all responses to these "
+                f"prompts will count as wrong; the first is {unread[0]}",
+                stacklevel=3,
+            )
         if wrong:
             more = f"\nand {len(wrong) - MAX_ROWS_LISTED} more rows" if len(wrong) > MAX_ROWS_LISTED else ""
             raise UserError("\n".join(wrong[:MAX_ROWS_LISTED]) + more)
 
 
-def right_answer(prompt: Prompt) -> str:
-    """The reference answer; `UserError` if the prompt has none, as with generators that only their scorer can judge."""
+class Comparing:
+    """The verifier that scores 1 if ``accepts(response, right answer)`` for any right answer to the prompt, else 0."""
+
+    def __init__(self, accepts: Callable[[str, str], bool]) -> None:
+        self._accepts = accepts
+
+    def score(self, prompt: Prompt, response: str) -> float:
+        return float(any(self._is_right(response, right) for right in right_answers(prompt)))
+
+    def _is_right(self, response: str, right: str) -> bool:
+        try:
+            return self._accepts(response, right)
+        except MemoryError:
+            raise
+        except Exception:  # SymPy raises many kinds on text that it cannot parse or compare: the response is wrong
+            return False
+
+
+def comparing(
+    accepts: Callable[[str, str], bool],
+) -> tuple[Callable[[Recipe], None], Callable[[RewardTable, PromptSource], Verifier]]:
+    """The functions `check` and `build` of a `VerifierModule` whose verifier is `Comparing`."""
+
+    def check(recipe: Recipe) -> None:
+        check_rows(recipe, right_answers)
+
+    def build(table: RewardTable, prompts: PromptSource) -> Verifier:
+        return Comparing(accepts)
+
+    return check, build
+
+
+def right_answers(prompt: Prompt) -> tuple[str, ...]:
+    """The reference answer, and the others of data that has several (``skywork_or1``): any of them is right.
+
+    `NoAnswer` if the prompt has none, as with generators that only their scorer can judge.
+    """
     if not prompt.answer:
-        raise UserError(
+        raise NoAnswer(
             f'prompt {prompt.text[:60]!r} has no answer to compare with; use reward.kind = "reasoning_gym" for prompts '
             'of a generator, and "code" or "python" for those of a file'
         )
-    return prompt.answer
+    return prompt.answer, *prompt.entry.get("metadata", {}).get("also_right", ())

@@ -7,25 +7,39 @@ difference, since they are known to agree; equal wrong answers that are written 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from megarl.data.boxes import BOX, last_box
+from megarl.rewards import dapo, prime_math, qwen_math
+from megarl.rewards.math import bare
 
-COMPARED = ("exact", "math", "reasoning_gym")  # kinds of verifiers whose responses have a short final answer
 LONGEST = 1000  # characters after which an answer is cut
 BOXES = 8  # the last boxes of a response, among which the last complete one is its answer
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
-DRESSING = re.compile(r"[\s$]|\\[,;!]|\\left|\\right|\\text")
+DRESSING = re.compile(r"[\s$]|\\text")
+
+
+def in_box(response: str) -> str:
+    """The answer in the last box of a response, else its last number."""
+    boxes = [match.start() for match in BOX.finditer(response)][-BOXES:]
+    boxed = last_box(response[boxes[0] :]) if boxes else None
+    if boxed is None:
+        boxed = (NUMBER.findall(response[-LONGEST:]) or [""])[-1]
+    return DRESSING.sub("", bare(boxed[:LONGEST]))
+
+
+# the kinds of verifiers whose responses have a short final answer, and what finds it
+COMPARED: dict[str, Callable[[str], str | None]] = {
+    "exact": str.strip,
+    "reasoning_gym": str.strip,
+    "math": in_box,
+    "dapo": dapo.answer,
+    "prime_math": prime_math.answer,
+    "qwen_math": qwen_math.answer,
+}
 
 
 def answer_of(kind: str, response: str) -> str | None:
     """The answer of a response to a verifier of this ``kind``; None if it has none, or kind is not in `COMPARED`."""
-    if kind not in COMPARED:
-        return None
-    if kind != "math":
-        return response.strip()[:LONGEST] or None
-    boxes = [match.start() for match in BOX.finditer(response)][-BOXES:]
-    boxed = last_box(response[boxes[0] :]) if boxes else None
-    if boxed is None:
-        numbers = NUMBER.findall(response[-LONGEST:])
-        boxed = numbers[-1] if numbers else ""
-    return DRESSING.sub("", boxed).rstrip(".")[:LONGEST] or None
+    find = COMPARED.get(kind)
+    return (find and (find(response) or "")[:LONGEST]) or None

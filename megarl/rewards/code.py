@@ -7,35 +7,53 @@ program cannot reach (`megarl.rewards.inside`). A program that crashes, hangs or
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import functools
 import json
-import os
 import re
 import secrets
 import select
+import socket
+import sys
 import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
 from decimal import Decimal
 from pathlib import Path
+from typing import Any
 
 from megarl.data.prompts import Prompt, PromptSource
-from megarl.errors import UserError
+from megarl.errors import Note, UserError
 from megarl.recipe.tables import Recipe, RewardTable
-from megarl.rewards import Score, Verifier, check_rows, cpp, cpp_headers, inside
-from megarl.rewards.code_tests import Assertions, InputOutput, Tests, read_tests
+from megarl.rewards import Score, Verifier, check_rows, cpp, inside
 from megarl.rewards.sandbox import (
     POLL_SECONDS,
     Limits,
     Outcome,
     Program,
     Run,
-    SandboxError,
     check_sandbox,
     python_command,
     run,
+    twice,
 )
 
 INSIDE = Path(inside.__file__).parent
+UNUSABLE = 3  # exit status of the tests: `asserting.UNUSABLE`
+LANGUAGES = {"python": "python", "python3": "python", "py": "python", "cpp": "cpp", "c++": "cpp"}
+BUDGET = 10  # seconds of all tests of a response together, in units of ``reward.seconds``
 NUMBER = re.compile(r"[-+]?\d{1,40}(\.\d{0,40})?")
+
+
+@dataclass(frozen=True)
+class Tests:
+    """The tests of one row: either pairs of input and output, or assertions."""
+
+    language: str
+    pairs: tuple[tuple[str, str], ...] = ()  # standard input of a program, and the standard output that is expected
+    assertions: str = ""  # Python code with assertions about names that the program defines
+    entry_point: str | None = None  # the function under test; needed only if its name is that of a builtin function
 
 
 def check(recipe: Recipe) -> None:
@@ -51,29 +69,32 @@ def check(recipe: Recipe) -> None:
     def check_row(prompt: Prompt) -> None:
         tests = read_tests(prompt, recipe.reward.language)
         languages.add(tests.language)
-        if tests.pairs and not any(pair.stdout.strip() for pair in tests.pairs):
+        if tests.pairs and not any(expected.strip() for _, expected in tests.pairs):
             silent.append(prompt)
 
     check_rows(recipe, check_row)
     if silent:
-        warnings.warn(f"{len(silent)} prompts have only tests that expect no output", stacklevel=2)
+        warnings.warn(f"{len(silent)} prompts have only tests that expect no output", Note, stacklevel=2)
     check_sandbox()
     if "cpp" in languages:
-        if not cpp_headers.COMPILER.exists() or not cpp.compiled(b"int main() {}").succeeded:
+        if not cpp.COMPILER.exists() or not cpp.compiled(b"int main() {}").succeeded:
             raise UserError("C++ programs need g++ in /usr/bin, and it does not work in the sandbox: apt install g++")
-        cpp_headers.make_headers()
+        cpp.make_headers()
 
 
 def build(table: RewardTable, prompts: PromptSource) -> Verifier:
     """See `VerifierModule`."""
     check_sandbox()
     if table.language == "cpp":
-        cpp_headers.make_headers()  # this node may not be the one where `check` was called
+        cpp.make_headers()  # this node may not be the one where `check` was called
     return Code(table)
 
 
 class Code:
-    """Scores 1 if all tests pass, else 0; with ``reward.partial_credit`` the share of input/output pairs that pass."""
+    """Scores 1 if all tests pass, else 0; with ``reward.partial_credit`` the share of input/output pairs that pass.
+
+    After the first pair at which the program takes too long, or when all together have, the rest counts as failed.
+    """
 
     def __init__(self, table: RewardTable) -> None:
         self._language, self._partial = table.language, table.partial_credit
@@ -81,9 +102,9 @@ class Code:
 
     def score(self, prompt: Prompt, response: str) -> Score:
         tests, source = read_tests(prompt, self._language), program_of(response)
-        if tests.assertions is not None:
-            return self._assert(source, tests.assertions, prompt)
-        program = _python(source)
+        if tests.assertions:
+            return self._assert(source, tests, prompt)
+        program = Program(python_command("/box/main.py"), {"/box/main.py": _bytes(source)})
         if tests.language == "cpp":
             binary = cpp.compiled(_bytes(source))
             if not binary.succeeded:
@@ -92,32 +113,27 @@ class Code:
         return self._compare(program, tests)
 
     def _compare(self, program: Program, tests: Tests) -> Score:
-        right, over = 0, None
-        for pair in tests.pairs:
-            outcome = run(program, pair.stdin.encode(), self._limits)
-            over = over or outcome.over
-            right += is_right(outcome, pair)
-            if not self._partial and not is_right(outcome, pair):
-                return Score(0.0, over=over)
-        return Score(right / len(tests.pairs), over=over)
-
-    def _assert(self, source: str, assertions: Assertions, prompt: Prompt) -> Score:
-        for attempt in (1, 2):
-            try:
-                tests, program = asserted(source, assertions, self._limits)
+        right, over, left = 0, None, float(BUDGET * self._limits.seconds)
+        for number, (given, expected) in enumerate(tests.pairs):
+            if left <= 0:
+                over = over or "time"
+            if over in ("time", "asleep") or (right < number and not self._partial):
                 break
-            except SandboxError:
-                if attempt == 2:
-                    raise
-        if tests.over is None and tests.code == UNUSABLE:
+            outcome = run(program, given.encode(), self._limits)
+            left -= outcome.seconds
+            over = over or outcome.over
+            right += is_right(outcome, expected)
+        share = right / len(tests.pairs)
+        return Score(share if self._partial else float(share == 1), over=over)
+
+    def _assert(self, source: str, tests: Tests, prompt: Prompt) -> Score:
+        passed, ended, program = twice(functools.partial(asserted, source, tests, self._limits))
+        if ended.over is None and ended.code == UNUSABLE:
             raise UserError(
                 f"the tests of prompt {prompt.text[:60]!r} pass an object that is not plain data, such as a function, "
                 "to the program: only plain data can be sent between the sandboxes of tests and program"
             )
-        return Score(float(tests.over is None and tests.code == PASSED), over=program.over or tests.over)
-
-
-UNUSABLE, PASSED = 3, -1000  # exit codes: `asserting.UNUSABLE`; what `asserted` returns if all tests passed
+        return Score(float(passed), over=program.over or ended.over)
 
 
 def program_of(response: str) -> str:
@@ -137,57 +153,42 @@ def program_of(response: str) -> str:
     return response if found is None else found
 
 
-def is_right(outcome: Outcome, pair: InputOutput) -> bool:
+def is_right(outcome: Outcome, expected: str) -> bool:
     """Whether a program succeeded and wrote the expected output.
 
     White space at the ends of lines and of the output is ignored, and equal numbers may differ in form: 2.50 and 2.5.
     """
     if not outcome.succeeded:
         return False
-    found, expected = (_lines(text) for text in (outcome.output.decode(errors="replace"), pair.stdout))
-    return found == expected or (len(found) == len(expected) and all(map(_same_words, found, expected)))
+    found, right = (_lines(text) for text in (outcome.output.decode(errors="replace"), expected))
+    return found == right or (len(found) == len(right) and all(map(_same_words, found, right)))
 
 
-def asserted(source: str, assertions: Assertions, limits: Limits) -> tuple[Outcome, Outcome]:
-    """Run a row's assertions on a program; returns how the tests ended, and how the program ended.
-
-    The tests' outcome has the code `PASSED` if all assertions held.
-    """
+def asserted(source: str, tests: Tests, limits: Limits) -> tuple[bool, Outcome, Outcome]:
+    """Run a row's assertions on a program: whether all held, how the tests ended, and how the program ended."""
     passed = 100 + secrets.randbelow(100)  # the tests' exit status for success, drawn anew for each run
-    task = {"tests": assertions.text, "entry_point": assertions.entry_point, "passed": passed}
+    task = {"tests": tests.assertions, "entry_point": tests.entry_point, "passed": passed}
     files = {"/box/values.py": (INSIDE / "values.py").read_bytes()}
     solution = _with(files, "solution.py", {"/box/program.py": _bytes(source)})
     asserting = _with(files, "asserting.py", {"/box/tests.json": json.dumps(task).encode()})
     with contextlib.ExitStack() as stack:
-        requests, to_program = os.pipe()
-        replies, to_tests = os.pipe()
-        ends = [requests, to_program, replies, to_tests]
-        try:
-            program = stack.enter_context(Run(solution, limits, requests, to_tests))
-            tests = stack.enter_context(Run(asserting, limits, replies, to_program))
-        finally:
-            for end in ends:
-                os.close(end)
-        while not tests.ended():
-            select.select([tests.fileno()], [], [], POLL_SECONDS)
-            if tests.is_asleep(program):
+        of_program, of_tests = socket.socketpair()
+        with of_program, of_tests:
+            program = stack.enter_context(Run(solution, limits, of_program.fileno(), of_program.fileno()))
+            judge = stack.enter_context(Run(asserting, limits, of_tests.fileno(), of_tests.fileno()))
+        while not judge.ended():
+            select.select([judge.fileno()], [], [], POLL_SECONDS)
+            if judge.is_asleep(program):
                 program.stop("asleep")
         program.stop()
-        tests_outcome = tests.finish()
-        program_outcome = program.finish()
-    if tests_outcome.over is None and tests_outcome.code == passed:
-        return Outcome(None, PASSED, b""), program_outcome
-    return tests_outcome, program_outcome
+        ended = judge.finish()
+        return ended.over is None and ended.code == passed, ended, program.finish()
 
 
 def _with(files: dict[str, bytes], script: str, more: dict[str, bytes]) -> Program:
     """A program for the sandbox that runs ``script`` of `megarl.rewards.inside` beside these files."""
     content = {f"/box/{script}": (INSIDE / script).read_bytes()}
     return Program(python_command(f"/box/{script}"), files | content | more)
-
-
-def _python(source: str) -> Program:
-    return Program(python_command("/box/main.py"), {"/box/main.py": _bytes(source)})
 
 
 def _bytes(source: str) -> bytes:
@@ -204,3 +205,92 @@ def _same_words(found: str, expected: str) -> bool:
         a == b or bool(NUMBER.fullmatch(a) and NUMBER.fullmatch(b) and Decimal(a) == Decimal(b))
         for a, b in zip(ours, theirs, strict=True)
     )
+
+
+def read_tests(prompt: Prompt, language: str) -> Tests:
+    """The tests in the column ``tests`` of the prompt's row, or else in its answer; `UserError` if they are unusable.
+
+    language: that of programs for rows without a column ``language``.
+    """
+    row = prompt.entry["metadata"]
+    language = _language(row.get("language") or language)
+    found = row.get("tests") or prompt.answer
+    if isinstance(found, str) and found.lstrip()[:1] in ("[", "{"):
+        found = _from_json(found)
+    if isinstance(found, Mapping):
+        found = _pairs_of_lists(found, row)
+    if isinstance(found, list) and found and all(isinstance(test, Mapping) for test in found):
+        return Tests(language, pairs=tuple(map(_pair, found)))
+    if isinstance(found, list) and found and all(isinstance(test, str) for test in found):
+        found = "\n".join(found)
+    if not isinstance(found, str) or not found.strip():
+        raise UserError(
+            'tests must be a list of {"input": ..., "output": ...}, {"inputs": [...], "outputs": [...]}, or Python '
+            f"with assert statements; got {found!r:.60}"
+        )
+    if language != "python":
+        raise UserError(
+            f"this row's language is {language!r}, which needs pairs of input and output; assert statements and "
+            f"fn_name are for Python only; got {found!r:.60}"
+        )
+    return Tests(language, (), _assertions(found, row), row.get("entry_point"))
+
+
+def _language(name: object) -> str:
+    language = LANGUAGES.get(name.lower()) if isinstance(name, str) else None
+    if language is None:
+        raise UserError(f"language {name!r} is not supported; known are {', '.join(LANGUAGES)}")
+    return language
+
+
+def _from_json(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError):
+        return text  # it may be Python code, which can begin with a bracket, too
+
+
+def _pairs_of_lists(found: Mapping[str, Any], row: Mapping[str, Any]) -> Any:
+    """Convert {"inputs": [...], "outputs": [...]}, the form of APPS and TACO, to pairs, or to assert statements.
+
+    The latter with "fn_name": each of the inputs is then a list of the function's arguments.
+    """
+    inputs, outputs = found.get("inputs"), found.get("outputs")
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
+        raise UserError("tests need inputs and outputs, two lists of the same length")
+    name = found.get("fn_name") or row.get("fn_name")
+    if name is None:
+        return [{"input": given, "output": expected} for given, expected in zip(inputs, outputs, strict=True)]
+    if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
+        raise UserError(f"fn_name {name!r} is not the name of a function")
+    if not all(isinstance(given, list) for given in inputs):
+        raise UserError("with fn_name each of inputs must be a list of arguments")
+    return [f"assert {name}(*{given!r}) == {expected!r}" for given, expected in zip(inputs, outputs, strict=True)]
+
+
+def _pair(test: Mapping[str, Any]) -> tuple[str, str]:
+    given, expected = test.get("input"), test.get("output")
+    if isinstance(given, list) and isinstance(expected, list):  # lists of lines
+        given, expected = "\n".join(map(str, given)), "\n".join(map(str, expected))
+    if not isinstance(given, str) or not isinstance(expected, str):
+        raise UserError(f"a test needs input and output, both strings; got {dict(test)!r:.60}")
+    return given, expected
+
+
+def _assertions(text: str, row: Mapping[str, Any]) -> str:
+    setup, entry_point = row.get("test_setup") or "", row.get("entry_point")
+    text = f"{setup}\n{text}"
+    try:
+        tree = ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError) as error:
+        raise UserError(f"the tests are not valid Python: {error}") from error
+    if any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body) and entry_point:
+        text += f"\ncheck({entry_point})\n"
+    elif not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
+        raise UserError("the tests contain no assert statement")
+    imports = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
+    imports += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+    for name in (path.split(".")[0] for path in imports):
+        if name not in sys.stdlib_module_names:
+            raise UserError(f"the tests import {name!r}, but the sandbox has only Python's standard library")
+    return text

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-from megarl.data.prompts import Prompt, PromptSource
-from megarl.recipe.tables import Recipe, RewardTable
-from megarl.rewards import Verifier, check_rows, right_answer
+from megarl.rewards import comparing
 
 
-def check(recipe: Recipe) -> None:
-    """Raise `UserError` if a row of a prompt file has no answer. Items of generators are checked when scored."""
-    check_rows(recipe, right_answer)
+def accepts(response: str, right: str) -> bool:
+    """Whether a response is this answer."""
+    return response.strip() == right.strip()
 
 
-def build(table: RewardTable, prompts: PromptSource) -> Verifier:
-    """See `VerifierModule`."""
-    return Exact()
-
-
-class Exact:
-    """Scores 1 or 0."""
-
-    def score(self, prompt: Prompt, response: str) -> float:
-        return float(response.strip() == right_answer(prompt).strip())
+check, build = comparing(accepts)

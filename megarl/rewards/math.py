@@ -1,7 +1,9 @@
 """The verifier for mathematics: math-verify decides whether the final answer equals the reference answer.
 
 The answer of a response is its last ``\\boxed{...}``. In a response without one math-verify looks for an answer, unless
-``reward.boxed`` requires a box.
+``reward.boxed`` requires a box. What `math_verify.verify` takes for equal although it is not is settled before it is
+asked: decimals are compared exactly (it rounds them to six places, and takes all numbers below 1e-15 for 0), and a set
+or a list equals neither a tuple nor its only element. An inequality, or a set given by one, is the interval it means.
 
 A hostile formula can cost SymPy hours or all memory. math-verify's own timeout works only in the main thread and
 between two bytecodes, so it is turned off, and `megarl.rewards.pool` ends a worker that takes too long.
@@ -11,16 +13,23 @@ from __future__ import annotations
 
 import functools
 import re
+from decimal import Decimal
 from typing import Any
 
 from megarl.data.boxes import last_box
 from megarl.data.prompts import Prompt, PromptSource
-from megarl.errors import UserError
 from megarl.recipe.tables import Recipe, RewardTable
-from megarl.rewards import Verifier, check_rows, right_answer
+from megarl.rewards import NoAnswer, Verifier, check_rows, right_answers
 
 NUMBER = re.compile(r"-?\d+(\.\d+)?")
 DOLLAR = re.compile(r"(?<!\\)\$")  # delimits a formula, whereas \$ is a dollar sign
+SCIENTIFIC = re.compile(r"(?<![\w.])(?:\d+\.?\d*|\.\d+)[eE][+-]?\d{1,3}(?![\w.]*\w)")
+SPACING = re.compile(r"\\(?:left|right|middle)(?![a-zA-Z])|\\[,;!:]|~")
+# "The answer is", also as \text{The answer is} 42 or \text{The answer is 42}
+WORDS = re.compile(r"(\\(?:text|mathrm|textbf|mbox)\s*\{)?\s*[A-Za-z][A-Za-z ,']*\b(?:is|are)\b\s*:?\s*(.*)", re.DOTALL)
+BRACES = re.compile(r"(?:\\(?:mathbf|mathrm|boldsymbol|bm)\s*)?\{([^{}]*)\}")
+SINGLETON = re.compile(r"(?:(?<=\$)|(?<=boxed\{))\[([^\[\],;$]+)\](?=[$}])")  # [42], which math-verify takes for 42
+SET_BUILDER = re.compile(r"\\\{\s*[a-zA-Z]\s*(?:\\in\s*[^:|]*?)?\s*(?:\\mid|\\vert|[:|])(.*)\\\}", re.DOTALL)
 
 
 def check(recipe: Recipe) -> None:
@@ -49,25 +58,67 @@ class Math:
         if answer is None and self._boxed:
             return 0.0
         try:
-            found = self._library.parse(response if answer is None else f"\\boxed{{{answer}}}", parsing_timeout=None)
-            return float(self._library.verify(gold, found, timeout_seconds=None))
+            found = self._parse(response) if answer is None else self._parse_uncached(answer)
+            return float(any(self._equal(right, value) for right in gold for value in found))
         except MemoryError:
             raise
         except Exception:  # SymPy raises many kinds on text that it cannot parse or compare: the response is wrong
             return 0.0
 
     def gold(self, prompt: Prompt) -> list[Any]:
-        """The parsed reference answer; `UserError` if math-verify cannot parse it."""
-        answer = right_answer(prompt)
-        gold = self._parse_answer(answer)
+        """The parsed reference answer; `NoAnswer` if math-verify cannot parse it."""
+        gold = [value for text in right_answers(prompt) for value in self._parse_answer(text)]
         if not gold:
-            raise UserError(
-                f"the answer {answer[:60]!r} of prompt {prompt.text[:60]!r} cannot be parsed as mathematics; "
+            raise NoAnswer(
+                f"the answer {prompt.answer[:60]!r} of prompt {prompt.text[:60]!r} cannot be parsed as mathematics; "
                 'use reward.kind = "exact"'
             )
         return gold
 
     def _parse_uncached(self, answer: str) -> list[Any]:
-        """Parse a reference answer: bare (42, 1/2, \\frac{1}{2}, \\$18.90), or text with $...$ or \\boxed{...}."""
-        formula = answer if DOLLAR.search(answer) or "\\boxed" in answer else f"${answer}$"
-        return self._library.parse(formula, parsing_timeout=None)
+        """Parse an answer: bare (42, 1/2, \\frac{1}{2}, \\$18.90), or text with $...$ or \\boxed{...}."""
+        answer = bare(answer)
+        if DOLLAR.search(answer) or "\\boxed" in answer:
+            return self._parse(answer)
+        return self._parse(f"\\boxed{{{answer}}}") or self._parse(f"${answer}$")
+
+    def _parse(self, text: str) -> list[Any]:
+        text = SCIENTIFIC.sub(lambda number: format(Decimal(number[0]), "f"), SINGLETON.sub(r"\\{\1\\}", text))
+        text = text.replace("varnothing", "emptyset")
+        return [exact(value) for value in self._library.parse(text, parsing_timeout=None)]
+
+    def _equal(self, right: Any, value: Any) -> bool:
+        from sympy import FiniteSet  # as math-verify, which is imported with the verifier
+
+        if isinstance(right, FiniteSet) != isinstance(value, FiniteSet):
+            return False
+        return bool(self._library.verify(right, value, timeout_seconds=None))
+
+
+def bare(answer: str) -> str:
+    """The formula of an answer, without words before it, spacing, and a dot after it; of a set, its condition."""
+    answer = SPACING.sub("", answer).strip()
+    if words := WORDS.fullmatch(answer):
+        answer = words[2].replace("}", "", 1) if words[1] else words[2]
+    answer = answer.strip().rstrip(".").strip()
+    inner = SET_BUILDER.fullmatch(answer) or BRACES.fullmatch(answer)
+    return inner[1] if inner else answer
+
+
+def exact(value: Any) -> Any:
+    """A parsed value (SymPy's, or a text) with fractions for its decimals, and with intervals for its inequalities."""
+    from sympy import And, Eq, Expr, FiniteSet, Float, Rational, Tuple, UnevaluatedExpr, Union
+    from sympy.core.relational import Relational
+
+    if isinstance(value, str):
+        return value
+    if isinstance(value, FiniteSet | Tuple):
+        parts = [exact(part) for part in value.args]
+        ranges = isinstance(value.args[0], Relational | And) and not value.has(Eq)  # x < -1 or x > 1
+        return Union(*parts) if ranges else value.func(*parts)
+    value = value.xreplace({number: Rational(str(number)) for number in value.atoms(Float)})
+    if isinstance(value, Relational | And) and not value.has(Eq) and len(value.free_symbols) == 1:
+        return value.as_set()
+    # 10 % stays a product, which math-verify compares with both .1 and 10
+    number = isinstance(value, Expr) and not value.free_symbols and not value.has(UnevaluatedExpr)
+    return value.doit() if number else value

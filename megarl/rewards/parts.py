@@ -12,7 +12,7 @@ from megarl.data.prompts import Prompt, PromptSource
 from megarl.recipe.names import VERIFIERS
 from megarl.recipe.tables import Recipe, RewardPart, RewardTable
 from megarl.rewards import GroupVerifier, Score, Verifier, VerifierModule, reward
-from megarl.rewards.python import Python, load_function
+from megarl.rewards.python import Python, try_function
 
 
 def check_reward(recipe: Recipe) -> None:
@@ -20,7 +20,7 @@ def check_reward(recipe: Recipe) -> None:
     _module(recipe).check(recipe)
     for part in recipe.reward.parts:
         if part.path is not None:
-            load_function(part.path)
+            try_function(recipe, Python(part.path))
 
 
 def build_verifier(recipe: Recipe, prompts: PromptSource) -> Verifier:

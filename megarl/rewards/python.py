@@ -5,68 +5,107 @@ It runs in the processes of `megarl.rewards.pool`, within their limits, and gets
 
 from __future__ import annotations
 
-import importlib.util
 import inspect
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from itertools import cycle, islice
 from typing import Any
 
+from megarl.data.files import read_rows
 from megarl.data.prompts import Prompt, PromptSource
+from megarl.data.sources import open_items
 from megarl.errors import UserError
+from megarl.foreign import shown
+from megarl.own_file import describe, file_of, load
 from megarl.recipe.tables import Recipe, RewardTable
 from megarl.rewards import Score, Verifier, read_score, row_of
+from megarl.rewards.pool import Limits, VerifierPool
 
+PATIENCE = 10.0  # seconds that a function may wait in the trial
+OVER = {
+    "time": "exceeds its limit (CPU time)",
+    "memory": "exceeds its limit (memory)",
+    "stuck": f"waits without using the CPU for {PATIENCE:g} s, as no reward function may",
+    "died": "ends its process",
+}
 Function = Callable[[str, Any, dict[str, Any]], Any]
 
 
 def check(recipe: Recipe) -> None:
-    """Raise `UserError` unless the file loads and has the function."""
-    load_function(str(recipe.reward.path))
+    """Raise `UserError` unless the file loads and its function scores made-up responses to a prompt of each source."""
+    table = recipe.reward
+    try_function(recipe, Python(str(table.path), table.scores), table.group)
 
 
 def build(table: RewardTable, prompts: PromptSource) -> Verifier:
     """See `VerifierModule`."""
-    return Python(str(table.path))
+    return Python(str(table.path), table.scores)
+
+
+def try_function(recipe: Recipe, verifier: Python, group: bool = False) -> None:
+    """Score three responses to the first prompt of each source: its answer, a wrong one, an empty one.
+
+    `UserError` if that does not work. It runs in processes of its own, within the limits of a run. group: as
+    `RewardTable.group`.
+    """
+    pool = VerifierPool(lambda: verifier, Limits(workers=1, patience=PATIENCE))
+    try:
+        for table in recipe.prompt_sources():
+            rows = read_rows(table)[:1] if table.source == "file" else [("", open_items(table).train(0, 0, 0))]
+            for _, item in rows:
+                answer = str(item["answer"] or "")
+                prompt = Prompt(0, str(item["question"]), (), answer, item)
+                texts = (answer or "a response", "a response", "")
+                if group:
+                    pool.ask_group(prompt, list(islice(cycle(texts), recipe.rollout.responses_per_prompt)))
+                else:
+                    for text in texts:
+                        pool.ask(prompt, text)
+                while verdicts := pool.verdicts(wait=True):
+                    for over in filter(None, (verdict.over for _, verdict in verdicts)):
+                        raise UserError(f"{verifier.path} {OVER[over]} on the first prompt of {table.train}")
+    finally:
+        pool.close()
 
 
 class Python:
-    """Scores with the function at ``path``, FILE.py:FUNCTION."""
+    """Scores with the function at ``path``, FILE.py:FUNCTION. scores: as for `read_score`."""
 
-    def __init__(self, path: str) -> None:
-        self._path, self._function = path, load_function(path)
+    def __init__(self, path: str, scores: tuple[float, float] | None = None) -> None:
+        self.path, self._scores, self._function = path, scores, load_function(path)
 
     def score(self, prompt: Prompt, response: str) -> Score:
         """The function returns the score, or {"score": ...} with an optional "reward" to train on instead."""
-        return read_score(self._function(prompt.text, response, row_of(prompt)), self._path)
+        who = f"{self.path}, on prompt {prompt.text[:60]!r} with response {response[:60]!r},"
+        return read_score(self._call(prompt, response), who, self._scores)
 
     def score_group(self, prompt: Prompt, responses: Sequence[str]) -> list[Score]:
         """The function gets a list of responses instead of one, and returns a list of as many scores."""
-        found = self._function(prompt.text, list(responses), row_of(prompt))
+        found = self._call(prompt, list(responses))
         if not isinstance(found, list | tuple) or len(found) != len(responses):
+            expected = f"{len(responses)} responses: expected a list of as many scores"
+            raise UserError(f"{self.path} returned {shown(found)} for {expected}")
+        return [read_score(each, self.path, self._scores) for each in found]
+
+    def _call(self, prompt: Prompt, responses: str | list[str]) -> Any:
+        try:
+            return self._function(prompt.text, responses, row_of(prompt))
+        except MemoryError:
+            raise  # a limit of the pool
+        except (Exception, SystemExit) as error:
+            given = f"response {responses[:60]!r}" if isinstance(responses, str) else f"{len(responses)} responses"
             raise UserError(
-                f"{self._path} returned {found!r:.60} for {len(responses)} responses: expected a list of as many scores"
-            )
-        return [read_score(each, self._path) for each in found]
+                f"{self.path} failed on prompt {prompt.text[:60]!r} with {given}: {describe(error, file_of(self.path))}"
+            ) from error
 
 
 def load_function(path: str) -> Function:
     """Load the function at ``path``, FILE.py:FUNCTION; `UserError` unless it takes (prompt, response, row)."""
-    file, _, name = path.rpartition(":")
-    if not Path(file).is_file():
-        raise UserError(f"[reward] path = {path!r}: there is no file {file}")
-    spec = importlib.util.spec_from_file_location(Path(file).stem, file)
-    if spec is None or spec.loader is None:
-        raise UserError(f"[reward] path = {path!r}: {file} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise UserError(f"[reward] path = {path!r} cannot be loaded: {type(error).__name__}: {error}") from error
-    function = getattr(module, name, None)
-    if not callable(function):
-        raise UserError(f"[reward] path = {path!r}: {file} has no function {name!r}")
+    function = load(path, "reward.path")
+    name = path.rpartition(":")[2]
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        raise UserError(f"reward.path = {path!r}: {name} is not a function, or one with async")
     try:
         inspect.signature(function).bind("prompt", "response", {})
     except TypeError as error:
-        raise UserError(f"[reward] path = {path!r}: {name} must take (prompt, response, row): {error}") from None
+        raise UserError(f"reward.path = {path!r}: {name} must take (prompt, response, row): {error}") from None
     return function

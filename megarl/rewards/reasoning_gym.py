@@ -8,9 +8,9 @@ evaluates. Those run in a sandbox, where each response has a process of its own 
 from __future__ import annotations
 
 import contextlib
-import os
 import pickle
 import select
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -112,16 +112,11 @@ class Sandbox:
         binds = {path: f"/packages/{number}" for number, path in enumerate(packages)}
         program = Program(python_command(SCRIPT), {SCRIPT: script.read_bytes()}, binds)
         with contextlib.ExitStack() as stack:
-            stdin, to_sandbox = os.pipe()
-            from_sandbox, stdout = os.pipe()
-            self._requests = stack.enter_context(os.fdopen(to_sandbox, "wb", buffering=0))
-            self._replies = stack.enter_context(os.fdopen(from_sandbox, "rb", buffering=0))
-            try:
-                self._run = stack.enter_context(Run(program, SANDBOX, stdin, stdout))
-            finally:
-                os.close(stdin)
-                os.close(stdout)
-            if self._ask(pickle.dumps((self._scorers, SECONDS))) != b"ready":
+            ours, theirs = socket.socketpair()
+            self._socket = stack.enter_context(ours)
+            with theirs:
+                self._run = stack.enter_context(Run(program, SANDBOX, theirs.fileno(), theirs.fileno()))
+            if self._ask(pickle.dumps((self._scorers, SECONDS)), starts=True) != b"ready":
                 self._run.stop()
                 raise SandboxError(f"the scorers do not start in the sandbox: {self._run.finish()}")
             self._processes = stack.pop_all()
@@ -131,19 +126,21 @@ class Sandbox:
         self._processes.close()
         self._processes = None
 
-    def _ask(self, message: bytes) -> bytes | None:
-        """Send a message and return the line that answers it; None if the sandbox has ended or does nothing."""
+    def _ask(self, message: bytes, starts: bool = False) -> bytes | None:
+        """Send a message and return the line that answers it; None if the sandbox has ended or does nothing.
+
+        starts: it imports, and may have to wait long for a file system; the phase has a limit of its own for that.
+        """
         self._run.awake()
-        try:
-            self._requests.write(len(message).to_bytes(4, "big") + message)
-        except BrokenPipeError:
-            return None
         line = b""
-        while not line.endswith(b"\n"):
-            if select.select([self._replies], [], [], POLL_SECONDS)[0]:
-                if not (data := self._replies.read(100)):
+        with contextlib.suppress(ConnectionError):
+            self._socket.sendall(len(message).to_bytes(4, "big") + message)
+            while not line.endswith(b"\n"):
+                if select.select([self._socket], [], [], POLL_SECONDS)[0]:
+                    if not (data := self._socket.recv(100)):
+                        return None
+                    line += data
+                elif not starts and self._run.is_asleep():
                     return None
-                line += data
-            elif self._run.is_asleep():
-                return None
-        return line[:-1]
+            return line[:-1]
+        return None

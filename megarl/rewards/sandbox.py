@@ -14,17 +14,18 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import functools
-import importlib.metadata
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
+from megarl import compiled_file
 from megarl.errors import UserError
 
 POLL_SECONDS = 0.5  # between two checks of a program that writes nothing
@@ -36,6 +37,7 @@ ENVIRONMENT = {
     "PYTHONHASHSEED": "0",  # so that no score depends on the order of a set
     "OMP_NUM_THREADS": "1",
 }
+Result = TypeVar("Result")
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 
@@ -84,6 +86,7 @@ class Outcome:
     over: str | None  # the limit that it exceeded: "time" | "asleep" | "memory" | "output"; None: it ended by itself
     code: int  # exit status, or minus the number of the signal that ended it
     output: bytes  # its standard output, at most `Limits.output` bytes
+    seconds: float = 0.0  # in which it ran or, for longer than a moment, did not even wait for a processor
 
     @property
     def succeeded(self) -> bool:
@@ -97,15 +100,21 @@ def python_command(*arguments: str) -> tuple[str, ...]:
 
 
 def run(program: Program, stdin: bytes = b"", limits: Limits = Limits()) -> Outcome:
-    """Run a program to its end. A failure of the sandbox is retried once, then raised as `SandboxError`."""
-    for attempt in (1, 2):
-        try:
-            with _sealed(stdin) as source, Run(program, limits, source) as running:
-                return running.finish()
-        except SandboxError:
-            if attempt == 2:
-                raise
-    raise AssertionError
+    """Run a program to its end, `twice` if need be."""
+
+    def once() -> Outcome:
+        with _sealed(stdin) as source, Run(program, limits, source) as running:
+            return running.finish()
+
+    return twice(once)
+
+
+def twice(attempt: Callable[[], Result]) -> Result:
+    """The result of ``attempt``. If the sandbox fails, it is made once more; then `SandboxError` is raised."""
+    try:
+        return attempt()
+    except SandboxError:
+        return attempt()
 
 
 @functools.cache
@@ -116,11 +125,7 @@ def check_sandbox() -> None:
             "programs cannot be run in a sandbox here: /proc has no files task/*/children, which need a kernel with "
             "CONFIG_PROC_CHILDREN"
         )
-    if not launcher().exists():
-        raise UserError(
-            f"{launcher()} is missing, because megarl was installed without a C++ compiler: install one, then megarl "
-            "again (pip install .)"
-        )
+    launcher()
     try:
         outcome = run(Program(python_command("-c", "print(6 * 7)"), {}))
     except SandboxError as error:
@@ -136,14 +141,14 @@ def check_sandbox() -> None:
 
 @functools.cache
 def launcher() -> Path:
-    """The compiled launcher of the installed megarl distribution."""
-    try:
-        distribution = importlib.metadata.distribution("megarl")
-    except importlib.metadata.PackageNotFoundError:
+    """The compiled launcher; `UserError` with the remedy if it is not installed."""
+    path = compiled_file("rewards/bin/megarl_sandbox")
+    if path is None:
         raise UserError(
-            "megarl is not installed, and the sandbox needs its compiled launcher: run pip install . in its clone"
-        ) from None
-    return Path(str(distribution.locate_file("megarl"))) / "rewards/bin/megarl_sandbox"
+            "the sandbox's compiled launcher is missing, because megarl was installed without a C++ compiler: install "
+            "one, then megarl again (pip install . in its clone), or install its wheel"
+        )
+    return path
 
 
 class Run:
@@ -154,6 +159,7 @@ class Run:
         self.limits, self._output, self._status_text = limits, bytearray(), b""
         self._stopped: str | None = None  # the reason given to `stop`
         self._busy_seconds = 0.0  # the largest result of `_busy` so far
+        self._asleep = 0.0  # seconds in which it neither ran nor waited for a CPU, when last looked at
         self._begin = time.monotonic()
         output, output_end = os.pipe() if stdout is None else (None, stdout)
         self._status, status_end = os.pipe()
@@ -209,7 +215,8 @@ class Run:
     def is_asleep(self, *others: Run) -> bool:
         """Whether it and ``others`` have neither run nor waited for a CPU for ``limits.asleep`` seconds in all."""
         busy = sum(run._busy() for run in (self, *others))
-        return time.monotonic() - self._begin - busy > self.limits.asleep
+        self._asleep = time.monotonic() - self._begin - busy
+        return self._asleep > self.limits.asleep
 
     def ended(self) -> bool:
         """Whether it and everything that it started has ended."""
@@ -247,14 +254,15 @@ class Run:
         if words[:1] == ["failed"] or not (self._stopped or len(words) == 4):
             raise SandboxError(" ".join(words) or "its launcher was killed from outside")
         if len(words) != 4 or self._stopped == "output":
-            return Outcome(None if self._stopped == "stopped" else self._stopped, -signal.SIGKILL, output)
+            over = None if self._stopped == "stopped" else self._stopped
+            return Outcome(over, -signal.SIGKILL, output, self._busy_seconds + self._asleep)
         code = os.waitstatus_to_exitcode(int(words[1]))
         over = None
         if words[0] != "ended" or int(words[2]) >= self.limits.seconds * 1_000_000:  # microseconds
             over = "time"
         elif code == -signal.SIGKILL:  # the kernel killed it because memory ran out, unless it killed itself
             over = "memory"
-        return Outcome(over, code, output)
+        return Outcome(over, code, output, int(words[2]) / 1e6 + self._asleep)
 
 
 @contextlib.contextmanager

@@ -94,6 +94,10 @@ class BuiltinEngine:
     def decoding(self) -> int:
         return self._decoder.unfinished if self._decoder else 0
 
+    @property
+    def decoding_tokens(self) -> int:
+        return self._decoder.sampled if self._decoder else 0
+
     def has_room(self) -> bool:
         """One request is served after another, because responses that decode together change each other's last bits."""
         return not self.decoding
@@ -174,6 +178,11 @@ class _Decoder:
     def unfinished(self) -> int:
         """The number of responses that have not ended."""
         return len(self.rows) + len(self.waiting) * self.fanout
+
+    @property
+    def sampled(self) -> int:
+        """Tokens of the responses that have begun and not ended, without prefixes."""
+        return int((self.position - self.lengths[self.rows] - self.begun[self.rows]).sum())
 
     def step(self) -> list[Completion]:
         """Let prompts of the current length join, sample a token for each row, and return the rows that end with it."""

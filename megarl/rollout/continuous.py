@@ -92,6 +92,7 @@ def checked_experts(found: np.ndarray | None, length: int, hf: dict[str, Any], c
 
     found: the experts of the first ``length`` tokens of prompt and response, as recorded; None: there is no record.
     cut_off: the response was ended early, so the record may be too short; missing ids become -1 (unknown).
+    Layers without experts, for which both engines return 0, get -1 as well.
     Raises RuntimeError for a record of another shape and for ids that no router returns: ids the model does not have,
     one id twice for a token (a record that was never filled in is 0 throughout), or the same id everywhere.
     """
@@ -99,6 +100,8 @@ def checked_experts(found: np.ndarray | None, length: int, hf: dict[str, Any], c
     found = np.empty((0, *shape[1:]), np.int32) if found is None else found[:length]
     if found.shape[1:] != shape[1:] or (len(found) < length and not cut_off):
         raise RuntimeError(f"the engine recorded experts of the shape {found.shape}, not {shape}")
+    sparse = hf["sparse_layers"]
+    found = found[:, sparse]
     if found.size and not 0 <= found.min() <= found.max() < hf["num_experts"]:
         raise RuntimeError(
             f"the engine recorded experts {found.min()} to {found.max()}; the model has {hf['num_experts']}"
@@ -111,7 +114,7 @@ def checked_experts(found: np.ndarray | None, length: int, hf: dict[str, Any], c
             "experts was not filled in"
         )
     result = np.full(shape, -1, expert_type(hf["num_experts"]))
-    result[: len(found)] = found
+    result[: len(found), sparse] = found
     return result
 
 
@@ -164,6 +167,10 @@ class ContinuousEngine(ABC):
     @property
     def decoding(self) -> int:
         return len(self._running)
+
+    @property
+    def decoding_tokens(self) -> int:
+        return 0
 
     def has_room(self) -> bool:
         """Whether fewer responses run than the recipe allows, and the KV cache has room.

@@ -17,14 +17,19 @@ stale weights however little the policy has moved.
 
 A token whose experts are nearly tied may be routed elsewhere, which may move its log-prob and later ones by whole nats.
 In the two sums differences are therefore clipped. In float32 the reference marks such tokens; they count only in a mean
-over all tokens, with the limit of bfloat16.
+over all tokens, with a wider limit.
+
+Prompts are text that the policy did not choose: its log-probs are lower there, and rounding moves them further. A limit
+that comes from responses is therefore one for responses alone, and that for a base model, which is compared on prompts
+with another implementation than the actor's, is wide: between `DOUBTFUL` and `WIDE` nats there is only a warning.
 """
 
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +44,10 @@ from megarl.storage.policies import Reference
 # bfloat16 a token whose experts are nearly tied may be routed elsewhere, so only the mean is limited; quantised weights
 # change every token's log-prob.
 TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (math.inf, 0.1), "quantised": (math.inf, 0.5)}
+WIDE = {"float32": 0.1, "bfloat16": 0.3, "quantised": 0.5}  # mean over tokens that rounding moves most, in nats
+DOUBTFUL = 0.05  # mean distance in nats of an engine with a base model in bfloat16 above which there is a warning
 # Where q is known, its mean distance from p shows how far engine and actor are apart with the same weights. The limit
-# of the mean distance is then NOISES times that, but at least LEAST_NOISE nats and at most the limit above.
+# of their mean distance is then NOISES times that, but at least LEAST_NOISE nats and at most the limit above.
 NOISES, LEAST_NOISE = 3.0, 0.02
 SIGNIFICANT, MISSING = 4.0, 0.1  # limits: standard errors, and the missing share of the change between two policies
 BLOCK = 16  # tokens summed before the standard error is estimated: an error at one token carries over to the next ones
@@ -62,6 +69,7 @@ class Drift:
     missing_errors: float | None = None  # ``missing`` in standard errors
     sampled: float = 0.0  # mean distance of the log-probs of sampled tokens from the engine's own scores of them
     checksum: str | None = None  # of the engine's weights, if the engine offers one
+    warning: str = ""  # for the user; "" if there is no doubt
 
 
 def measure_drift(engine: RolloutEngine, reference: Reference, before: str | None = None) -> Drift:
@@ -90,7 +98,7 @@ def measure_drift(engine: RolloutEngine, reference: Reference, before: str | Non
             f"{len(sampled)} tokens, by {sampled.mean():.3g} nats in the mean and up to {sampled.max():.3g} at a "
             "token. Does an option of [rollout.vllm] or [rollout.sglang], such as speculative decoding, change them?"
         )
-    return Drift(**(vars(drift) | {"sampled": float(sampled.mean()), "checksum": checksum}))
+    return replace(drift, sampled=float(sampled.mean()), checksum=checksum)
 
 
 def judge(scored: Sequence[np.ndarray], reference: Reference, precision: str) -> Drift:
@@ -100,26 +108,32 @@ def judge(scored: Sequence[np.ndarray], reference: Reference, precision: str) ->
     """
     precision = max(precision, reference.precision, key=lambda name: TOLERANCES[name][1])
     everywhere = distances = _distances(scored, reference.logprobs)
-    if precision == "float32" and reference.tied is not None:
-        ties = np.concatenate(reference.tied)
-        distances = everywhere if ties.all() else everywhere[~ties]
-    place: dict[str, Any] = _place(scored, reference)
-    left_out = len(everywhere) - len(distances)
-    drift = Drift(float(distances.max()), float(distances.mean()), len(distances), left_out, precision, **place)
     largest, mean = TOLERANCES[precision]
-    if precision != "float32" and (usual := _usual_distance(reference)) is not None:
-        mean = min(mean, max(LEAST_NOISE, NOISES * usual))
+    tied = 0
+    if precision == "float32":
+        if reference.tied is not None and not (ties := np.concatenate(reference.tied)).all():
+            distances, tied = everywhere[~ties], int(ties.sum())
+    elif reference.base:
+        mean = WIDE[precision]
+    elif reference.previous is not None and any(map(len, reference.stored or ())):
+        usual = _distances(
+            _where_stored(reference.stored or (), reference), _where_stored(reference.previous, reference)
+        )
+        distances = _distances(_where_stored(scored, reference), _where_stored(reference.logprobs, reference))
+        mean = min(mean, max(LEAST_NOISE, NOISES * float(usual.mean())))
+    place: dict[str, Any] = _place(scored, reference)
+    drift = Drift(float(distances.max()), float(distances.mean()), len(distances), tied, precision, **place)
     if not _tolerable(distances, (largest, mean)):
         raise UserError(
             f"the engine's weights are not the policy's: its log-probs of {drift.tokens} tokens are "
             f"{drift.mean:.3g} nats off in the mean and up to {drift.max:.3g} at a token; the limits for {precision} "
             f"are {mean:.3g} and {largest:g} here. Nothing was generated with them"
         )
-    if drift.tied and not _tolerable(everywhere, TOLERANCES["bfloat16"]):
+    if not _tolerable(everywhere, (math.inf, WIDE[precision])):
+        left_out = "those whose experts are tied" if tied else "prompts"
         raise UserError(
             f"the engine's weights are not the policy's: its log-probs of {len(everywhere)} tokens are "
-            f"{everywhere.mean():.3g} nats off in the mean, with those whose experts are tied. Nothing was generated "
-            "with them"
+            f"{everywhere.mean():.3g} nats off in the mean, with {left_out}. Nothing was generated with them"
         )
     if place and place["nearer"] < -SIGNIFICANT:
         raise UserError(
@@ -133,15 +147,20 @@ def judge(scored: Sequence[np.ndarray], reference: Reference, precision: str) ->
             f"{len(everywhere)} tokens lack {place['missing']:.0%} of the change from that policy to this one "
             f"({place['missing_errors']:.1f} standard errors). Nothing was generated with them"
         )
+    if reference.base and precision == "bfloat16" and drift.mean > DOUBTFUL:
+        warning = (
+            f"the engine's log-probs of {drift.tokens} tokens of prompts are {drift.mean:.3g} nats off those that "
+            f"transformers computes for the base model (refused above {mean:g}). Rounding can explain that where there "
+            "are many experts or layers; so can an option of the engine: read some responses before you go on"
+        )
+        return replace(drift, warning=warning)
     return drift
 
 
-def _usual_distance(reference: Reference) -> float | None:
-    """Mean distance of q from p in nats: how far engine and actor differed with the previous policy; None: unknown."""
-    if reference.previous is None or not reference.stored or not any(map(len, reference.stored)):
-        return None
-    pairs = [(q, p[-len(q) :]) for q, p in zip(reference.stored, reference.previous, strict=True) if len(q)]
-    return float(_distances([q for q, _ in pairs], [p for _, p in pairs]).mean())
+def _where_stored(values: Sequence[np.ndarray], reference: Reference) -> list[np.ndarray]:
+    """``values`` at the tokens whose log-probs the engine stored with the previous policy: tokens of responses."""
+    counts = map(len, reference.stored or ())
+    return [own[-count:] for own, count in zip(values, counts, strict=True) if count]
 
 
 def _tolerable(distances: np.ndarray, limits: tuple[float, float]) -> bool:
@@ -190,23 +209,39 @@ def _in_errors(parts: list[float]) -> float:
 def hugging_face_reference(policy_dir: Path, sequences: list[list[int]], temperature: float = 1.0) -> Reference:
     """A reference for a base model, which no actor has exported: its log-probs by transformers on the CPU.
 
-    The model is computed in the precision of its file.
+    The model is computed in the precision of its file, by all cores of this machine.
     """
-    model = load_model(policy_dir)
-    return Reference(
-        sequences=sequences,
-        logprobs=score(model, sequences, temperature),
-        precision="float32" if model.dtype == torch.float32 else "bfloat16",
-    )
+    model, threads = load_model(policy_dir), torch.get_num_threads()
+    torch.set_num_threads(len(os.sched_getaffinity(0)))
+    try:
+        logprobs = score(model, sequences, temperature)
+    finally:
+        torch.set_num_threads(threads)
+    precision = "float32" if model.dtype == torch.float32 else "bfloat16"
+    return Reference(sequences=sequences, logprobs=logprobs, precision=precision, base=True)
+
+
+class _Float32Head(torch.nn.Linear):
+    """A language model's head, computed in float32 as actor and engines do: bfloat16 rounds a logit of 20 by .06."""
+
+    def __init__(self, head: torch.nn.Linear) -> None:
+        super().__init__(head.in_features, head.out_features, head.bias is not None, device="meta")
+        self.weight = torch.nn.Parameter(head.weight.float())
+        if head.bias is not None:
+            self.bias = torch.nn.Parameter(head.bias.float())
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input.float())
 
 
 def load_model(policy_dir: Path) -> Any:
-    """Load a policy as a transformers model on the CPU, in the precision of its file."""
+    """Load a policy as a transformers model on the CPU, in the precision of its file but for the head: in float32."""
     from transformers import AutoModelForCausalLM  # takes seconds
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype="auto", local_files_only=True, use_safetensors=True)
+    model.set_output_embeddings(_Float32Head(model.get_output_embeddings()))
     return model.eval()
 
 

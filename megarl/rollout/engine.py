@@ -38,15 +38,6 @@ class Sampling:
     # the most tokens that this request may add to a response; one cut off by it also has the finish reason "length"
     budget: float = math.inf
 
-    def __post_init__(self) -> None:
-        for name in ("max_tokens", "samples", "timeout", "top_p", "budget"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"sampling {name} is {getattr(self, name)}: it must be above 0")
-        if not self.temperature >= 0:
-            raise UserError(f"sampling temperature is {self.temperature}: it must be above 0, or 0 for greedy decoding")
-        if not self.top_p <= 1:
-            raise UserError(f"sampling top_p is {self.top_p}: it must be above 0 and at most 1")
-
     @property
     def limits(self) -> list[int]:
         """[prompts * samples] tokens: the longest each response may be after this request, its prefix included."""
@@ -97,6 +88,10 @@ class RolloutEngine(Protocol):
     @property
     def decoding(self) -> int:
         """The number of responses that were submitted and not returned yet."""
+
+    @property
+    def decoding_tokens(self) -> int:
+        """Tokens sampled for these responses so far; 0 if the engine tells of a response only when it ends."""
 
     def has_room(self) -> bool:
         """Whether another request should be submitted now; always true of an engine that is not decoding."""
@@ -200,16 +195,9 @@ def _seed(name: str) -> int:
 def check_request(prompts: Sequence[Sequence[int]], sampling: Sampling, vocabulary: int, context: int) -> None:
     """Raise `UserError` for a request that no engine can serve, naming the prompt that is at fault.
 
-    Refused are empty prompts, token ids outside the vocabulary, prompts that are too long, and a number of seeds or
-    prefixes that is not the number of responses. context: the engine's maximum sequence length in tokens.
+    Refused are empty prompts, token ids outside the vocabulary and prompts that are too long.
+    context: the engine's maximum sequence length in tokens.
     """
-    if len(sampling.seeds) != len(prompts) * sampling.samples:
-        raise UserError(
-            f"{len(prompts)} prompts with {sampling.samples} samples each need "
-            f"{len(prompts) * sampling.samples} seeds, got {len(sampling.seeds)}"
-        )
-    if sampling.prefixes:
-        _check_prefixes(sampling, vocabulary)
     for index, prompt in enumerate(prompts):
         if not prompt:
             raise UserError(f"prompt {index} is empty: at least one token is needed")
@@ -225,19 +213,6 @@ def check_request(prompts: Sequence[Sequence[int]], sampling: Sampling, vocabula
                 f"engine's {context} positions (max_position_embeddings of the model, or the longest prompt and "
                 "response that the recipe allows): shorten the prompts or lower max_response_tokens"
             )
-
-
-def _check_prefixes(sampling: Sampling, vocabulary: int) -> None:
-    if len(sampling.prefixes) != len(sampling.seeds):
-        raise UserError(f"{len(sampling.seeds)} responses need as many prefixes, got {len(sampling.prefixes)}")
-    for index, prefix in enumerate(sampling.prefixes):
-        if len(prefix) >= sampling.max_tokens:
-            raise UserError(
-                f"the prefix of response {index} has {len(prefix)} tokens, so none of its {sampling.max_tokens} tokens "
-                "are left to generate"
-            )
-        if prefix and not 0 <= min(prefix) <= max(prefix) < vocabulary:
-            raise UserError(f"the prefix of response {index} has a token outside the vocabulary [0, {vocabulary})")
 
 
 def visible_gpus(first: int, count: int) -> str:

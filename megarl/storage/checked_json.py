@@ -1,5 +1,7 @@
 """JSON objects that contain their own checksum, so that damage is detected when they are read; alone or one per line.
 
+Texts of other kinds, such as recipes, have theirs in a comment, the last line: `with_checksum`.
+
 Files of lines grow while others read them. A killed writer may leave half a line at the end: readers ignore it, and the
 next writer removes it. Any other line that cannot be read is damage: `read_json_lines` and a strict
 `JsonTail` raise, the others skip the line.
@@ -19,7 +21,9 @@ from megarl.errors import UserError
 from megarl.storage.files import disk_errors, fsync_path, write_atomic
 
 Record = dict[str, Any]
-_CHECKSUM = re.compile(rb',\s+"crc": "([0-9a-f]{8})"\s*}\s*')
+HASH, HTML = "# {}", "<!-- {} -->"  # comments for `with_checksum`
+# exactly as `encode` writes it, so that a change of white space is noticed too
+_CHECKSUM = re.compile(rb',(?: |\n +)"crc": "([0-9a-f]{8})"(?:}\n?|\n}\n)')
 
 
 def encode(record: Record, indent: int | None = None) -> bytes:
@@ -32,7 +36,7 @@ def encode(record: Record, indent: int | None = None) -> bytes:
     return body + b',\n%s"crc": "%08x"\n}\n' % (b" " * indent, zlib.crc32(body))
 
 
-def decode(data: bytes, needs_checksum: bool = False) -> Record:
+def decode(data: bytes, needs_checksum: bool = True) -> Record:
     """The object without its checksum; ValueError if it is wrong, or missing although ``needs_checksum``."""
     begin = data.rfind(b'"crc": ')
     begin = data.rfind(b",", 0, begin) if begin > 0 else -1
@@ -54,10 +58,10 @@ def write_checked(path: Path, record: Record) -> None:
     write_atomic(path, encode(record, indent=1))
 
 
-def read_checked(path: Path, remedy: str, needs_checksum: bool = False) -> Record:
+def read_checked(path: Path, remedy: str) -> Record:
     """Read what `write_checked` wrote; `UserError`, ending with ``remedy``, if the file is damaged or missing."""
     try:
-        return decode(path.read_bytes(), needs_checksum)
+        return decode(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged: {error}. {remedy}") from error
 
@@ -91,12 +95,36 @@ def _parse_lines(lines: list[bytes], path: Path, first: int = 1) -> list[Record]
     records = []
     for number, line in enumerate(lines, first):
         try:
-            records.append(decode(line))
+            records.append(decode(line, needs_checksum=False))
         except (ValueError, RecursionError) as error:
             raise UserError(
                 f"{path}, line {number} is damaged: {error}. Restore the file from a copy, or delete that line"
             ) from error
     return records
+
+
+def check_json_lines(path: Path) -> None:
+    """`UserError` with the line's number unless every line has its checksum, and the last one ends with a newline."""
+    lines, torn = split_lines(path.read_bytes())
+    for number, line in enumerate([*lines, torn] if torn else lines, 1):
+        try:
+            decode(line)
+            if number > len(lines):
+                raise ValueError("it does not end with a newline")
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{path}, line {number} is damaged: {error}") from error
+
+
+def with_checksum(text: str, comment: str) -> str:
+    """``text`` with its CRC-32 in a last line. comment: how its language writes one, such as "# {}"."""
+    checksum = f"checksum of the lines above: {zlib.crc32(text.encode()):08x}"
+    return f"{text}\n{comment.format(checksum)}\n"
+
+
+def has_checksum(data: bytes, comment: str) -> bool:
+    """Whether ``data`` is what `with_checksum` made of some text."""
+    text = data[:-1].rpartition(b"\n")[0]
+    return data == with_checksum(text.decode(errors="replace"), comment).encode()
 
 
 def read_intact_lines(path: Path) -> tuple[list[Record], int]:
@@ -152,7 +180,7 @@ class JsonTail:
 
 def _object_or_none(line: bytes) -> Record | None:
     try:
-        return decode(line)
+        return decode(line, needs_checksum=False)
     except (ValueError, RecursionError):
         return None
 

@@ -8,15 +8,16 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from megarl.storage.checked_json import decode, encode
+from megarl.storage.checked_json import Record, decode, encode
 from megarl.storage.files import file_sha256, fsync_path
 from megarl.storage.metrics import Position
 
 MANIFEST = "manifest.json"
+CHECKPOINTS = "checkpoints"  # the directory of a stage with its checkpoints
 METRICS = "metrics.jsonl"  # a copy of the lines of the stage's updates
 _NAME = re.compile(r"update_(\d{6,})")
 
@@ -64,28 +65,47 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint ``path``; `Damaged` if it is missing, unreadable or of another update."""
     try:
-        fields = decode((path / MANIFEST).read_bytes(), needs_checksum=True)
-        files = {name: FileSum(**entry) for name, entry in fields["files"].items()}
+        fields, files = _read(path)
         manifest = Manifest(fields["update"], files, Position(**fields["position"]))
-    except PermissionError:
-        raise  # not damage
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (KeyError, TypeError) as error:
         raise Damaged(f"{MANIFEST}: {error}") from error
     if path.name != checkpoint_path(path.parent, manifest.update).name:
         raise Damaged(f"{MANIFEST} belongs to update {manifest.update}")
     return manifest
 
 
-def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
-    """`Damaged` unless the files ``names`` have the sizes and checksums of the manifest; reads them completely."""
-    for name in names:
+def read_sums(path: Path) -> dict[str, FileSum]:
+    """The sizes and checksums in the manifest of the directory ``path``; `Damaged` if it cannot be read."""
+    return _read(path)[1]
+
+
+def _read(path: Path) -> tuple[Record, dict[str, FileSum]]:
+    try:
+        fields = decode((path / MANIFEST).read_bytes())
+        return fields, {name: FileSum(**entry) for name, entry in fields["files"].items()}
+    except PermissionError:
+        raise  # not damage
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"{MANIFEST}: {error}") from error
+
+
+def check_checkpoint(path: Path) -> None:
+    """`Damaged` unless the checkpoint consists of exactly the files in its manifest; reads all of them."""
+    manifest = read_manifest(path)
+    check_files(path, manifest.files)
+    if extra := {file.name for file in path.iterdir()} - {*manifest.files, MANIFEST}:
+        raise Damaged(f"{min(extra)} is not in its manifest")
+
+
+def check_files(path: Path, files: Mapping[str, FileSum]) -> None:
+    """`Damaged` unless these files of the directory have these sizes and checksums; reads them completely."""
+    for name, expected in files.items():
         try:
             found = FileSum.of(path / name)
         except PermissionError:
             raise
         except OSError as error:
             raise Damaged(f"{name}: {error.strerror}") from error
-        expected = manifest.files[name]
         if found.bytes != expected.bytes:
             raise Damaged(f"{name} has {found.bytes} bytes, not {expected.bytes}")
         if found != expected:
@@ -94,7 +114,7 @@ def check_files(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
 
 def read_metrics(path: Path, manifest: Manifest) -> bytes:
     """The checkpoint's copy of the stage's metrics lines; `Damaged` if it does not agree with the manifest."""
-    check_files(path, manifest, [METRICS])
+    check_files(path, {METRICS: manifest.files[METRICS]})
     return (path / METRICS).read_bytes()
 
 

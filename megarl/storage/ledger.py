@@ -12,7 +12,7 @@ from io import FileIO
 from pathlib import Path
 
 from megarl.errors import UserError
-from megarl.storage.checked_json import decode, encode, split_lines
+from megarl.storage.checked_json import Record, decode, encode, read_checked, split_lines
 from megarl.storage.files import file_sha256
 
 LEDGER = "ledger.jsonl"  # the lines of writer 0; after sealing those of all writers
@@ -42,7 +42,7 @@ def to_line(entry: LedgerEntry) -> bytes:
 def from_line(line: bytes) -> LedgerEntry | None:
     """Decode a line; None if its checksum is wrong or missing."""
     try:
-        fields = decode(line, needs_checksum=True)
+        fields = decode(line)
     except (ValueError, RecursionError):
         return None
     return LedgerEntry(**{**fields, "groups": tuple(fields["groups"])})
@@ -162,13 +162,7 @@ def check_equal(entries: Sequence[LedgerEntry], directory: Path, field: str, exp
 def check_seal(directory: Path) -> None:
     """`UserError` unless the ledger of a sealed directory has the checksum in its seal."""
     seal, ledger = directory / SEALED, directory / LEDGER
-    try:
-        expected = decode(seal.read_bytes())["ledger_sha256"]
-    except (ValueError, KeyError, RecursionError, OSError) as error:
-        raise UserError(
-            f"{seal} is damaged: {error}. Restore it from a copy, or delete it and start again: the stage's rollouts "
-            "are then sealed again"
-        ) from error
+    expected = _read_seal(seal).get("ledger_sha256")
     try:
         intact = hashlib.sha256(ledger.read_bytes()).hexdigest() == expected
     except (FileNotFoundError, IsADirectoryError):
@@ -180,19 +174,26 @@ def check_seal(directory: Path) -> None:
         )
 
 
+def _read_seal(path: Path) -> Record:
+    return read_checked(
+        path,
+        "Restore it from a copy, or delete it and start again: the stage's rollouts are then sealed again",
+    )
+
+
 def sealed_groups(directory: Path, which: str) -> list[int] | None:
     """The ids in the seal of a stage: ``which`` is "chosen" for the groups it trains, "carried" for those it passes on.
 
     None if there is no seal or it has no such list: then all groups are trained, and none is carried.
     """
     path = directory / SEALED
-    return decode(path.read_bytes()).get(which) if path.exists() else None
+    return _read_seal(path).get(which) if path.exists() else None
 
 
 def sealed_external(directory: Path) -> bool:
     """Whether a sealed stage was filled from outside, with prompts and rewards that the recipe does not know."""
     path = directory / SEALED
-    return path.exists() and decode(path.read_bytes()).get("external") is True
+    return path.exists() and _read_seal(path).get("external") is True
 
 
 def check_size(path: Path, entry: LedgerEntry) -> None:

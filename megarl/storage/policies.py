@@ -18,6 +18,7 @@ import numpy as np
 
 from megarl.data.tokenizer import TOKENIZER_FILES
 from megarl.errors import UserError
+from megarl.foreign import parse_json, read_file
 from megarl.models.hf_config import quantisation, read_settings
 from megarl.storage.checked_json import decode, encode
 from megarl.storage.files import atomic_directory, file_sha256, write_atomic
@@ -61,23 +62,18 @@ def read_info(policy_dir: Path) -> PolicyInfo:
     return info
 
 
-def check_policy(policy_dir: Path, remedy: str) -> None:
-    """`UserError`, ending with ``remedy``, unless all files of a run's policy match their checksums; reads them all."""
-    try:
-        if not (policy_dir / INFO_FILE).exists():
-            raise UserError(f"{policy_dir / INFO_FILE} is gone")
-        info = read_info(policy_dir)
-        for name, expected in info.files.items():
-            if (policy_dir / name).exists() and not (policy_dir / name).is_file():
-                raise UserError(f"{policy_dir / name} is not a regular file")
-            if file_sha256(policy_dir / name) != expected:
-                raise UserError(f"{policy_dir / name} does not match its checksum in {INFO_FILE}")
-        if _hash_weights(policy_dir) != info.weights_hash:
-            raise UserError(f"the weights in {policy_dir} do not match their checksum in {INFO_FILE}")
-    except OSError as error:
-        raise UserError(f"cannot read {error.filename}: {error.strerror}. {remedy}") from error
-    except UserError as error:
-        raise UserError(f"{error}. {remedy}") from error
+def check_policy(policy_dir: Path) -> None:
+    """`UserError` or OSError unless all files of a run's policy match their checksums; reads them all."""
+    if not (policy_dir / INFO_FILE).exists():
+        raise UserError(f"{policy_dir / INFO_FILE} is gone")
+    info = read_info(policy_dir)
+    for name, expected in info.files.items():
+        if (policy_dir / name).exists() and not (policy_dir / name).is_file():
+            raise UserError(f"{policy_dir / name} is not a regular file")
+        if file_sha256(policy_dir / name) != expected:
+            raise UserError(f"{policy_dir / name} does not match its checksum in {INFO_FILE}")
+    if _hash_weights(policy_dir) != info.weights_hash:
+        raise UserError(f"the weights in {policy_dir} do not match their checksum in {INFO_FILE}")
 
 
 def _hash_weights(policy_dir: Path) -> str:
@@ -172,10 +168,10 @@ def weight_files(directory: Path) -> list[Path]:
             raise UserError(f"{directory} has no *.safetensors files; megarl reads no other format of weights")
         return files
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        names = sorted(set(parse_json(read_file(index))["weight_map"].values()))
         if foreign := [name for name in names if Path(name).name != name]:
             raise ValueError(f"{foreign[0][:200]!a} is not the name of a file in the same directory")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{index} is damaged: {error}") from error
     missing = [name for name in names if not (index.parent / name).is_file()]
     if missing:
@@ -200,6 +196,7 @@ class Reference:
     stored: list[np.ndarray] | None = None
     # [n - 1] bool each: True from the first token on whose experts depend on rounding; None: unknown, or no experts
     tied: list[np.ndarray] | None = None
+    base: bool = False  # of a base model on prompts, computed by transformers and not by an actor
 
 
 def cut_text(texts: Iterable[list[int]], longest: int) -> list[list[int]]:
@@ -223,7 +220,6 @@ def encode_reference(reference: Reference) -> dict[str, Any]:
 
 def decode_reference(fields: dict[str, Any]) -> Reference:
     """The inverse of `encode_reference`."""
-    fields = {"tied": None} | fields  # references of earlier versions do not have it
     arrays = {
         name: fields[name] and [np.array(values, dtype) for values in fields[name]] for name, dtype in _ARRAYS.items()
     }
@@ -238,7 +234,7 @@ def decode_reference(fields: dict[str, Any]) -> Reference:
 
 def write_reference(directory: Path, reference: Reference) -> None:
     """Write the reference file of a directory; it is durable on return."""
-    write_atomic(directory / REFERENCE_FILE, json.dumps(encode_reference(reference)) + "\n")
+    write_atomic(directory / REFERENCE_FILE, encode(encode_reference(reference)))
 
 
 def read_reference(directory: Path) -> Reference | None:
@@ -247,6 +243,6 @@ def read_reference(directory: Path) -> Reference | None:
     if not path.exists():
         return None
     try:
-        return decode_reference(json.loads(path.read_text()))
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        return decode_reference(decode(path.read_bytes()))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is damaged: {error}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from megarl.errors import UserError
+from megarl.foreign import bounded
 
 LOGPROB_TOLERANCE = 1e-4  # nats: the float32 log-softmax of a near-certain token may be a little above 0
 FIRST_VERSION = -(2**31)  # the smallest version; external rollouts may come from policies before the run's first one
@@ -43,6 +45,9 @@ OPTIONAL = pa.schema(
 # the experts that the engine recorded, [layers, top_k] per token in the smallest type that holds an expert's id;
 # readers that do not use this column pay nothing for it, since the file is mapped
 EXPERTS = "routed_experts"
+# the row of the data set behind a group's prompt, as in `Group.row`; a shard without one has no such column
+ROW, ROW_TYPE = "prompt_row", pa.dictionary(pa.int32(), pa.string())
+LONGEST_ROW = 1 << 18  # characters
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,14 @@ class Group:
     group_id: int
     prompt_tokens: np.ndarray  # [p] int32
     responses: tuple[Response, ...]
+    row: str | None = (
+        None  # JSON object: source and plain columns of the prompt's row, see `megarl.data.prompts.Prompt`
+    )
+
+    @property
+    def columns(self) -> dict[str, str | float | bool]:
+        """``row`` as an object, {} without one."""
+        return json.loads(self.row) if self.row else {}
 
 
 def any_unfinished(responses: Iterable[Response]) -> bool:
@@ -113,6 +126,7 @@ class Shard:
         self.finish_reasons = batch["finish_reason"].to_pylist()
         self.optional = {name: batch[name] for name in OPTIONAL.names if name in batch.schema.names}
         self.experts = _experts_column(batch[EXPERTS]) if EXPERTS in batch.schema.names else None
+        self.prompt_rows = batch[ROW] if ROW in batch.schema.names else None
         ids, first, count = np.unique(batch["group_id"].to_numpy(), return_index=True, return_counts=True)
         self.rows = {int(i): range(int(f), int(f + n)) for i, f, n in zip(ids, first, count, strict=True)}
 
@@ -126,7 +140,8 @@ class Shard:
         """One group, as read-only views of the shard."""
         rows = self.rows[group_id]
         prompt = _slice(self.prompts, rows.start)
-        return Group(group_id, prompt, tuple(self._response(row) for row in rows))
+        row = None if self.prompt_rows is None else self.prompt_rows[rows.start].as_py()
+        return Group(group_id, prompt, tuple(self._response(row) for row in rows), row)
 
     def _response(self, row: int) -> Response:
         return Response(
@@ -153,6 +168,7 @@ def validate(groups: Sequence[Group]) -> None:
     for group in groups:
         where = f"group {group.group_id}"
         _check_tokens(group.prompt_tokens, f"{where}, prompt_tokens")
+        _check_row(group, where)
         if not group.responses:
             raise UserError(f"{where} has no responses")
         for index, response in enumerate(group.responses):
@@ -174,8 +190,10 @@ def validate(groups: Sequence[Group]) -> None:
             mask = response.loss_mask
             if mask is not None and not (mask.dtype == bool and mask.shape == logprobs.shape and mask.any()):
                 raise UserError(f"{here}: loss_mask must be bool [{len(logprobs)}] with at least one True")
-            if not np.isfinite(response.reward):
-                raise UserError(f"{here}: the reward is {response.reward}, it must be finite")
+            try:
+                bounded(response.reward)
+            except ValueError as error:
+                raise UserError(f"{here}: the reward {error}") from error
             if response.finish_reason not in FINISH_REASONS:
                 raise UserError(f"{here}: finish_reason is {response.finish_reason!r}, not one of {FINISH_REASONS}")
 
@@ -201,6 +219,15 @@ def _check_experts(groups: Sequence[Group]) -> None:
                 )
             if experts.size and experts.min() < -1:
                 raise UserError(f"{here}: {experts.min()} in routed_experts is neither an expert nor -1")
+
+
+def _check_row(group: Group, where: str) -> None:
+    try:
+        columns = group.columns if len(group.row or "") <= LONGEST_ROW else None
+    except (ValueError, RecursionError):
+        columns = None
+    if not isinstance(columns, dict) or not all(isinstance(value, str | int | float) for value in columns.values()):
+        raise UserError(f"{where}: its row must be a JSON object of texts, numbers and truth values")
 
 
 def _check_tokens(tokens: np.ndarray, where: str) -> None:
@@ -245,6 +272,9 @@ def to_batch(groups: Sequence[Group], weights_hash: str, logprob_mode: str) -> p
     if experts:
         columns[EXPERTS] = _experts_array(experts)
         schema = schema.append(pa.field(EXPERTS, columns[EXPERTS].type))
+    if any(group.row is not None for group in groups):
+        columns[ROW] = pa.array([group.row for group, _, _ in rows], ROW_TYPE)
+        schema = schema.append(pa.field(ROW, ROW_TYPE))
     return pa.RecordBatch.from_pydict(columns, schema=schema)
 
 

@@ -28,6 +28,7 @@ from typing import Any, Literal
 import torch
 
 from megarl.errors import UserError
+from megarl.foreign import parse_json
 from megarl.storage.files import file_sha256
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -182,7 +183,7 @@ def _read_header(path: Path, file: FileIO) -> dict[str, Region]:
         length = struct.unpack("<Q", file.read(8))[0]
         if length > min(size - 8, _MAX_HEADER_BYTES):
             raise ValueError(f"its header would be {length} bytes long")
-        header = json.loads(file.read(length))
+        header = parse_json(file.read(length))
         header.pop("__metadata__", None)
         regions = {name: _region(file, name, entry, 8 + length) for name, entry in header.items()}
         for name, region in regions.items():

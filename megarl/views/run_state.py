@@ -79,26 +79,25 @@ class RunState:
         self._unit = "groups" if self.candidates == recipe.groups_per_stage else "candidates"
         self.phase, self.stage, self.phase_since = "", 0, 0.0
         self.doing = ""  # "loading" or "evaluating" while a phase with engines has not begun its own work
-        self.work_since = 0.0  # time at which the phase began its own work; until then, at which it started
         self.answered = 0, 0, ""  # of the suite that is being evaluated: prompts answered, all prompts, name
         self._evaluating: Evaluating | None = None
         self.accuracies: dict[int, tuple[float, float]] = {}  # update -> accuracy on the first suite, half its interval
         self._suite = next((suite.name for suite in recipe.suites), HELDOUT)
         self.seconds: dict[str, float] = {}  # phase -> duration of the last one that ended
         self.recent: deque[dict[str, Any]] = deque(maxlen=RATE_UPDATES)
-        self._compared = 0, 0  # batches of a what-if: done, all
+        self._compared = 0, 0  # gradients of a what-if: done, all
         self._replicas: dict[int, dict[str, Any]] = {}  # the last `rollout_progress` of each in the current phase
         self._events, self._metrics = (
             JsonTail(run_dir / "events.jsonl"),
             JsonTail(run_dir / "metrics.jsonl", METRICS_BYTES),
         )
         self._ledgers: dict[Path, JsonTail] = {}
-        self._shards: dict[str, tuple[int, int, int, float]] = {}  # shard -> groups, responses, tokens, sum of rewards
-        self._begins = False  # whether a phase has begun since the last `poll`
-        self._shards_before: set[str] = set()  # of an earlier, killed attempt; they do not count for the speed
+        self._shards: dict[str, tuple[int, int, float]] = {}  # shard -> groups, responses, sum of rewards
+        self._begins = False  # whether an attempt at a phase has begun since the last `poll`
+        self._groups_before = 0  # stored by earlier, killed attempts
 
     def poll(self) -> list[dict[str, Any]]:
-        """Read the new lines of all files; returns the new events that deserve a line (`ANNOUNCED`)."""
+        """Read the new lines of all files; returns the new events that deserve a line (`ANNOUNCED`, warnings)."""
         events = self._events.read()[1]
         for event in events:
             self._apply(event)
@@ -106,7 +105,7 @@ class RunState:
             self._begins = False
             if self.phase == "rollout":
                 self._read_ledgers()
-            self._shards_before = set(self._shards)
+            self._groups_before = self._groups_stored
         anew, updates = self._metrics.read()
         if anew:
             self.recent.clear()
@@ -115,25 +114,31 @@ class RunState:
             self._read_ledgers()
         if self._evaluating is not None:
             self.answered = self._evaluating.poll()
-        return [event for event in events if event.get("event") in ANNOUNCED]
+        return [
+            event
+            for event in events
+            if event.get("event") in ANNOUNCED or (event.get("warning") and event.get("rank") == 0)
+        ]
 
     def _apply(self, event: dict[str, Any]) -> None:
         kind, stage = event.get("event"), event.get("stage", 0)
         if kind == "phase_start":
             self.phase, self.stage = str(event.get("phase")), stage
-            self.phase_since = self.work_since = event.get("time", time.time())
+            self.phase_since = event.get("time", time.time())
             self.doing = "loading" if self._begins_by_loading else ""
             self._evaluating, self.answered = None, (0, 0, "")
             self._ledgers, self._shards, self._replicas, self._begins = {}, {}, {}, True
-        elif kind == "restart" and self._begins_by_loading:
-            self.doing = "loading"
+        elif kind == "restart":
+            self._replicas, self._begins = {}, True
+            if self._begins_by_loading:
+                self.doing = "loading"
         elif kind == "weight_drift" and self.doing == "loading":  # the first engine has loaded
             self.doing = "evaluating" if event.get("phase") == "evaluate" != self.phase else ""
             if event.get("phase") == "evaluate":
                 self._evaluating = Evaluating(self.run_dir, self._recipe, self.stage)
-            self.work_since = event.get("time", self.work_since)
         elif kind in ("phase_end", "phase_failed", "phase_stopped"):
             self.phase = ""
+            event["over_limit"] = self.of_replicas("over_limit")
             if kind == "phase_end" and not find_phase(event.get("phase")).title:  # part of a stage
                 self.seconds[str(event.get("phase"))] = float(event.get("seconds", 0.0))
         elif kind == "rollout_progress":
@@ -141,7 +146,6 @@ class RunState:
         elif kind == "what_if_progress":
             self._compared = event["done"], event["total"]
         elif kind == "evaluation" and "accuracy" in event:
-            self.work_since = event.get("time", self.work_since)
             version, suite = version_of(event, self.schedule), event.get("suite", self._suite)
             if self._evaluating is None or self._evaluating.over(version, suite):
                 self.doing = ""
@@ -157,8 +161,12 @@ class RunState:
         for path in (self.run_dir / f"stages/{self.stage:03d}/rollouts").rglob("ledger*.jsonl"):
             rewarded = path.parent.name == "rollouts"  # those in unfinished/ have no reward yet
             for entry in self._ledgers.setdefault(path, JsonTail(path)).read()[1]:
-                counts = len(entry.get("groups", ())), entry.get("responses", 0) * rewarded, entry.get("tokens", 0)
+                counts = len(entry.get("groups", ())), entry.get("responses", 0) * rewarded
                 self._shards[f"{path.parent.name}/{entry.get('shard')}"] = (*counts, entry.get("reward_sum", 0.0))
+
+    @property
+    def _groups_stored(self) -> int:
+        return sum(shard[0] for shard in self._shards.values())
 
     @property
     def updates(self) -> int:
@@ -171,21 +179,24 @@ class RunState:
         if self.phase == "evaluate" or self.doing == "evaluating":
             return (*self.answered[:2], "prompts")
         if self.phase == "rollout":
-            done = sum(shard[0] for shard in self._shards.values())
+            # a chunk is stored as a whole, but its groups are complete one after another
+            done = max(self._groups_stored, self._groups_before + round(self.of_replicas("groups")))
             return min(done, self.candidates), self.candidates, self._unit
         if find_phase(self.phase).updates:
             size = self.schedule.updates_per_stage
             return min(size, max(0, self.updates - self.stage * size)), size, "updates"
         if self.phase == "what_if":
-            return (*self._compared, "batches")
+            return (*self._compared, "gradients")
         return 0, 0, ""
 
     @property
     def reward(self) -> float | None:
         """Mean reward: of the stage's responses while it is generated, else of the last updates."""
         if self.phase == "rollout":
-            responses = sum(shard[1] for shard in self._shards.values())
-            return sum(shard[3] for shard in self._shards.values()) / responses if responses else None
+            if stored := sum(shard[1] for shard in self._shards.values()):
+                return sum(shard[2] for shard in self._shards.values()) / stored
+            responses = self.of_replicas("responses")
+            return self.of_replicas("reward_sum") / responses if responses else None
         return _mean("reward/mean", self._recent_of_stage)
 
     @property
@@ -194,15 +205,14 @@ class RunState:
         return [update for update in self.recent if update.get("stage", self.stage) == self.stage]
 
     def of_replicas(self, name: str) -> float:
-        """Sum over the replicas of a number in their last report of the current phase, restarts included."""
+        """Sum over the replicas of a number in their last report of the current attempt at the phase."""
         return sum(replica.get(name, 0) for replica in self._replicas.values())
 
     @property
     def tokens_per_second(self) -> float | None:
         """Speed of the current phase: response tokens generated since it began, or tokens of the last updates."""
         if self.phase == "rollout":
-            tokens = sum(shard[2] for name, shard in self._shards.items() if name not in self._shards_before)
-            return tokens / max(1e-3, time.time() - self.work_since) if tokens else None
+            return self.of_replicas("tokens_per_second") or None
         seconds = sum(update.get("seconds", 0.0) for update in self._recent_of_stage)
         return sum(update.get("tokens", 0) for update in self._recent_of_stage) / seconds if seconds else None
 
@@ -214,12 +224,27 @@ class RunState:
             pace = _mean("seconds", self.recent)
             return None if pace is None else (total - done) * pace
         if self.phase == "rollout":
-            mine = sum(shard[0] for name, shard in self._shards.items() if name not in self._shards_before)
-            return (total - done) * (time.time() - self.work_since) / mine if mine else None
+            return self._seconds_of_generation
         if self.phase == "what_if":
             return (total - done) * (time.time() - self.phase_since) / done if done else None
         known = self.seconds.get(self.phase)
         return None if known is None else max(0.0, self.phase_since + known - time.time())
+
+    @property
+    def _seconds_of_generation(self) -> float | None:
+        """Until all responses of the phase are generated, from the tokens that the replicas have reported.
+
+        Responses that are still being decoded count with the longest allowed length, because short ones end first.
+        """
+        ended, decoding, tokens = (self.of_replicas(name) for name in ("ended", "decoding", "tokens"))
+        rate = self.tokens_per_second
+        if not rate or not ended + decoding:
+            return None
+        table = self._recipe.rollout
+        length = (tokens + decoding * table.max_response_tokens) / (ended + decoding)
+        responses = (self.candidates - self._groups_before) * table.responses_per_prompt
+        left = (responses * length - tokens - self.of_replicas("decoding_tokens")) / rate
+        return max(0.0, left - (time.time() - max(report["time"] for report in self._replicas.values())))
 
     @property
     def run_seconds_left(self) -> float | None:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megarl.errors import UserError
-from megarl.views.responses.text import aligned, escape
+from megarl.foreign import escape
+from megarl.views.responses.text import aligned
 from megarl.views.run_reader import Run, read_run
 
 

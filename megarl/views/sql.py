@@ -21,14 +21,15 @@ import pyarrow.dataset as ds
 import pyarrow.fs as fs
 
 from megarl.errors import UserError
+from megarl.foreign import escape
 from megarl.recipe.eval_table import HELDOUT
 from megarl.storage.checked_json import Record
 from megarl.storage.ledger import check_size
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir.evaluations import SuiteResponses
-from megarl.storage.shards import OPTIONAL, SCHEMA
+from megarl.storage.shards import OPTIONAL, ROW, ROW_TYPE, SCHEMA
 from megarl.views.responses.select import decoder, stages
-from megarl.views.responses.text import aligned, escape
+from megarl.views.responses.text import aligned
 from megarl.views.run_reader import interval, read_run
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 MEMORY = "1GB"  # limit of DuckDB's memory, which does not count pages of mapped files
 SHOWN_ROWS, SHOWN_CHARACTERS = 100, 60  # in a terminal: rows of a table, characters of a cell
 _BATCH = 1024  # rows that are fetched at a time
-_COLUMNS = [*SCHEMA, *OPTIONAL]
+_COLUMNS = [*SCHEMA, *OPTIONAL, (ROW, ROW_TYPE)]
 _PLACES = {  # columns that each table of shards gets in addition, which say where a row comes from
     "shards": [("stage", pa.int32()), ("shard", pa.string())],
     "unfinished_shards": [("stage", pa.int32()), ("shard", pa.string())],  # cut at the token budget of their stage
@@ -72,9 +73,12 @@ _VIEW = """
 create view {name} as select
     {places}, group_id as prompt, sample, reward, coalesce(correct, reward) as correct, finish_reason,
     len(response_tokens)::int as length, policy_version, answer, prompt_tokens, response_tokens, rollout_logprobs,
-    loss_mask, policy_versions, weights_hash::varchar as weights_hash, logprob_mode::varchar as logprob_mode, shard
+    loss_mask, policy_versions, weights_hash::varchar as weights_hash, logprob_mode::varchar as logprob_mode, shard,
+    prompt_row::varchar as prompt_row {of_rows}
 from {table}
 """
+# the SQL type of a column of the prompts' rows by the types of its values; of others: text
+_KINDS = (({bool}, "boolean"), ({int}, "bigint"), ({int, float}, "double"))
 
 
 def query(root: Path, text: str, memory: str = MEMORY) -> Iterator[Record]:
@@ -120,16 +124,41 @@ def _open(root: Path, spill: str, memory: str) -> duckdb.DuckDBPyConnection:
         "allow_community_extensions": "false",
     }
     connection = duckdb.connect(":memory:", config=config)
-    for name, table in _tables(root).items():
+    tables = _tables(root)
+    for name, table in tables.items():
         connection.register(name, table)
     views = {"shards": "responses", "unfinished_shards": "unfinished", "evaluation_shards": "evaluation_responses"}
     for table, name in views.items():
         places = ", ".join(place for place, _ in _PLACES[table][:-1])
-        connection.execute(_VIEW.format(name=name, table=table, places=places))
+        of_rows = _row_columns(tables[table])
+        connection.execute(_VIEW.format(name=name, table=table, places=places, of_rows=of_rows))
     _register_decode(connection, root)
     connection.execute("set enable_external_access = false")
     connection.execute("set lock_configuration = true")
     return connection
+
+
+def _row_columns(shards: ds.Dataset) -> str:
+    """The columns of the prompts' rows, for `_VIEW`: each is read from the JSON text only if a query names it.
+
+    A name that another column has is left out; ``prompt_row`` has all.
+    """
+    kinds: dict[str, set[type]] = {}
+    for batch in shards.to_batches(columns=[ROW]):
+        for text in batch.column(0).dictionary.to_pylist():
+            for name, value in json.loads(text).items():
+                kinds.setdefault(name, set()).add(type(value))
+    taken = {*shards.schema.names, "prompt", "length"}
+    found = []
+    for name, types in kinds.items():
+        if name.casefold() in taken:
+            continue
+        taken.add(name.casefold())
+        kind = next((kind for of, kind in _KINDS if types <= of), "varchar")
+        path = "/" + name.replace("~", "~0").replace("/", "~1").replace("'", "''")
+        column = name.replace('"', '""')
+        found.append(f", try_cast(json_extract_string(prompt_row, '{path}') as {kind}) as \"{column}\"")
+    return "".join(found)
 
 
 def _tables(root: Path) -> dict[str, Any]:

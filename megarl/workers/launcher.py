@@ -227,7 +227,6 @@ def _flight_recorder(logs: Path, folder: Path) -> dict[str, str]:
 class Failure:
     """What a failed process left behind in its error file."""
 
-    rank: int
     log: Path
     message: str | None = None  # None if it was killed or could not write the file
     mistake: bool = False  # the error is a `UserError`
@@ -236,9 +235,9 @@ class Failure:
 
 def _failure(rank: int, logs: Path, errors: Path) -> Failure:
     try:
-        return Failure(rank, _log(logs, rank), **json.loads(_error_file(errors, rank).read_text()))
+        return Failure(_log(logs, rank), **json.loads(_error_file(errors, rank).read_text()))
     except (OSError, ValueError):  # killed, or written on a full disk
-        return Failure(rank, _log(logs, rank))
+        return Failure(_log(logs, rank))
 
 
 def _report(ended: Ended, nodes: Nodes, stage: Stage, phase: str, failures: dict[int, Failure]) -> Report:

@@ -28,7 +28,7 @@ def find_node_rank(environ: Mapping[str, str]) -> NodeRank:
     ``MASTER_PORT`` is optional, for networks that let only certain ports through. `UserError` if variables are missing
     or contradict each other.
     """
-    port = int(environ.get("MASTER_PORT") or 0)
+    port = _integer(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else 0
     if "NNODES" in environ:
         missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if name not in environ]
         if missing:
@@ -36,7 +36,7 @@ def find_node_rank(environ: Mapping[str, str]) -> NodeRank:
                 f"NNODES is set, but {missing[0]} is not: a run on several nodes needs NNODES, NODE_RANK and "
                 "MASTER_ADDR"
             )
-        rank, count = int(environ["NODE_RANK"]), int(environ["NNODES"])
+        rank, count = _integer(environ, "NODE_RANK"), _integer(environ, "NNODES")
         if not 0 <= rank < count:
             raise UserError(f"NODE_RANK = {rank}, but NNODES = {count}: ranks go from 0 to NNODES - 1")
         node = NodeRank(rank, count, environ["MASTER_ADDR"], port)
@@ -49,6 +49,12 @@ def find_node_rank(environ: Mapping[str, str]) -> NodeRank:
     else:
         return NodeRank()
     return node if node.count > 1 else NodeRank()
+
+
+def _integer(environ: Mapping[str, str], name: str) -> int:
+    if not re.fullmatch("[0-9]{1,5}", environ[name]) or int(environ[name]) > 65535:
+        raise UserError(f"{name} = {environ[name][:40]!r}: expected an integer from 0 to 65535")
+    return int(environ[name])
 
 
 def first_host(nodelist: str) -> str:

@@ -168,7 +168,7 @@ class Nodes:
         try:
             while not self._store.check([key]):
                 time.sleep(POLL_SECONDS)  # not a blocking `get`, during which Python would handle no signal
-            return {"number": self._orders, **json.loads(self._store.get(key))}
+            return dict(json.loads(self._store.get(key)))
         except LOST as error:
             raise self.lost_leader() from error
 

@@ -6,21 +6,29 @@ The checks of engines, data, verifiers and layouts are in their own modules and 
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 import json
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
+import torch
 from packaging.requirements import Requirement
+from packaging.version import Version
 
+from megarl.advantages import group_advantages
 from megarl.data.prompts import check_data
-from megarl.errors import PhaseFailed, UserError
+from megarl.errors import PhaseFailed, UserError, print_notes
 from megarl.models.hf_config import read_hf_config
 from megarl.models.lora import check_lora
 from megarl.models.settings import check_layers
-from megarl.objectives import build_objective
+from megarl.objectives import build_objective, updates_per_step
+from megarl.objectives.own import try_objective
+from megarl.own_file import is_own
 from megarl.phases.entry import ERROR_FILE, hide_gpus_from_cpu_runs, report_errors
 from megarl.recipe.layout import check_layout
+from megarl.recipe.load import shipped
 from megarl.recipe.optimizer import check_optimizer
 from megarl.recipe.tables import ActorTable, Recipe
 from megarl.rewards.parts import check_reward
@@ -47,6 +55,7 @@ def check(starter: Starter, recipe: Recipe, nodes: int = 1, optimizes: bool = Tr
 def _check_in_fork(error: str, recipe: Recipe, nodes: int, optimizes: bool) -> int:
     """Run `check_recipe` in a fork, whose output goes where the agent's goes; returns the exit code."""
     os.environ[ERROR_FILE] = error
+    print_notes()
     hide_gpus_from_cpu_runs(recipe.actor.backend)
     return report_errors(lambda: check_recipe(recipe, nodes, optimizes), into_log=False)
 
@@ -56,11 +65,12 @@ def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None
 
     optimizes: False if only engines will run; then the actor's layout need not fit the number of ``nodes``.
     """
-    if not recipe.model.path.is_dir():
-        raise UserError(
-            f"[model] path: {recipe.model.path} is not a local directory, and nothing is downloaded. For a model "
-            f"of the Hugging Face Hub: hf download OWNER/NAME --local-dir {recipe.model.path}"
-        )
+    if not (path := recipe.model.path).is_dir():
+        remedy = f"For a model of the Hugging Face Hub: hf download OWNER/NAME --local-dir {path}"
+        script = shipped("examples") / path.parent.name / "make_base.py"
+        if path.match("examples/*/base") and script.is_file():
+            remedy = f"A script makes it, in the directory {path.parents[2]}: python {script}"
+        raise UserError(f"[model] path: {path} is not a local directory, and nothing is downloaded. {remedy}")
     hf = read_hf_config(recipe.model.path)
     check_weight_files(recipe.model.path)
     check_data(recipe, hf)
@@ -68,26 +78,39 @@ def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None
     for stage in recipe.distinct_rollouts:
         check_engine(recipe, stage, hf)
     check_devices(recipe)
+    check_composition(recipe, hf, nodes if optimizes else None)
+    if recipe.objective.path is not None:
+        objective = build_objective(recipe.objective.definition, recipe.objective.fields)
+        try_objective(objective, recipe.objective.path)
+    if is_own(recipe.objective.advantage):
+        group_advantages(torch.eye(2, recipe.rollout.responses_per_prompt), recipe.objective.advantage)
+    check_trackers(recipe.run)
+
+
+def check_composition(recipe: Recipe, hf: dict[str, Any], nodes: int | None = 1) -> None:
+    """`UserError` for settings that fit neither each other nor the model ``hf``, whatever is installed here.
+
+    nodes: as in `check_layout`.
+    """
     check_layers(recipe, hf)
-    objective = build_objective(recipe.objective.name, recipe.objective.fields)
-    objective.check(recipe.mixes_policies)
-    _check_steps(recipe, objective.updates_per_proximal_policy)
+    objective = build_objective(recipe.objective.definition, recipe.objective.fields)
+    _check_steps(recipe, updates_per_step(objective, recipe.schedule.sync_every))
     if recipe.mixes_policies and recipe.actor.routing_replay == "actor":
         raise UserError(
             '[actor] routing_replay = "actor" replays the routing of the one policy that generated a stage, but in a '
             'live run, and with rollout.token_budget, several policies generate it: use "engine" or "none", or '
             '[schedule] kind = "staged" without a token_budget'
         )
-    check_trackers(recipe.run)
-    check_layout(recipe, hf, nodes if optimizes else None)
+    check_layout(recipe, hf, nodes)
     check_lora(recipe, hf)
 
 
 def _check_steps(recipe: Recipe, updates: int) -> None:
     """`UserError` unless stages, checkpoints and exports end with a whole step of ``updates`` updates.
 
-    updates: `Objective.updates_per_proximal_policy`, the updates that share one proximal policy.
+    updates: `updates_per_step`, the updates that share one proximal policy.
     """
+    cause = "schedule.sync_every" if updates == recipe.schedule.sync_every else "objective.proximal_updates"
     periods = {"schedule.updates_per_stage": recipe.schedule.updates_per_stage}
     periods["actor.checkpoint_every"] = recipe.actor.checkpoint_every
     if recipe.schedule.kind == "live":
@@ -97,7 +120,7 @@ def _check_steps(recipe: Recipe, updates: int) -> None:
         if value % updates:
             nearest = max(updates, round(value / updates) * updates)
             raise UserError(
-                f"objective.proximal_updates = {updates}: {updates} updates form a step, before which the log-probs of "
+                f"{cause} = {updates}: {updates} updates form a step, before which the log-probs of "
                 f"its proximal policy are computed, but {name} = {value} would cut a step. Set {name} to a multiple of "
                 f"{updates}, for example {nearest}"
             )
@@ -113,8 +136,6 @@ def check_devices(recipe: Recipe) -> None:
     check_optimizer(recipe)
     _check_kernels(actor)
     if actor.backend == "cuda":
-        import torch
-
         from megarl.kernels.library import torch_needs_triton, triton_lacks
 
         builtin = any(table.engine == "builtin" for table in recipe.distinct_rollouts.values())
@@ -126,6 +147,14 @@ def check_devices(recipe: Recipe) -> None:
                 f'[actor] backend = "cuda" needs {needed} GPUs, but torch sees {torch.cuda.device_count()} here; '
                 'backend = "cpu" needs none'
             )
+    if actor.flash_attention == 3:
+        _check_flash_attention_3(actor)
+    deep_ep = recipe.megatron.get("moe_token_dispatcher_type") == "flex"
+    if deep_ep and importlib.util.find_spec("deep_ep") is None:
+        raise UserError(
+            '[megatron] moe_token_dispatcher_type = "flex" needs the package deep_ep, built from '
+            'github.com/deepseek-ai/DeepEP, tag v1.2.1, which is not installed; use "alltoall"'
+        )
 
 
 def _check_transformer_engine() -> None:
@@ -143,6 +172,30 @@ def _check_transformer_engine() -> None:
         raise UserError(
             f'[actor] layers = "transformer_engine": version {found} is installed, but Megatron-Core '
             f'{importlib.metadata.version("megatron-core")} is made for {versions}; use "torch"'
+        )
+
+
+def _check_flash_attention_3(actor: ActorTable) -> None:
+    """`UserError` where flash attention 3 is not called, not installed, or does not run."""
+    if actor.backend == "cpu" or actor.layers == "transformer_engine":
+        raise UserError(
+            '[actor] flash_attention = 3 is for backend = "cuda" and layers = "torch" (Transformer Engine chooses its '
+            "attention itself); remove the key"
+        )
+    # torch's switch was for fp8 alone at first: bfloat16 then silently stays with version 2
+    if Version(torch.__version__).release < (2, 13):
+        raise UserError(
+            f"[actor] flash_attention = 3 needs torch 2.13 or newer, not {torch.__version__}; use 2, torch's own"
+        )
+    if importlib.util.find_spec("flash_attn_interface") is None:
+        raise UserError(
+            "[actor] flash_attention = 3 needs the package flash-attn-3 (module flash_attn_interface), which is not "
+            "installed; use 2, torch's own"
+        )
+    if (found := torch.cuda.get_device_capability()) != (9, 0):
+        raise UserError(
+            f"[actor] flash_attention = 3 runs on GPUs of compute capability 9.0 (H100, H200), not {found[0]}."
+            f"{found[1]}; use 2, torch's own"
         )
 
 

@@ -193,7 +193,7 @@ class Starter:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self._warm: WarmProcess | None = None
-        self._always_cold = False  # a warm process could not fork, since an import initialises CUDA
+        self._always_cold = False  # a warm process could not fork: an import failed or initialised CUDA
         self._patience = 0.0  # timeout for the warm process's answers
         self.complaint = ""  # message, if the warm process did not answer; whoever shows it empties it
 
@@ -243,7 +243,7 @@ class Starter:
             return None
         try:
             pids = warm.fork(level, calls, self._patience)
-        except OSError as error:  # an import failed or it was killed: a cold start works, or shows the error
+        except OSError as error:  # it was killed or hangs: a cold start works, or shows the error
             self.complaint = str(error) if isinstance(error, TimeoutError) else ""
             self.close()
             return None
@@ -290,6 +290,8 @@ def supervise(
         codes = processes.poll(POLL_SECONDS)
         stall, reason = watch.check(processes.pids, codes) if watch else None, aborted()
     if stall or reason:
+        if watch and reason == STALLED:
+            stall = stall or watch.stopped(processes.pids)  # the other node may only have waited for this one
         notes = watch.dump(processes.pids) if watch and (stall or reason == STALLED) else []
         codes = _kill_and_wait(processes, hangs=stall is not None)
         stall = stall and replace(stall, text="\n".join([stall.text, *notes]))

@@ -53,6 +53,7 @@ class Imports:
     def __init__(self, first: Iterator[None]) -> None:
         self._levels: list[Iterator[None]] = [first, iter(()), iter(())]
         self._recipe: Recipe | None = None
+        self.failed = False  # whether one of them raised an exception
 
     def prepare(self, recipe: Recipe) -> None:
         """Add what a recipe needs, unless it is the same recipe as before."""
@@ -65,15 +66,19 @@ class Imports:
         """Do the next import up to this level; False if there is none."""
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they would be printed into the agent's progress display
-            return any(next(steps, True) is None for steps in self._levels[: level + 1])
+            try:
+                return any(next(steps, True) is None for steps in self._levels[: level + 1])
+            except Exception:  # a process that is started cold imports the same and shows the error
+                self.failed = True
+                return True
 
 
 def serve(agent: Connection, imports: Imports) -> None:
     """Carry out the agent's orders, and import while there are none, until the agent closes the connection.
 
     Orders are ("prepare", recipe); ("started",): a phase was started without this process; and ("fork", level, calls),
-    which is answered by ("forked", process ids), None instead of these if forks could not use CUDA, and by
-    ("ended", process id, exit code) as each of them ends.
+    which is answered by ("forked", process ids), None instead of these if forks could not use CUDA or an import failed,
+    and by ("ended", process id, exit code) as each of them ends.
     """
     children: set[int] = set()
     level = GENERATION  # training is imported once a phase runs: usually the first one generates
@@ -100,7 +105,7 @@ def serve(agent: Connection, imports: Imports) -> None:
                 pass
             if needed > CHECK:
                 level = TRAINING
-            pids = _fork_all(agent, calls)
+            pids = None if imports.failed else _fork_all(agent, calls)
             children.update(pids or ())
             agent.send(("forked", pids))
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 
 from megarl.heartbeats import WAITS, Beat, read_beat
+from megarl.linux import state_of
 
 FIRST = 6  # limit of the first step of a kind, in units of `stall_seconds`
 SLOWER = 5  # limit of a later step, in units of the longest step of its kind so far
@@ -93,6 +94,13 @@ class Watch:
         idle = max((self._idle[index] for index in running), default=0.0)
         if not late:
             idle = max([*stopped.values(), *(self._waiting if everybody_waits else ())])
+        return self._stall(pids, running, idle)
+
+    def stopped(self, pids: Sequence[int]) -> Stall | None:
+        """The stall, if a process here is stopped, however short ago: for when another node noticed a stall first."""
+        return self._stall(pids, range(len(pids)), max(self._idle)) if any(self._not_running(pids)) else None
+
+    def _stall(self, pids: Sequence[int], running: Sequence[int], idle: float) -> Stall:
         first, not_running = max(running, key=lambda index: self._idle[index]), list(self._not_running(pids))
         last = f"rank {self._watched[first].rank} was last seen at {self._beats[first]}"
         message = f"no progress for {idle:.0f} s: {'; '.join([last, *not_running])}"
@@ -123,7 +131,7 @@ class Watch:
         if elapsed < max(TREE_SECONDS, self._seconds / 4):
             return {}
         self._tree_checked = self._time
-        stopped = [process.pid for pid in pids for process in _descendants(pid) if _state(process.pid) == "T"]
+        stopped = [process.pid for pid in pids for process in _descendants(pid) if state_of(process.pid) == "T"]
         self._stopped = {pid: self._stopped[pid] + elapsed if pid in self._stopped else 0.0 for pid in stopped}
         return {pid: seconds for pid, seconds in self._stopped.items() if seconds > self._seconds}
 
@@ -131,10 +139,10 @@ class Watch:
         """Messages about stopped processes (state T): the watched ones, their descendants, and the warm process."""
         for watched, pid in zip(self._watched, pids, strict=True):
             for one in (pid, *(process.pid for process in _descendants(pid))):
-                if _state(one) == "T":
+                if state_of(one) == "T":
                     yield f"process {one} ({_name(one)}) of rank {watched.rank} is stopped"
         for parent in sorted({parent for pid in pids if (parent := _parent(pid)) and parent != os.getpid()}):
-            if _state(parent) == "T":
+            if state_of(parent) == "T":
                 yield f"process {parent} ({_name(parent)}), which started the others, is stopped"
 
     def describe(self, pids: Sequence[int]) -> list[str]:
@@ -226,13 +234,6 @@ def _name(pid: int) -> str:
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).name()
     return "ended"
-
-
-def _state(pid: int) -> str:
-    """The state of a process, a letter as in proc(5) such as R, S, D, T or Z; "" if it has ended."""
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as file:
-        return file.read().rpartition(")")[2].split()[0]
-    return ""
 
 
 def _handles(pid: int, number: int) -> bool:

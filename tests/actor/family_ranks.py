@@ -47,7 +47,9 @@ def train(name: str, layout: str, models: Path, rollouts: Path, folder: Path) ->
     objective = build_objective("reinforce", {})
     gradient, losses, norms = {}, [], []
     for update in range(2):
-        batches = packing.micro_batches(update_samples(rollouts, update), 128, actor.device)
+        # the layout "one" packs whole sequences, so the comparison with it tests shared prompts too
+        share = layout != "one" and actor.models[0].shares_prompts
+        batches = packing.micro_batches(update_samples(rollouts, update), 128, actor.device, share=share)
         if update == 0:
             step.compute_gradients(actor, batches, objective)
             gradient = whole_gradient(actor, models / name, folder / f"gradient {layout}")
@@ -74,7 +76,8 @@ def continued(name: str, layout: str, models: Path, rollouts: Path, folder: Path
     export_hf(actor.models, target / "loaded", models / name, 0)
     policies = [stored(target / "loaded")]
     for update in range(len(FAMILIES[name]) if layout == "one" else 1):
-        batches = packing.micro_batches(update_samples(rollouts, (done + update) % 2), 128, actor.device)
+        samples, share = update_samples(rollouts, (done + update) % 2), actor.models[0].shares_prompts
+        batches = packing.micro_batches(samples, 128, actor.device, share=share)
         step.train_step(actor, batches, build_objective("reinforce", {}), lr=1e-2)
         if update == 0:
             checkpoint.save(actor, folder / f"{name} checkpoints", done + 1, keep=1)

@@ -18,7 +18,7 @@ from tests.actor.conftest import make_recipe
 UPDATES = 20
 FEW = 3
 # they make all 20 updates; between them they have all kinds of parallelism
-LONG = ("one", "TP2 EP4", "CP2 PP2", "DP2 EP2 overlapped")
+LONG = ("one", "TP2 EP4", "CP2 PP2", "DP2 EP2")
 PROMPTS = 4  # groups per update
 
 
@@ -56,13 +56,11 @@ class Layout:
     ranks: int
     actor: dict[str, int] = field(default_factory=dict)
     megatron: dict[str, int] = field(default_factory=dict)
-    ddp: dict[str, Any] = field(default_factory=dict)
 
 
-# as megarl sets them on GPUs, with each parameter in a bucket of its own, as the largest ones of true models are
-OVERLAPPED = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1}
 LAYOUTS = {
-    "one": Layout(1),
+    "one": Layout(1),  # with whole sequences; in all others responses share their prompts
+    "one, shared prompts": Layout(1),
     "TP2 ETP2": Layout(2, {"tensor_parallel": 2}),
     "TP2 EP2": Layout(2, {"tensor_parallel": 2, "expert_tensor_parallel": 1, "expert_parallel": 2}),
     "PP2": Layout(2, {"pipeline_parallel": 2}),
@@ -75,7 +73,6 @@ LAYOUTS = {
     "TP2 EP4": Layout(4, {"tensor_parallel": 2, "expert_tensor_parallel": 1, "expert_parallel": 4}),
     "CP2 PP2": Layout(4, {"context_parallel": 2, "pipeline_parallel": 2}),
     "DP2 EP2": Layout(4, {"expert_parallel": 2}),
-    "DP2 EP2 overlapped": Layout(4, {"expert_parallel": 2}, ddp=OVERLAPPED),
     "TP2 CP2": Layout(4, {"tensor_parallel": 2, "context_parallel": 2}),
 }
 
@@ -111,7 +108,6 @@ def recipe_of(layout: Layout, model: Path, **tables: Any) -> Recipe:
     actor = {"processes_per_node": layout.ranks, "tokens_per_micro_batch": 128} | layout.actor
     tables["actor"] = actor | tables.get("actor", {})
     tables["megatron"] = layout.megatron | tables.get("megatron", {})
-    tables["megatron_ddp"] = layout.ddp | tables.get("megatron_ddp", {})
     tables["optimizer"] = {"lr": 1e-3, "weight_decay": 0.01} | tables.get("optimizer", {})
     return make_recipe(model, **tables)
 
@@ -130,6 +126,10 @@ def update_samples(rollouts: Path, update: int, routing_replay: str = "none") ->
     experts = [rng.permuted(np.tile(np.arange(4, dtype=np.int8), (len(s), 4, 1)), axis=2)[:, :, :2] for s in samples]
     for chosen in experts:
         chosen[rng.random(len(chosen)) < 0.2] = -1
+    for place, sample in enumerate(samples):
+        if place % 4 in (1, 2):  # as in the first response of the group; the fourth has experts of its own
+            before = len(sample.prompt_tokens) - 1
+            experts[place][:before] = experts[place - place % 4][:before]
     return [replace(s, routed_experts=chosen) for s, chosen in zip(samples, experts, strict=True)]
 
 
@@ -174,6 +174,11 @@ def run_layout(name: str, model: Path, rollouts: Path, folder: Path) -> dict[str
     recipe = recipe_of(LAYOUTS[name], model)
     parallel.build_groups(recipe)
     results: dict[str, Any] = {"reports": parallel.reports_metrics()}
+
+    def micro_batches(actor: Any, samples: list[Any]) -> list[Any]:
+        assert actor.models[0].shares_prompts
+        return packing.micro_batches(samples, 128, actor.device, share=name != "one")
+
     for case, settings in CASES.items():
         objective, replay = build_objective(settings.objective, settings.fields), settings.routing_replay
         # the layout "one" recomputes nothing, so the comparison with it tests replay under recomputation
@@ -187,18 +192,47 @@ def run_layout(name: str, model: Path, rollouts: Path, folder: Path) -> dict[str
             if wanted in objective.requires:
                 actor.frozen.append(frozen.FrozenPolicy.build((wanted,), recipe, model))
         samples = update_samples(rollouts, 0, replay)
-        batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, actor.device)
+        batches = micro_batches(actor, samples)
+        if case == "mu_grpo":
+            results["logprobs"] = logprobs(actor, batches, len(samples))
         step.compute_gradients(actor, batches, objective)
         gradient = whole_gradient(actor, model, folder / f"gradient {name}")
         metrics = []
         for update in range(updates_of(name, case)):
             samples = update_samples(rollouts, update, replay)
-            batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, actor.device)
-            metrics.append(step.train_step(actor, batches, objective, lr=1e-3))
-        results[case] = {"gradient": gradient, "metrics": metrics, "micro_batches": len(batches)}
+            batches = micro_batches(actor, samples)
+            metrics.append(step.train_step(actor, batches, objective, lr=1e-3, samples=len(samples)))
+        tokens = [line.pop("sample_tokens", {}).get("counts") for line in metrics]
+        results[case] = {"gradient": gradient, "metrics": metrics, "micro_batches": len(batches), "tokens": tokens[0]}
     results["scores"], results["second choices"] = reference_scores(recipe, model)
     results["offenders"] = offenders(recipe, model, update_samples(rollouts, 0))
     return results
+
+
+def logprobs(actor: Any, batches: list[Any], samples: int) -> list[torch.Tensor]:
+    """The log-probs of each sample's response, on the ranks of the last pipeline stage."""
+    from megatron.core import parallel_state as mpu
+
+    from megarl.actor.schedule import collect, run_micro_batches
+
+    found: dict[int, dict[int, float]] = {}
+    for log in run_micro_batches(actor.replicas, batches, collect, forward_only=True):
+        batch = log.batch
+        sequences = batch.sequence_index[batch.sequence_ids]
+        values = zip(sequences.tolist(), batch.positions.tolist(), batch.logprobs.tolist(), strict=True)
+        for (sequence, position, value), trains in zip(values, batch.loss_mask.tolist(), strict=True):
+            if trains:
+                found.setdefault(sequence, {})[position] = value
+    group = mpu.get_data_parallel_group(with_context_parallel=True)
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, found, group=group)
+    whole: dict[int, dict[int, float]] = {}
+    for part in everyone:
+        for sequence, values in part.items():
+            whole.setdefault(sequence, {}).update(values)
+    if not whole:
+        return []
+    return [torch.tensor([v for _, v in sorted(whole.get(i, {}).items())]) for i in range(samples)]
 
 
 def reference_scores(recipe: Recipe, model: Path) -> tuple[list[list[float]], list[list[float]]]:
@@ -236,7 +270,7 @@ def offenders(recipe: Recipe, model: Path, samples: list[Any]) -> list[dict[str,
     stored[-1] = np.nan
     samples[bad] = replace(samples[bad], rollout_logprobs=stored)
     before = [p.detach().clone() for chunk in actor.models for p in chunk.parameters()]
-    batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, actor.device)
+    batches = packing.micro_batches(samples, 128, actor.device, share=True)
     with pytest.raises(NonFiniteUpdate, match="not applied") as error:
         step.train_step(actor, batches, build_objective("mu_grpo", {}), lr=1e-3)
     after = [p for chunk in actor.models for p in chunk.parameters()]
@@ -280,7 +314,7 @@ def continue_in(names: list[str], model: Path, rollouts: Path, folder: Path) -> 
         def updates(actor: Any, numbers: range, recipe: Recipe = recipe) -> list[dict[str, float]]:
             def one(number: int) -> dict[str, float]:
                 samples = update_samples(rollouts, number)
-                batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, actor.device)
+                batches = packing.micro_batches(samples, 128, actor.device, share=True)
                 return step.train_step(actor, batches, objective, lr=1e-2)
 
             return [one(number) for number in numbers]

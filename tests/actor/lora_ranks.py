@@ -26,7 +26,9 @@ def actor_of(layout: str, case: str, model: Path) -> Any:
 def batches_of(actor: Any, rollouts: Path, update: int) -> list[Any]:
     from megarl.actor import packing
 
-    return packing.micro_batches(update_samples(rollouts, update), 128, actor.device)
+    # the layout "one" packs whole sequences, so the comparison with it tests shared prompts too
+    share = dist.get_world_size() > 1 and actor.models[0].shares_prompts
+    return packing.micro_batches(update_samples(rollouts, update), 128, actor.device, share=share)
 
 
 def whole(actor: Any, value: Any) -> dict[str, torch.Tensor]:

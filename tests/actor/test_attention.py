@@ -38,40 +38,34 @@ def attention_and_inputs(tokens, kind="all keys"):
     return attention, [torch.randn(s).to(dtype) for s in shapes]
 
 
-def packed(lengths, shard=None, **fields):
-    from megarl.actor.attention import PackedSequences
+def packed(pieces, tokens, ranks=1):
+    from megarl.actor.attention import PackedSequences, attended
 
-    cu_seqlens = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32)
-    runs = tuple((int((lengths == n).sum()), int(n)) for n in np.unique(lengths))
-    return PackedSequences(
-        qkv_format="thd",
-        cu_seqlens_q=cu_seqlens,
-        cu_seqlens_kv=cu_seqlens,
-        max_seqlen_q=int(lengths.max()),
-        max_seqlen_kv=int(lengths.max()),
-        length_runs=runs,
-        rotary=(torch.ones(1), torch.zeros(1)),
-        shard=shard,
-        **fields,
-    )
+    pieces = attended(pieces, tokens, tokens * ranks, torch.device("cpu"))
+    return PackedSequences(qkv_format="thd", attended=pieces)
+
+
+def alone(lengths):
+    """Each sequence attends to itself."""
+    places = np.split(np.arange(lengths.sum()), np.cumsum(lengths)[:-1])
+    return packed([(own, own) for own in places], lengths.sum())
 
 
 def run(attention, inputs, sequences, fused):
-    inputs = [x.clone().requires_grad_() for x in (inputs if fused else [x.float() for x in inputs])]
-    wanted = [*inputs, *attention.parameters()]
-    if fused:
-        with flash_attention_on("CPU"):
-            out = attention._fused(*inputs, sequences)
-            return [out, *torch.autograd.grad(out, wanted, torch.ones_like(out))]
-    out = attention(*inputs, packed_seq_params=sequences)
-    return [out, *torch.autograd.grad(out, wanted, torch.ones_like(out))]
+    """Output and gradients; fused: by flash attention in half precision, otherwise in float32."""
+    inputs = [x.detach().clone().requires_grad_() for x in (inputs if fused else [x.float() for x in inputs])]
+    with flash_attention_on("CPU"), pytest.MonkeyPatch.context() as patch:
+        if fused:
+            patch.setattr(attention, "_by_size", attention._fused)
+        out = attention._attend(*inputs, sequences)
+        return [out, *torch.autograd.grad(out, [*inputs, *attention.parameters()], torch.ones_like(out))]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_call_for_all_lengths_equals_one_call_per_length(kind):
     attention, inputs = attention_and_inputs(int(LENGTHS.sum()), kind)
     for a, b in zip(
-        run(attention, inputs, packed(LENGTHS), True), run(attention, inputs, packed(LENGTHS), False), strict=True
+        run(attention, inputs, alone(LENGTHS), True), run(attention, inputs, alone(LENGTHS), False), strict=True
     ):
         torch.testing.assert_close(a.float(), b, rtol=2**-7, atol=2**-7)
 
@@ -97,7 +91,7 @@ def test_attention_equals_a_softmax_written_out_for_each_query(kind):
     out = torch.stack(rows).view(-1, 4 * 16)
     wanted = [query, key, value, *([sinks] if sinks.requires_grad else [])]
     expected = [out, *torch.autograd.grad(out, wanted, torch.ones_like(out))]
-    for a, b in zip(run(attention, inputs, packed(LENGTHS), False), expected, strict=True):
+    for a, b in zip(run(attention, inputs, alone(LENGTHS), False), expected, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=1e-5, atol=1e-5)
 
 
@@ -105,7 +99,7 @@ def test_attention_equals_a_softmax_written_out_for_each_query(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_call_for_both_chunks_of_a_context_parallel_rank_equals_whole_sequences(kind, rank, monkeypatch):
     from megarl.actor import attention as module
-    from megarl.actor.packing import _attended_keys
+    from megarl.actor.packing import Sample, _pieces, _segments
     from megarl.batch import ContextShard
 
     attention, whole = attention_and_inputs(int(LENGTHS.sum()), kind)
@@ -115,9 +109,44 @@ def test_one_call_for_both_chunks_of_a_context_parallel_rank_equals_whole_sequen
     mine = [x[held[rank]] for x in whole]
     gathered = iter([everyone[id(x)] for x in whole[1:]])
     monkeypatch.setattr(module, "gather_from_sequence_parallel_region", lambda x, group: next(gathered))
-    attended = _attended_keys(LENGTHS, shards[rank], torch.device("cpu"))
-    sequences = packed(LENGTHS, shards[rank], attended=attended)
+    segments = _segments([Sample(np.zeros(1), np.zeros(n), np.zeros(n), 0.0) for n in LENGTHS], share=False)
+    sequences = packed(_pieces(segments, LENGTHS, shards[rank], by_size=False), len(held[rank]), 2)
+    sequences.shard = shards[rank]
     with flash_attention_on("CPU"):
-        out = attention._fused(*mine, sequences)
-    expected = run(attention, whole, packed(LENGTHS), False)[0][held[rank]]
+        monkeypatch.setattr(attention, "_by_size", attention._fused)
+        out = attention._attend(*mine, sequences)
+    monkeypatch.undo()
+    expected = run(attention, whole, alone(LENGTHS), False)[0][held[rank]]
     torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=2**-7)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_responses_that_share_a_prompt_attend_as_whole_sequences_do(kind, fused):
+    """Outputs and gradients; that of the prompt's keys is the sum over the whole sequences."""
+    from megarl.actor.packing import Sample, _pieces, _segments
+
+    prompts = ([1, 2, 3, 4], [5, 6, 7], [8])
+    samples = [
+        Sample(np.array(prompts[p]), np.arange(n), np.zeros(n, np.float32), 0.0)
+        for p, n in ((0, 2), (1, 7), (1, 12), (0, 17), (2, 22), (1, 27))
+    ]
+    segments = _segments(samples, share=True)
+    lengths = np.array([s.length for s in segments])
+    assert lengths.tolist() == [2, 7, 12, 17, 22, 27, 3, 2]  # the prompt of one token has nothing to share
+    places = np.split(np.arange(lengths.sum()), np.cumsum(lengths)[:-1])
+    stems = [None if s.stem is None else places[s.stem] for s in segments]
+    whole = [own if stem is None else np.concatenate([stem, own]) for stem, own in zip(stems, places, strict=True)][:6]
+    attention, inputs = attention_and_inputs(int(lengths.sum()), kind)
+    sequences = packed(_pieces(segments, lengths, None, not fused), lengths.sum())
+    assert (sequences.attended.queries is None) == fused
+    shared = run(attention, inputs, sequences, fused)
+
+    inputs = [x.float().requires_grad_() for x in inputs]
+    rows = np.concatenate(whole)
+    separate = attention._attend(*[x[rows] for x in inputs], alone(np.array([len(x) for x in whole])))
+    expected = torch.stack([separate[np.flatnonzero(rows == place)[-1]] for place in range(lengths.sum())])
+    gradients = torch.autograd.grad(expected, [*inputs, *attention.parameters()], torch.ones_like(expected))
+    tolerance = 2**-6 if fused else 1e-5
+    for a, b in zip(shared, [expected, *gradients], strict=True):
+        torch.testing.assert_close(a.float(), b, rtol=tolerance, atol=tolerance)

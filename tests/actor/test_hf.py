@@ -164,27 +164,6 @@ def test_stacked_experts_and_one_weight_per_expert_are_loaded_alike(tmp_path):
     assert one.read_bytes() == two.read_bytes()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2"])
-def test_norms_inside_transformer_engines_linear_layers_are_loaded_and_exported(family, tmp_path):
-    """These layers have the norm before them as the parameter ``layer_norm_weight``."""
-    from megarl.actor.hf import export_hf, load_hf
-
-    make_hf_model(family).save_pretrained(tmp_path / "in")
-    models = load_models(tmp_path / "in")
-    for layer in models[0].decoder.layers:
-        norms = {"input_layernorm": layer.self_attention.linear_qkv}
-        if family == "qwen2":
-            norms["pre_mlp_layernorm"] = layer.mlp.linear_fc1
-        for norm, linear in norms.items():
-            weight = getattr(layer, norm).weight
-            setattr(layer, norm, torch.nn.Identity())
-            linear.layer_norm_weight = torch.nn.Parameter(torch.zeros_like(weight))
-    load_hf(models, tmp_path / "in")
-    export_hf(models, tmp_path / "out", tmp_path / "in", 0)
-    one, two = (tmp_path / d / "model.safetensors" for d in ("in", "out"))
-    assert one.read_bytes() == two.read_bytes()
-
-
 def test_errors_name_damaged_and_unexpected_weights(tmp_path):
 
     make_hf_model("qwen3").save_pretrained(tmp_path)

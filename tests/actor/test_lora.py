@@ -20,7 +20,15 @@ from tests.actor.conftest import FAMILIES, make_hf_model, make_recipe, read_sett
 from tests.actor.test_step import CPU, make_samples
 
 pytestmark = pytest.mark.usefixtures("one_rank")
+ALL = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+LATENT = ["linear_kv_down_proj", "linear_kv_up_proj", *ALL[1:]]
+QUERIES = {"deepseek_v3": ["linear_q_down_proj", "linear_q_up_proj"], "deepseek_v3_moonlight": ["linear_q_proj"]}
 FULL = {"optimizer": {"weight_decay": 0.0, "clip_grad": 0.0, "eps": 1e-4}}
+
+
+def every_target(family):
+    """The targets that are all matrices of the family."""
+    return QUERIES[family] + LATENT if family in QUERIES else ALL
 
 
 def build(path, lora, recompute="none", **tables):
@@ -141,12 +149,11 @@ def test_merged_export_is_the_base_plus_the_adapters(family, tmp_path):
     "family", ["qwen3_moe", "glm4_moe_qk_norm", "mixtral", "qwen3_next", "deepseek_v3", "qwen3_5_moe"]
 )
 def test_base_plus_exported_adapters_is_the_merged_export(family, tmp_path):
-    """By PEFT's rule, NAME.weight + lora_alpha / r * lora_B @ lora_A for each module NAME; all else is the base's."""
     from megarl.actor.hf import export_hf
     from megarl.actor.peft import export_adapters
 
     make_hf_model(family).save_pretrained(tmp_path / "in")
-    actor = build(tmp_path / "in", {})
+    actor = build(tmp_path / "in", {"targets": every_target(family)})
     for adapter in actor.models[0].adapters.values():
         torch.nn.init.normal_(adapter.b, std=0.1)
     export_hf(actor.models, tmp_path / "out", tmp_path / "in", 7)
@@ -160,23 +167,35 @@ def test_base_plus_exported_adapters_is_the_merged_export(family, tmp_path):
     modules = {name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")}
     assert {module.rpartition(".")[2] for module in modules} == set(config["target_modules"])
     assert len(tensors) == 2 * len(modules)
-    untouched = dict(stored_tensors(tmp_path / "in"))
+    assert check_peft(tmp_path / "in", tmp_path / "adapters", tmp_path / "out") == len(modules)
+
+
+def check_peft(base_dir, adapters_dir, merged_dir):
+    """Assert that by PEFT's rule base and adapters are the merged model; returns how many tensors the adapters change.
+
+    NAME.weight + lora_alpha / r * lora_B @ lora_A for each module NAME; all else is the base's.
+    """
+    tensors = load_file(adapters_dir / "adapter_model.safetensors")
+    config = json.loads((adapters_dir / "adapter_config.json").read_text())
+    modules = {name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")}
+    untouched, changed = dict(stored_tensors(base_dir)), 0
     with (
-        TensorFiles.of(weight_files(tmp_path / "in")) as base,
-        TensorFiles.of(weight_files(tmp_path / "out")) as merged,
+        TensorFiles.of(weight_files(base_dir)) as base,
+        TensorFiles.of(weight_files(merged_dir)) as merged,
     ):
         for module in sorted(modules):
             name = module.removeprefix("base_model.model.") + ".weight"
             a, b = (tensors[f"{module}.lora_{x}.weight"].double() for x in "AB")
-            assert a.shape[0] == b.shape[1] == 4
+            assert a.shape[0] == b.shape[1] == config["r"]
             before, after = (files.region(name).read(0, b.shape[0]) for files in (base, merged))
-            value = before.double() + 6 / 4 * b @ a
-            assert not torch.equal(before, after), name
+            value = before.double() + config["lora_alpha"] / config["r"] * b @ a
+            changed += not torch.equal(before, after)
             rounding = torch.finfo(torch.float32).eps * float(value.abs().max())
             assert float((after.double() - value).abs().max()) <= 2 * rounding, name
             untouched.pop(base.stored_name(name), None)
-    after = dict(stored_tensors(tmp_path / "out"))
+    after = dict(stored_tensors(merged_dir))
     assert all(torch.equal(after[name], value) for name, value in untouched.items())
+    return changed
 
 
 @pytest.mark.parametrize(("targets", "named"), [(["linear_fc1"], "linear_fc1"), (["linear_qkv", "linear_fc2"], "fc2")])
@@ -250,14 +269,17 @@ def add_delta(tensors, name, adapter):
                 add(f"{place}.{key}_proj.weight", part)
 
 
-def test_merged_export_has_the_actors_log_probs_in_transformers(tmp_path):
+@pytest.mark.parametrize("family", ["glm4_moe_qk_norm", "deepseek_v3", "deepseek_v3_moonlight", "qwen3_next"])
+def test_merged_export_has_the_actors_log_probs_in_transformers(family, tmp_path):
     from megarl.actor import reference
 
-    make_hf_model("glm4_moe_qk_norm").save_pretrained(tmp_path / "in")
-    actor = build(tmp_path / "in", {})
+    make_hf_model(family).save_pretrained(tmp_path / "in")
+    actor = build(tmp_path / "in", {"targets": every_target(family)})
     text = [[(7 * i + 3) % 67 for i in range(20)]]
     (first,) = reference.score(actor.models, text, 64, CPU)
     updates(actor, range(3))
+    # one that is not in the forward pass would never train, and the merged export would agree with that
+    assert all(bool(adapter.b.any()) for adapter in actor.models[0].adapters.values())
     exported(actor, tmp_path / "out", tmp_path / "in")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     with torch.no_grad():
@@ -320,13 +342,12 @@ def test_every_matrix_has_an_adapter_of_its_size(family, tmp_path):
     from megarl.actor.model import build_model
     from megarl.models.lora import matrices
 
-    hf, recipe = read_settings(tmp_path, family), make_recipe(actor={"lora": {"rank": 1}})
+    table = {"rank": 1, "targets": every_target(family)}
+    hf, recipe = read_settings(tmp_path, family), make_recipe(actor={"lora": table})
     models = build_model(hf, recipe)
     names = {
         name for name, _ in models[0].named_parameters() if re.search(r"linear_\w+\.weight$|experts\.weight[12]$", name)
     }
-    if family.startswith(("deepseek", "qwen3_next", "qwen3_5")):
-        names = {name for name in names if "self_attention" not in name}
     lora.attach(models, recipe)
     assert set(models[0].adapters) == names
     for name, adapter in models[0].adapters.items():

@@ -1,5 +1,6 @@
 """What importing the actor's model gives Megatron-Core, on every backend."""
 
+import pytest
 import torch
 
 
@@ -15,3 +16,11 @@ def test_the_router_multiplies_in_float32_without_transformer_engine():
     assert torch.equal(logits, tokens.float() @ weight.float().t())
     assert torch.equal(weight.grad, tokens.float().sum(0).expand(4, 8).bfloat16())
     assert tokens.grad.dtype == torch.bfloat16
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_fused_functions_are_not_compiled_on_a_cpu_even_if_they_were_imported_before():
+    """Compiling one takes as long as several updates of a small model."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    assert not hasattr(TopKRouter._apply_expert_bias, "_torchdynamo_orig_callable")

@@ -4,13 +4,12 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-@settings(deadline=None)
 @given(data=st.data(), shape=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_rectangles_cover_a_range_once_and_in_order(data, shape):
     from megarl.actor.optimizer_state import rectangles

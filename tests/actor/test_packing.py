@@ -5,15 +5,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.recipe.megatron import token_alignment
+from megarl.recipe.megatron import shares_prompts, token_alignment
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-@settings(deadline=None)  # a case may take long on a busy machine
 @given(
     lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
     replicas=st.integers(1, 4),
@@ -66,6 +65,110 @@ def test_pack_has_every_token_once_in_order():
     assert batch.batch.logprobs.isnan().all() and batch.batch.logprobs.shape == (4,)  # the model has not run yet
 
 
+def group(prompt, *responses, **fields):
+    from megarl.actor.packing import Sample
+
+    return [
+        Sample(np.array(prompt), np.array(r), np.arange(len(r), dtype=np.float32), float(len(r)), **fields)
+        for r in responses
+    ]
+
+
+def test_responses_that_share_a_prompt_begin_with_its_last_token():
+    from megarl.actor.packing import pack
+
+    samples = [*group([10, 11, 12, 13], [20, 21, 22], [30, 31]), *group([14, 15], [40]), *group([16], [50, 51])]
+    batch = pack(samples, [7, 3, 5, 4], torch.device("cpu"), tokens=12, share=True)
+    assert batch.tokens.tolist() == [[15, 16, 50, 13, 30, 13, 20, 21, 14, 10, 11, 12]]
+    assert batch.labels[0, :8].tolist() == [40, 50, 51, 30, 31, 20, 21, 22]
+    assert batch.positions.tolist() == [[1, 0, 1, 3, 4, 3, 4, 5, 0, 0, 1, 2]]
+    assert batch.packed.trained.tolist() == list(range(8))
+    assert batch.batch.sequence_index.tolist() == [5, 4, 3, 7]
+    assert batch.batch.cu_seqlens.tolist() == [0, 1, 3, 5, 8]
+    assert batch.batch.rollout_logprobs.tolist() == [0, 0, 1, 0, 1, 0, 1, 2]
+    pieces = batch.packed.attended
+    keys = [x.tolist() for x in pieces.keys.places.split(pieces.cu_seqlens_k.diff().tolist())]
+    assert keys == [[8, 0], [1, 2], [9, 10, 11, 3, 4], [9, 10, 11, 5, 6, 7]]
+    assert pieces.queries.equal(pieces.keys.places)  # without flash attention
+
+
+def test_prompts_with_different_recorded_experts_are_not_shared():
+    from megarl.actor.packing import pack
+
+    samples = group([10, 11, 12], [20, 21], [30, 31], [40, 41])
+    experts = [np.full((4, 2, 2), -1, np.int8) for _ in samples]
+    experts[1][2:] = 3  # of tokens that each response has for itself
+    experts[2][1] = 3  # of the prompt
+    samples = [replace(s, routed_experts=own) for s, own in zip(samples, experts, strict=True)]
+    batch = pack(samples, range(3), torch.device("cpu"), share=True)
+    assert batch.tokens.tolist() == [[12, 20, 12, 30, 12, 40, 10, 11, 10, 11]]
+    assert batch.routed_experts[1][:, 0].tolist() == [-1, -1, 3, 3, -1, -1, -1, -1, -1, 3]
+
+
+@given(
+    prompts=st.lists(st.integers(1, 40), min_size=1, max_size=6),
+    responses=st.integers(1, 8),
+    replicas=st.integers(1, 4),
+    budget=st.integers(20, 300),
+    seed=st.integers(0, 100),
+)
+def test_groups_are_assigned_within_the_budget_and_never_cost_more_than_single_samples(
+    prompts, responses, replicas, budget, seed
+):
+    from megarl.actor.packing import assign_groups, packed_length
+
+    rng = np.random.default_rng(seed)
+    samples = [
+        sample
+        for i, n in enumerate(prompts)
+        for sample in group(np.full(n, i), *(np.zeros(rng.integers(1, 20)) for _ in range(responses)))
+    ]
+
+    def in_turn(share, assigned):
+        bins = assign_groups(samples, replicas, budget, 1, share=assigned)
+        assert len(bins) == replicas
+        assert sorted(i for replica in bins for bin in replica for i in bin) == list(range(len(samples)))
+        sizes = [[packed_length([samples[i] for i in bin], 1, None, share) for bin in replica] for replica in bins]
+        for replica, lengths in zip(bins, sizes, strict=True):
+            assert all(size <= budget or len(bin) == 1 for bin, size in zip(replica, lengths, strict=True))
+        return sum(max(at_once) for at_once in zip(*sizes, strict=True))
+
+    assert in_turn(True, True) <= in_turn(False, False)
+
+
+def test_a_group_stays_together_unless_replicas_would_be_idle():
+    from megarl.actor.packing import assign_groups
+
+    samples = [s for n in range(4) for s in group([n] * 50, [1] * 10, [2] * 10)]
+    whole = [[[0, 1], [2, 3], [4, 5], [6, 7]]]
+    assert assign_groups(samples, 1, 70, 1, share=True) == whole
+    assert sorted(assign_groups(samples, 4, 1000, 1, share=True)) == [[[0, 1]], [[2, 3]], [[4, 5]], [[6, 7]]]
+    alone = assign_groups(samples, 8, 1000, 1, share=True)
+    assert sorted(i for ((i,),) in alone) == list(range(8))
+    # one replica would compute two groups of 69 tokens; of single samples, with 59, each computes at most three
+    assert max(sum(map(len, part)) for part in assign_groups(samples, 3, 1000, 1, share=True)) == 4
+
+
+@pytest.mark.parametrize(
+    ("settings", "shares"),
+    [
+        ({}, True),
+        ({"moe_router_load_balancing_type": "none"}, True),
+        ({"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0}, True),
+        ({"linear_attention_freq": [1, 0]}, False),
+        ({"moe_router_load_balancing_type": "aux_loss"}, False),
+        ({"moe_router_enable_expert_bias": True}, False),
+        ({"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 1e-4}, False),
+        ({"hidden_dropout": 0.1}, False),
+        ({"moe_input_jitter_eps": 0.01}, False),
+        ({"moe_z_loss_coeff": 1e-3}, False),
+        ({"moe_expert_capacity_factor": 1.0}, False),
+    ],
+)
+def test_prompts_are_shared_only_where_nothing_depends_on_their_number(settings, shares):
+    assert shares_prompts(settings) == shares
+
+
 def test_filler_reaches_the_length_and_has_no_labels():
     from megarl.actor.packing import Sample, pack
 
@@ -98,7 +201,6 @@ def test_micro_batches_for_fp8_are_padded_to_its_alignment():
     assert sum(batch.token_count for batch in batches) == sum(len(sample.response_tokens) for sample in samples)
 
 
-@settings(deadline=None)  # a case may take long on a busy machine
 @given(
     lengths=st.lists(st.integers(1, 30), min_size=1, max_size=10),
     size=st.sampled_from([2, 4]),
@@ -161,3 +263,41 @@ def test_context_shards_hold_every_token_once_at_its_place(lengths, size, multip
             expected += recorded.reshape(-1).tolist()
             assert found.pop((sequence, place)) == tuple(float(x) for x in expected)
     assert all(row[4] == 0 and set(row[5:]) == {-1} for row in found.values())  # padding
+
+
+@given(
+    prompts=st.lists(st.integers(1, 12), min_size=1, max_size=4),
+    size=st.sampled_from([2, 4]),
+    seed=st.integers(0, 100),
+)
+def test_context_shards_of_shared_prompts_hold_every_response_and_attend_to_all_before(prompts, size, seed):
+    """At its place in each shard, a response's token attends to the tokens of its own whole sequence, in order."""
+    from megarl.actor.packing import pack, packed_length
+    from megarl.batch import ContextShard
+
+    rng, samples = np.random.default_rng(seed), []
+    for number, length in enumerate(prompts):
+        prompt = 100 * number + np.arange(length)
+        samples += group(prompt, *(rng.integers(500, 999, rng.integers(1, 20)) for _ in range(3)))
+    shards = [ContextShard(torch.distributed.group.WORLD, rank, size) for rank in range(size)]
+    tokens = packed_length(samples, 1, shards[0], share=True)
+    parts = [pack(samples, range(len(samples)), torch.device("cpu"), tokens, s, share=True) for s in shards]
+    everyone = torch.cat([part.tokens[0] for part in parts])
+    found = {}
+    for part in parts:
+        pieces, batch = part.packed.attended, part.batch
+        keys = everyone[pieces.keys.places].split(pieces.cu_seqlens_k.diff().tolist())
+        counts = pieces.cu_seqlens_q.diff().tolist()
+        seen = [own[: len(own) - n + i + 1].tolist() for own, n in zip(keys, counts, strict=True) for i in range(n)]
+        seen = seen if pieces.outputs is None else [seen[i] for i in pieces.outputs]
+        for i, (sequence, position) in enumerate(zip(batch.sequence_ids, batch.positions, strict=True)):
+            if batch.loss_mask[i]:
+                index = int(batch.sequence_index[sequence])
+                found[index, int(position)] = seen[i], int(part.labels[0, i]), int(part.positions[0, i])
+        assert not batch.with_prompts
+    for index, sample in enumerate(samples):
+        whole = [*sample.prompt_tokens.tolist(), *sample.response_tokens.tolist()]
+        for position, label in enumerate(sample.response_tokens):
+            end = len(sample.prompt_tokens) + position
+            assert found.pop((index, position)) == (whole[:end], label, end - 1)
+    assert not found

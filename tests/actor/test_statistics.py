@@ -69,8 +69,11 @@ def test_lagged_statistics_are_those_of_the_update_before_and_survive_a_checkpoi
     assert torch.equal(lagged.lagged.threshold, first.threshold)
 
     checkpoint.save(lagged, tmp_path, 1, keep=1)
-    resumed = build(model_dir, actor={"statistics_scope": "lagged"})
+    resumed = build(model_dir, actor={"statistics_scope": "lagged"}, objective={"name": name})
     checkpoint.load(resumed, tmp_path / "update_000001")
+    changed = build(model_dir, actor={"statistics_scope": "lagged"}, objective={"name": "bapo"})
+    checkpoint.load(changed, tmp_path / "update_000001")
+    assert changed.lagged is None  # M2PO's statistics are of no use to it
     assert torch.equal(resumed.lagged.threshold, lagged.lagged.threshold)
     batches = micro_batches(make_samples(12, seed=1), 24, CPU)
     second = train_step(lagged, batches, objective, 1e-2)

@@ -50,6 +50,14 @@ def cli(*arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
 
 
+def test_no_error_message_controls_the_terminal(tmp_path):
+    (tmp_path / "r.toml").write_text('[run]\n"\\u001b[2J\u202e" = 1\n')
+    for arguments in (["plan", tmp_path / "r.toml"], ["plan", tmp_path / "\x1b[2J\u202e"]):
+        result = cli(*arguments)
+        assert result.returncode == 2 and "\x1b" not in result.stderr and "\u202e" not in result.stderr
+        assert "\\x1b[2J\\u202e" in result.stderr
+
+
 def test_the_version_is_printed():
     assert cli("--version").stdout == f"megarl {megarl.__version__}\n"
 

@@ -82,10 +82,10 @@ def test_completion_in_zsh(folder):
 
 
 def answer(terminal):
-    """What is printed in angle brackets next; fails if nothing is printed for half a minute."""
+    """What is printed in angle brackets next; fails if nothing is printed for a minute."""
     seen = ""
     while not (found := re.search(r"\n<(.*)>", seen)):
-        ready, _, _ = select.select([terminal], [], [], 30)
+        ready, _, _ = select.select([terminal], [], [], 60)
         assert ready, f"nothing follows {seen!r}"
         seen += os.read(terminal, 4096).decode()
     return found[1]

@@ -13,14 +13,15 @@ import pytest
 from safetensors.torch import load_file
 
 from megarl.commands.evaluate import export_policy
-from megarl.commands.what_if import text_table, what_if
+from megarl.commands.what_if import text_table, what_if, write_figure
 from megarl.errors import UserError
 from megarl.estimates import mean_of_replicates
 from megarl.objectives import OBJECTIVES
 from megarl.recipe.load import override_recipe
 from megarl.storage.checked_json import decode, write_checked
 from megarl.storage.run_dir import RunDir
-from tests.helpers import events, megarl, metrics, processes_of, start_megarl, wait_for
+from megarl.views.run_state import RunState
+from tests.helpers import events, megarl, metrics, start_megarl, wait_until_held
 
 BATCHES = 3
 
@@ -67,6 +68,17 @@ def test_the_table_fits_into_80_columns(rows):
     assert line.split()[:6] == ["m2po", kept, "-", "-", masked, norm]
 
 
+def test_numbers_from_100_on_are_written_out_and_bars_end_where_values_do(tmp_path):
+    row = {"update": 0, "objective": "grpo", "batches": 2, "ess": [1.0, 1.0, 1.0], "kept": [0.75, -0.2, 2.0]}
+    row |= {"norm": [101.5, -140.0, 343.5], "cosine": [0.5, -2.5, 3.5], "cosine_to_grpo": [1.0, 1.0, 1.0]}
+    assert " 102±242 " in text_table([row])
+    write_figure([row], "run", tmp_path / "figure.html")
+    page = (tmp_path / "figure.html").read_text()
+    assert "<span>102 ± 242</span>" in page
+    for above, below in ((0.5, 1.5), (242.0, 101.5), (0.25, 0.75)):  # of cosine, norm, kept
+        assert f'"array": [{above}], "arrayminus": [{below}]' in page
+
+
 def test_every_objective_has_a_row_at_every_policy(rows):
     assert set(rows) == {(update, name) for update in (0, 5) for name in ("fresh", *OBJECTIVES)}
     assert {row["batches"] for row in rows.values()} == {BATCHES}
@@ -84,9 +96,9 @@ def test_on_fresh_data_every_gradient_is_that_of_grpo(rows, name):
 
 
 def test_on_stale_data_gradients_have_other_directions_than_grpos(rows):
-    """Those of BAPO and DCPO need not: they clip other ratios than GRPO does, and few tokens may have such a ratio."""
+    """Those of BAPO, CPPO and DCPO need not: they clip or mask other tokens than GRPO does, and these may be few."""
     same = {name for name in OBJECTIVES if min(rows[5, name]["values"]["cosine_to_grpo"]) > 0.9999}
-    assert same <= {"grpo", "bapo", "dcpo"}
+    assert same <= {"grpo", "bapo", "cppo", "dcpo"}
 
 
 def test_norm_and_statistics_are_those_that_the_run_logged_for_its_update(run, rows):
@@ -110,9 +122,12 @@ def copied(run, tmp_path_factory):
     return shutil.copytree(run.root, tmp_path_factory.mktemp("copied") / "run", symlinks=True)
 
 
-def test_a_given_stage_replaces_fresh_responses(run, copied):
+def test_a_given_stage_replaces_fresh_responses(run, copied, monkeypatch):
     """The given stage has the same batches as the stored one, so fresh and stored gradient of a batch must be equal."""
+    seen, apply = [], RunState._apply
+    monkeypatch.setattr(RunState, "_apply", lambda self, event: (apply(self, event), seen.append(self.done)))
     found = what_if(run.root, 0, [0], 6, (copied, 0))
+    assert set(seen) >= {(number, len(found), "gradients") for number in range(1, len(found) + 1)}
     fresh, grpo, m2po = ({r["batch"]: r for r in found if r["objective"] == name} for name in ("fresh", "grpo", "m2po"))
     assert sorted(fresh) == list(range(6))
     for batch in range(6):
@@ -175,7 +190,7 @@ def test_fresh_data_that_does_not_fit_is_refused(run, copied, tmp_path, argument
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, [7], 3), "policies after these updates only: 0, 1, 2, 3, 4, 5, 6"),
+        ((0, [7], 3), "policies after these updates of the run only: 0, 1, 2, 3, 4, 5, 6"),
         ((0, [], 7), "the stage has only 6 batches"),
         ((1, [], 3), "stages 0 to 0"),
     ],
@@ -215,11 +230,12 @@ def test_the_evaluation_of_a_checkpoint_equals_that_of_the_run(run, tmp_path):
     assert not same(weights(tmp_path / "kept/policies/stage_000_update_000004"), weights(run.final))
 
 
-def test_an_interrupt_ends_the_command_at_once(run):
+def test_an_interrupt_ends_the_command_at_once(run, tmp_path):
     """It does not wait for the hour that MEGARL_SHUTDOWN_SECONDS gives processes to save: it has nothing to save."""
     patient = {**os.environ, "MEGARL_SHUTDOWN_SECONDS": "3600"}
-    parent = start_megarl("what-if", run.root, "--stage", 0, "--batches", 6, env=patient)
-    wait_for(parent, lambda: processes_of(parent.pid, "what_if"))
+    hold = [r"open .*/checkpoints/update_\d+/", 1, str(tmp_path / "held")]
+    parent = start_megarl("what-if", run.root, "--stage", 0, "--batches", 6, env=patient, hold=hold)
+    wait_until_held(parent, tmp_path / "held")
     parent.send_signal(signal.SIGINT)
     assert parent.wait(300) == 130
     assert "stopping\n" in parent.stderr

@@ -2,6 +2,7 @@
 
 import base64
 import csv
+import importlib
 import json
 import pickle
 import zlib
@@ -13,11 +14,12 @@ import pytest
 from megarl.data.files import read_rows
 from megarl.data.formats import FORMATS
 from megarl.data.prompts import Prompt
+from megarl.data.sources import open_items
 from megarl.errors import UserError
 from megarl.recipe.data_table import SourceTable
+from megarl.recipe.names import VERIFIERS
 from megarl.recipe.tables import RewardTable
-from megarl.rewards.code import Code
-from megarl.rewards.code_tests import Assertions, InputOutput, read_tests
+from megarl.rewards.code import Code, read_tests
 from megarl.rewards.math import Math
 
 
@@ -64,6 +66,13 @@ SKYWORK = {
     "reward_model": {"ground_truth": '["9", "9.0"]', "style": "rule"},
     "extra_info": {"index": 2, "model_difficulty": {"DeepSeek-R1-Distill-Qwen-7B": 2}},
 }
+SKYWORK_AIME = {  # or1_data/eval/aime24.parquet
+    "data_source": "test-math-aime24",
+    "prompt": chat(f"{SQUARE} Let's think step by step and output the final answer within \\boxed{{}}."),
+    "ability": "math",
+    "reward_model": {"ground_truth": "9", "style": "rule"},
+    "extra_info": {"index": 0, "split": "test"},
+}
 DEEPSCALER = {"problem": SQUARE, "answer": "9", "solution": "Three times three."}
 MATH = {
     "problem": SQUARE,
@@ -94,7 +103,8 @@ BIG_MATH = {
     [
         ("dapo_math", "parquet", DAPO, "9", {}),
         ("deepscaler", "json", DEEPSCALER, "9", {}),
-        ("skywork_or1", "parquet", SKYWORK, "9", {}),
+        ("skywork_or1", "parquet", SKYWORK, "9", {"also_right": ["9.0"]}),
+        ("skywork_or1", "parquet", SKYWORK_AIME, "9", {}),
         ("math", "parquet", MATH, r"\frac{18}{2}", {"level": "Level 1", "subject": "Algebra"}),
         ("math", "jsonl", MATH500, "9", {"level": 1, "subject": "Algebra"}),
         ("gsm8k", "jsonl", GSM8K, "1009", {}),
@@ -109,8 +119,38 @@ BIG_MATH = {
 )
 def test_formats_of_mathematical_problems(tmp_path, name, suffix, row, answer, columns):
     (item,) = read(tmp_path / f"p.{suffix}", [row], format=name)
-    assert item == {"question": SQUARE, "answer": answer, "metadata": columns}
+    question = DAPO["prompt"][0]["content"] if row is DAPO else SQUARE  # DAPO's instructions stay
+    assert item == {"question": question, "answer": answer, "metadata": columns}
     assert Math(RewardTable(kind="math")).gold(as_prompt(item))
+
+
+@pytest.mark.parametrize("kind", ["math", "dapo", "prime_math", "qwen_math", "exact"])
+def test_any_answer_of_a_list_is_right(tmp_path, kind):
+    row = SKYWORK | {"reward_model": {"ground_truth": '["(3,4)", "7"]', "style": "rule"}}
+    (item,) = read(tmp_path / "p.parquet", [row], format="skywork_or1")
+    verifier = importlib.import_module(VERIFIERS[kind]).build(RewardTable(kind=kind), None)
+    writing = {"dapo": "Answer: %s", "exact": "%s"}.get(kind, "\\boxed{%s}")
+    found = [verifier.score(as_prompt(item), writing % answer) for answer in ("7", "(3,4)", "3", "(4,3)")]
+    assert found == [1.0, 1.0, 0.0, 0.0]
+
+
+def test_a_task_of_arc_agi_is_its_grids(tmp_path):
+    pairs = [{"input": [[0, 1], [2, 3]], "output": [[1]]}, {"input": [[4]], "output": [[5, 6], [7, 8]]}]
+    (item,) = read(tmp_path / "tasks.json", [{"train": pairs[:1], "test": pairs[1:]}], format="arc_agi")
+    assert item["question"] == "Input:\n0 1\n2 3\n\nOutput:\n1\n\nInput:\n4\n\nOutput:"
+    assert item["answer"] == "5 6\n7 8"
+    (both,) = read(tmp_path / "two.json", [{"train": pairs[:1], "test": pairs}], format="arc_agi")
+    assert both["answer"] == "1\n\n5 6\n7 8"
+
+
+def test_rows_that_a_file_repeats_are_trained_once_an_epoch(tmp_path):
+    """DAPO-Math-17k as published has each question about 100 times."""
+    rows = [{"problem": f"What is {n}?", "answer": str(n), "source": "x"} for n in (1, 2, 3)] * 100
+    table = SourceTable(source="file", train=str(write(tmp_path / "p.parquet", rows)), format="deepscaler")
+    with pytest.warns(UserWarning, match="repeats 297 of its 300 rows"):
+        items = open_items(table)
+    for epoch in range(4):
+        assert {items.train(0, 3 * epoch + n, 0)["answer"] for n in range(3)} == {"1", "2", "3"}
 
 
 def as_prompt(item):
@@ -139,7 +179,7 @@ def test_code_contests(tmp_path):
     assert (item["question"], item["answer"]) == ("Read two numbers, write their sum.", "")
     assert item["metadata"].keys() == {"tests", "name", "difficulty"}, "solutions are left out"
     pairs = (("1 2\n", "3\n"), ("5 5\n", "10\n"), ("0 0\n", "0\n"))
-    assert code_tests_of(item).pairs == tuple(InputOutput(*pair) for pair in pairs)
+    assert code_tests_of(item).pairs == pairs
 
 
 def live_code_bench(public, private, **more):
@@ -168,10 +208,10 @@ def test_livecodebench(tmp_path):
     functional = live_code_bench(called, "[]", starter_code=starter, metadata='{"func_name": "add"}')
     rows = [live_code_bench([first], packed(json.dumps([second]))), functional]
     stdin, function = read(tmp_path / "p.jsonl", rows, format="livecodebench")
-    assert code_tests_of(stdin).pairs == (InputOutput("1 2", "3"), InputOutput("5 2", "7"))
+    assert code_tests_of(stdin).pairs == (("1 2", "3"), ("5 2", "7"))
     assert stdin["question"] == "Add."
     assert function["question"] == f"Add.\n\n```python\n{starter}\n```"
-    assert code_tests_of(function).assertions == Assertions("\nassert add(*[[1, 2], 3]) == 6", None)
+    assert code_tests_of(function).assertions == "\nassert add(*[[1, 2], 3]) == 6"
 
 
 class Bomb:
@@ -187,14 +227,14 @@ def test_a_pickle_is_never_executed(tmp_path):
 @pytest.mark.parametrize(
     ("truth", "tests"),
     [
-        ({"inputs": ["1 2"], "outputs": ["3"], "test_code": None, "fn_name": None}, (InputOutput("1 2", "3"),)),
+        ({"inputs": ["1 2"], "outputs": ["3"], "test_code": None, "fn_name": None}, (("1 2", "3"),)),
         (
             {
                 "entry_point": "add",
                 "import_prefix": "import math\n",
                 "test_code": "def check(candidate):\n    assert candidate(1) == 2",
             },
-            Assertions("import math\n\ndef check(candidate):\n    assert candidate(1) == 2\ncheck(add)\n", "add"),
+            ("import math\n\ndef check(candidate):\n    assert candidate(1) == 2\ncheck(add)\n", "add"),
         ),
     ],
 )
@@ -202,7 +242,7 @@ def test_rows_of_skywork_or1_with_code_tests(tmp_path, truth, tests):
     row = {**SKYWORK, "ability": "code", "reward_model": {"ground_truth": json.dumps(truth), "style": "rule"}}
     (item,) = read(tmp_path / "p.parquet", [row], format="skywork_or1")
     found = code_tests_of(item)
-    assert (found.assertions or found.pairs) == tests
+    assert (found.pairs or (found.assertions, found.entry_point)) == tests
 
 
 COMPARES = """import numpy as np
@@ -309,9 +349,9 @@ def test_columns_are_found_where_the_recipe_says(tmp_path):
         (item,) = read(tmp_path / f"p.{suffix}", [row], columns=columns)
         assert (item["question"], item["answer"]) == (SQUARE, "9")
         assert item["metadata"]["level"] == 3 and item["metadata"]["tests"] == "[]"
-        assert "io.tests" not in item["metadata"]
+        assert item["metadata"]["io.tests"] == "[]"  # a column keeps its own name, too
     renamed = read(tmp_path / "p.csv", [{"q": "1+1", "a": "2", "x": "y"}], columns={"prompt": "q", "answer": "a"})
-    assert renamed == [{"question": "1+1", "answer": "2", "metadata": {"x": "y"}}]
+    assert renamed == [{"question": "1+1", "answer": "2", "metadata": {"q": "1+1", "a": "2", "x": "y"}}]
 
 
 @pytest.mark.parametrize("path", ["truth.none", "truth.all.7", "nowhere", "truth.all.first"])

@@ -9,6 +9,7 @@ import pytest
 
 from megarl.data.prompts import build_prompts, open_prompts
 from megarl.errors import UserError
+from megarl.rewards import row_of
 from tests.data.prompt_sources import char_tokenizer, recipe
 
 
@@ -38,6 +39,35 @@ def test_each_epoch_has_all_training_rows_in_another_order(tokenizer, tmp_path):
     assert prompts.train(3).tokens == tuple(tokenizer(prompts.train(3).text, add_special_tokens=False)["input_ids"])
 
 
+def test_a_row_is_kept_without_long_texts_and_with_its_source(tokenizer, tmp_path):
+    row = {
+        "prompt": "1+1",
+        "gold": "2",
+        "level": 3,
+        "share": 0.5,
+        "hard": True,
+        "proof": "x" * 201,
+        "more": [1],
+        "no": None,
+    }
+    file = write(tmp_path / "p.jsonl", [row])
+    prompt = build_prompts(recipe(file=file, evaluation={"every": 0}, columns={"answer": "gold"}), tokenizer).train(0)
+    assert json.loads(prompt.row) == {"source": "p.jsonl", "gold": "2", "level": 3, "share": 0.5, "hard": True}
+    assert row_of(prompt)["gold"] == row_of(prompt)["answer"] == "2"  # a renamed column keeps its own name
+    generated = build_prompts(recipe("spell_backward", evaluation={"every": 0}), tokenizer).train(0)
+    assert json.loads(generated.row)["source"] == "spell_backward"
+
+
+def test_columns_of_metrics_are_checked_before_a_run(tokenizer, tmp_path):
+    rows = [{"prompt": f"{i}+1", "answer": "1", "level": i % 3, "id": i} for i in range(40)]
+    prompts = build_prompts(recipe(file=write(tmp_path / "p.jsonl", rows), evaluation={"every": 0}), tokenizer)
+    prompts.check(100, ["level", "source"])
+    with pytest.raises(UserError, match=r"metrics.by: no prompt keeps a column 'levle'; did you mean 'level'\?"):
+        prompts.check(100, ["levle"])
+    with pytest.raises(UserError, match=r"metrics.by: column 'id' has 40 values; metrics are for at most 32"):
+        prompts.check(100, ["id"])
+
+
 def test_the_order_depends_on_the_seed_and_held_out_prompts_do_not(tokenizer, tmp_path):
     file = numbers(tmp_path, 50)
     a, b, c = (build_prompts(recipe(file=file, heldout=10, seed=s), tokenizer) for s in (0, 0, 1))
@@ -62,7 +92,10 @@ def test_parquet_gives_the_same_prompts_as_jsonl(tokenizer, tmp_path):
         build_prompts(recipe(file=f, heldout=4, prompt_template="{level}: {prompt}"), tokenizer)
         for f in (jsonl, tmp_path / "numbers.parquet")
     )
-    assert [a.train(i) for i in range(30)] == [b.train(i) for i in range(30)]
+    first, second = (
+        [(p.text, p.tokens, p.answer, p.entry["metadata"]) for p in map(one.train, range(30))] for one in (a, b)
+    )
+    assert first == second
     assert a.train(0).text.split(": ")[0] in "012"
 
 

@@ -220,8 +220,8 @@ def test_a_warning_counts_truncated_prompts(tokenizer, tmp_path):
 
 def test_dropped_prompts_are_counted_and_never_used(tokenizer, tmp_path):
     short = [{"prompt": f"{i}+1", "answer": "1"} for i in range(40)]
-    long = [{"prompt": f"{i} " * 30, "answer": "1"} for i in range(20)]
-    mixed = [row for pair in zip(short, long * 2, strict=True) for row in pair]
+    long = [{"prompt": f"{i} " * 30, "answer": "1"} for i in range(40)]
+    mixed = [row for pair in zip(short, long, strict=True) for row in pair]
     settings = {"max_prompt_tokens": 12, "overlong": "drop", "evaluation": {"every": 0}}
     with pytest.warns(UserWarning, match=r"40 of the 80 prompts of .*p\.jsonl have more than .* are left out"):
         prompts = build_prompts(recipe(file=write(tmp_path / "p.jsonl", mixed), **settings), tokenizer)

@@ -31,6 +31,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in OBJ
     "prefix_ratio_grpo-full": ("prefix_ratio_grpo", {"prefix_gradient": "full", "eps_low": 0.5, "eps_high": 0.5}),
     "prefix_filter": ("prefix_filter", {"filter_fraction": 0.2}),  # of 127 tokens
     "bapo-endless": ("bapo", {"high_end": math.inf, "positive_target": 0.55}),
+    "cppo-strict": ("cppo", {"threshold": 0.05, "prefix_threshold": 0.01, "smallest_weight": 0.3}),
+    "ctpo-wide": ("ctpo", {"eps_low": 0.2, "eps_high": 0.3}),
+    "drpo-strict": ("drpo", {"threshold": 0.1}),
+    "oapl": ("oapl", {"beta": 0.7}),
     "trm-masks": ("trm", {"threshold": 0.3}),
     "gspo-token_mean": ("gspo", {"aggregation": "token_mean", "eps_low": 0.05, "eps_high": 0.05}),
     "minpro-sequence_mean": ("minpro", {"aggregation": "sequence_mean"}),
@@ -47,7 +51,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in OBJ
 
 
 # objectives that mute no token
-KEEPS_ALL = ("cispo", "full_prefix", "gppo", "minpro", "sapo", "topr", "reinforce", "vespo")
+KEEPS_ALL = ("cispo", "drpo", "full_prefix", "gppo", "minpro", "oapl", "sapo", "topr", "reinforce", "vespo")
 
 
 def backends(case: str) -> tuple[str, ...]:

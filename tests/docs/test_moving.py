@@ -1,4 +1,4 @@
-"""docs/moving.md: every key, command and link in it is there, its TOML is of recipes, and what it shows runs."""
+"""docs/moving.md: every key and command in it is there, its TOML is of recipes, and what it shows runs."""
 
 from __future__ import annotations
 
@@ -148,19 +148,11 @@ def test_every_command_is_there(command: str) -> None:
     assert [word for word in words if word.startswith("--") and word not in told.getvalue()] == []
 
 
-def test_every_link_leads_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", PAGE):
-        path, _, anchor = target.partition("#")
-        text = (ROOT / "docs" / path).read_text() if path else PAGE
-        headings = [re.sub(r"[^\w -]", "", line.strip("# ").lower()) for line in re.findall("(?m)^#+ .*", text)]
-        assert not anchor or anchor in [heading.replace(" ", "-") for heading in headings], target
-
-
 def test_the_toml_is_of_recipes() -> None:
     base = tomllib.loads(RECIPE.format(model="model", prompts="prompts.jsonl"))
     schedule, adaptor = (tomllib.loads(block) for block in blocks("toml"))
     assert parse_recipe(base | schedule).schedule.lag_rule.max_lag == 15  # U - 1
-    assert parse_recipe(base | adaptor).reward.path == "adaptor.py:score"
+    assert parse_recipe(base | adaptor).reward.path == f"{ROOT}/adaptor.py:score"
     bounds = re.findall(r"max_lag`? = ([()kTU +1-]*1)", PAGE)  # "at most k steps off" is the oldest of "delay = k"
     assert len(bounds) == 4
     for k in (1, 3):

@@ -59,9 +59,40 @@ def test_the_page_is_up_to_date() -> None:
 
 @pytest.mark.parametrize("row", ROWS, ids=[row["item"][:40] for row in ROWS])
 def test_everything_that_a_row_refers_to_exists(row: dict[str, Any]) -> None:
-    assert {"item", "where"} <= row.keys() <= {"item", "where", "why", "outside"} and row["where"]
-    assert not {"why", "outside"} <= row.keys() and all(row.get(key, "text") for key in ("why", "outside"))
+    assert {"item", "where"} <= row.keys() <= {"item", "where", "why"} and row["where"]
     assert [f"{where}: {found}" for where in row["where"] if (found := problem(where))] == []
+
+
+def test_each_item_has_values_and_says_why_where_its_label_is_not_exact() -> None:
+    assert [row["item"] for row in ROWS] == list(table.values())
+    labels = {row["item"]: table.label(row["item"]) for row in ROWS}
+    assert {item for item, label in labels.items() if label != "exact"} == {r["item"] for r in ROWS if r.get("why")}
+    assert set(labels.values()) == {"exact", "deviates", "absent", "outside"}
+
+
+KINDS = ({"row", "key", "value"}, {"row", "key", "absent"}, {"value", "ours"}, {"test"}, {"shown"}, {"result"})
+
+
+@pytest.mark.parametrize("item", table.values(), ids=[item[:40] for item in table.values()])
+def test_values_are_well_formed_and_what_they_name_exists(item: str) -> None:
+    for value in table.values()[item]:
+        assert value.keys() - {"line", "source", "model"} in KINDS and value.keys() & {"line", "source"}, value
+        for name in value.get("shown", ()):
+            assert problem(name) is None
+        if test := value.get("test"):  # an objective as the tests have it from the papers, or one test
+            path, _, function = test.rpartition("::")
+            source = (ROOT / (path or "tests/objectives/papers.py")).read_text()
+            assert f"def {function}(" in source
+        if "row" in value:
+            table.resolved(value)
+
+
+def test_a_label_follows_from_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    value = {"line": 225, "row": "figure 8, table 2: BAPO", "key": "objective.positive_target", "value": 0.4}
+    other = {**value, "value": 0.45}
+    for found, label in (([value], "exact"), ([value, other], "deviates"), ([{**value, "absent": True}], "absent")):
+        monkeypatch.setattr(table, "values", lambda found=found: {"item": found})
+        assert table.label("item") == label
 
 
 @pytest.mark.parametrize(

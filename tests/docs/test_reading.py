@@ -31,7 +31,7 @@ QUESTIONS = {
     "Where does a reward become an advantage, and with which other rewards is it compared?": (
         "megarl/advantages.py: group_advantages"
     ),
-    "Which micro-batch and which rank gets a response?": "megarl/actor/packing.py: assign",
+    "Which micro-batch and which rank gets a response?": "megarl/actor/packing.py: assign_groups",
     "Where are log-probs computed without logits of the whole vocabulary ever being stored?": (
         "megarl/actor/model.py: PolicyModel._postprocess"
     ),

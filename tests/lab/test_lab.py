@@ -69,10 +69,10 @@ def test_the_committed_charts_show_the_committed_results(sweeps):
         assert heights == pytest.approx(line(np.array(values)), abs=0.05), f"{name}: run `python -m lab.figures`"
 
 
-@pytest.mark.parametrize("sweep", ["frozen", "grid"])
-def test_every_objective_is_in_the_sweep(sweep):
-    settings = [dict(point.settings) for point in load_sweep(ROOT / f"lab/{sweep}.toml").points()]
-    assert {point["objective.name"] for point in settings} == set(OBJECTIVES)
+@pytest.mark.parametrize("sweeps", [("frozen", "frozen_peers"), ("grid",)], ids=["frozen", "grid"])
+def test_every_objective_is_in_the_sweeps(sweeps):
+    points = [point for name in sweeps for point in load_sweep(ROOT / f"lab/{name}.toml").points()]
+    assert {dict(point.settings)["objective.name"] for point in points} == set(OBJECTIVES)
 
 
 def test_every_claim_is_about_points_of_its_sweep(monkeypatch):

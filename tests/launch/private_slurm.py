@@ -15,6 +15,8 @@ import subprocess
 import time
 from pathlib import Path
 
+from tests.helpers import free_ports
+
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "sinfo")
 PACKAGES = "slurmctld slurmd slurm-client munge"
 SEARCH_PATH = f"{os.environ['PATH']}:/usr/sbin"
@@ -119,14 +121,11 @@ class PrivateSlurm:
         key = self.root / "munge/key"
         key.write_bytes(os.urandom(1024))
         key.chmod(0o600)
-        with contextlib.ExitStack() as probes:
-            sockets = [probes.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(3)]
-            ports = [probe.getsockname()[1] for probe in sockets]
         text = CONFIGURATION.format(
             root=self.root,
             host=socket.gethostname().split(".")[0],
             user=getpass.getuser(),
-            ports=ports,
+            ports=free_ports(3),
             nodes=NODES,
             node_list=",".join(NODES),
             cpus=CPUS,
@@ -137,7 +136,7 @@ class PrivateSlurm:
         sacct.chmod(0o755)
 
     def _wait_until_idle(self) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while len(self.run("sinfo", "-h", "-N", "-p", "low", "-t", "idle", "-o", "%N", check=False).split()) < 2:
             if time.monotonic() > deadline:
                 logs = "\n".join(path.read_text()[-2000:] for path in self.root.glob("*.log"))

@@ -138,7 +138,7 @@ def test_relative_paths_become_absolute(launch, qwen):
 
 
 def test_relative_paths_of_several_data_sources_become_absolute(launch, qwen, tmp_path):
-    text = re.sub(r"(?m)^(source|train) = .*\n", "", qwen.read_text().partition("[reward]")[0])
+    text = re.sub(r"(?m)^(source|train|format) = .*\n", "", qwen.read_text().partition("[reward]")[0])
     recipe = tmp_path / "recipe.toml"
     sources = (
         '[[data.sources]]\nsource = "file"\ntrain = "a.jsonl"\ncolumns = { prompt = "q.0" }\n'
@@ -149,6 +149,7 @@ def test_relative_paths_of_several_data_sources_become_absolute(launch, qwen, tm
     rest = rest.replace("[[eval.suites]]\n", '[[eval.suites]]\nsource = "file"\n')
     recipe.write_text(text + sources + rest)
     result = launch(recipe, *SUBMIT, "--nodes", 4)
+    assert result.returncode == 0, result.stderr
     (setting,) = re.findall(r"--set '(data\.sources=[^']*)'", result.stdout)
     sources = load_without_objective(recipe, [setting]).data.sources
     assert sources == load_without_objective(recipe).data.sources

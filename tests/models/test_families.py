@@ -201,7 +201,7 @@ def test_tensor_names_are_those_of_transformers(tmp_path, name, tied):
     ours = {re.sub(r"\[.*\]", "", key) for key in family.tensor_names(hf)}  # without a range of rows
     experts = {key for key in ours if ".experts." in key}
     assert ours - experts == theirs - fused - ({"lm_head.weight"} if tied else set())
-    sparse = hf["num_hidden_layers"] - hf["dense_layers"]
+    sparse = len(hf["sparse_layers"])
     each, all_of_a_layer = (4, 4) if hf["model_type"] == "gpt_oss" else (3, 2)  # with biases; gate and up are one
     assert len(experts) == sparse * (hf["num_experts"] or 0) * each and len(fused) == all_of_a_layer * sparse
 

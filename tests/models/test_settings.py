@@ -11,25 +11,6 @@ from megarl.recipe.load import dump_recipe
 from tests.actor.conftest import make_recipe, read_settings
 
 
-@pytest.mark.parametrize(
-    ("family", "refused"),
-    [
-        ("deepseek_v3", True),
-        ("olmoe", True),
-        ("qwen3_next", True),
-        ("qwen3_5_moe", True),
-        ("gpt_oss", True),
-        ("glm4_moe", False),
-    ],
-)
-def test_transformer_engine_is_refused_for_attention_never_compared_with_it(tmp_path, family, refused):
-    recipe = make_recipe(actor={"backend": "cuda", "layers": "transformer_engine"})
-    hf = read_settings(tmp_path, family)
-    check_layers(make_recipe(), hf)
-    with pytest.raises(UserError, match=f'attention of {family}.*use "torch"') if refused else nullcontext():
-        check_layers(recipe, hf)
-
-
 def test_a_norm_per_head_is_refused_where_the_model_has_one_over_all_heads(tmp_path):
     recipe = make_recipe(megatron={"qk_layernorm": True})
     check_layers(recipe, read_settings(tmp_path, "qwen3"))
@@ -115,10 +96,31 @@ def test_fp8_that_cannot_work_is_refused(tmp_path, tables, message):
         check_layers(make_recipe(**tables), read_settings(tmp_path, "qwen3_moe"))
 
 
-def test_fp8_is_refused_for_models_that_have_only_torch_native_layers(tmp_path):
+def test_fp8_works_for_latent_attention_and_with_recomputed_activations(tmp_path):
     recipe = make_recipe(actor=FUSED, megatron={"fp8": "hybrid", "fp8_recipe": "blockwise"})
     check_layers(recipe, read_settings(tmp_path, "qwen3_moe"))
-    with pytest.raises(UserError, match="never compared with Transformer Engine's layers"):
-        check_layers(recipe, read_settings(tmp_path, "deepseek_v3"))
+    check_layers(recipe, read_settings(tmp_path, "deepseek_v3"))
     acts = make_recipe(actor=FUSED | {"recompute": ["moe_act"]}, megatron={"fp8": "hybrid", "fp8_recipe": "tensorwise"})
     check_layers(acts, read_settings(tmp_path, "qwen3_moe"))
+
+
+@pytest.mark.parametrize(
+    ("actor", "megatron", "message"),
+    [
+        (
+            {"expert_parallel": 2},
+            {"moe_flex_dispatcher_backend": "hybridep"},
+            "hybridep.*as if each had the same number",
+        ),
+        ({}, {}, "DeepEP sends tokens to experts on other GPUs, and here there are none; remove it"),
+        ({"expert_parallel": 2, "backend": "cpu"}, {}, "here there are none"),
+        ({"tensor_parallel": 17}, {}, r"to 32 experts at most, not 34, .* use \[actor\] expert_tensor_parallel = 1"),
+        ({"expert_parallel": 2}, {"moe_token_dispatcher_type": "allgather"}, "needs micro-batches of one length"),
+    ],
+)
+def test_dispatchers_that_cannot_work_are_refused(tmp_path, actor, megatron, message):
+    hf = read_settings(tmp_path, "qwen3_moe")
+    flex = {"moe_token_dispatcher_type": "flex"}
+    check_layers(make_recipe(actor={"backend": "cuda", "expert_parallel": 2}, megatron=flex), hf)
+    with pytest.raises(UserError, match=message):
+        check_layers(make_recipe(actor={"backend": "cuda"} | actor, megatron=flex | megatron), hf)

@@ -318,6 +318,56 @@ def full_prefix(rs, eps_low=1.0, eps_high=4.0):
     return value, kept
 
 
+def cppo(rs, delta=0.2, delta_b=0.02, w_min=0.8):
+    """Algorithm 1."""
+    value, kept = {}, {}
+    for o in rs:
+        total_z = total_w = 0.0
+        for i, t in enumerate(o):
+            w = 1 - (1 - w_min) / max(len(o) - 1, 1) * i
+            z = w * abs(math.exp(max(t.rollout, -80.0)) * (t.rho_value - 1))
+            most = min(delta, delta + delta_b * total_w - total_z)
+            kept[t.index] = (t.a * t.l_value <= 0 or z <= most) and not t.clamped
+            value[t.index] = t.rho * t.a * float(t.a * t.l_value <= 0 or z <= most)
+            total_z, total_w = total_z + z, total_w + w
+    return value, kept
+
+
+def ctpo(rs, eps_low=0.025, eps_high=0.05):
+    value, kept = {}, {}
+    for o in rs:
+        for i, t in enumerate(o):
+            whole = math.exp(min(max(sum(s.l_value for s in o[: i + 1]), -80.0), 80.0))
+            c = whole * torch.exp(t.l - sg(t.l))
+            low, high = math.exp(-eps_low * math.sqrt(i + 1)), math.exp(eps_high * math.sqrt(i + 1))
+            value[t.index] = ppo(c, t.a, low, high)
+            kept[t.index] = not past_bound(c, t.a, low, high) and not t.clamped
+    return value, kept
+
+
+def drpo(rs, epsilon=12.5):
+    value = {}
+    for t in (t for o in rs for t in o):
+        mu = math.exp(max(t.rollout, -80.0))
+        value[t.index] = t.rho * t.a - abs(t.a) * mu * (t.rho - 1) ** 2 / (2 * epsilon)
+    return value, {t.index: not t.clamped for o in rs for t in o}
+
+
+def oapl(rs, beta=1e-3):
+    """The token form, whose gradients add up to that of `oapl_sequence`."""
+    value = {}
+    for o in rs:
+        s = sum(t.l_value for t in o)
+        for t in o:
+            value[t.index] = (t.a - beta * s) * t.logprob
+    return value, {t.index: True for o in rs for t in o}
+
+
+def oapl_sequence(rs, beta=1e-3):
+    """Eq. 3: one squared error for each response with trained tokens, times a constant."""
+    return [(beta * sum(t.l for t in o) - o[0].a) ** 2 / (2 * beta) for o in rs if o]
+
+
 def prefix_filter(rs, fraction=0.01, eps_low=1.0, eps_high=4.0):
     """Removes the tokens with the lowest prefix sums, but none that equals the lowest one that is kept.
 

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.advantages import KINDS, group_advantages, zero_variance
+from megarl.advantages import group_advantages, zero_variance
 from megarl.errors import UserError
+from megarl.recipe.names import ADVANTAGES
 
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0], [0.1, 0.1, 0.1, 0.1]])
 
@@ -56,7 +57,7 @@ def test_numpy_rewards_give_float32_tensors() -> None:
     assert got.dtype == torch.float32 and got.shape == (3, 4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ADVANTAGES)
 def test_advantages_do_not_change_when_a_constant_is_added_to_all_rewards(kind: str) -> None:
     torch.testing.assert_close(
         group_advantages(REWARDS + 5, kind), group_advantages(REWARDS, kind), atol=1e-5, rtol=1e-4

@@ -45,6 +45,16 @@ CASES = {
     "topr": (OBJECTIVES["topr"](), papers.topr),
     "decoupled_ppo": (OBJECTIVES["decoupled_ppo"](), papers.decoupled_ppo),
     "reinforce": (OBJECTIVES["reinforce"](), papers.reinforce),
+    "cppo": (OBJECTIVES["cppo"](), papers.cppo),
+    "cppo-strict": (
+        OBJECTIVES["cppo"](threshold=0.1, prefix_threshold=0.005, smallest_weight=0.2),
+        lambda rs: papers.cppo(rs, 0.1, 0.005, 0.2),
+    ),
+    "ctpo": (OBJECTIVES["ctpo"](), papers.ctpo),
+    "drpo": (OBJECTIVES["drpo"](), papers.drpo),
+    "drpo-strict": (OBJECTIVES["drpo"](threshold=0.1), lambda rs: papers.drpo(rs, 0.1)),
+    "oapl": (OBJECTIVES["oapl"](), papers.oapl),
+    "oapl-strong": (OBJECTIVES["oapl"](beta=0.7), lambda rs: papers.oapl(rs, 0.7)),
     **{
         f"mu_grpo-{scope}": (
             OBJECTIVES["mu_grpo"](veto_scope=scope, veto_threshold=0.3, ratio_min=0.1, ratio_max=1.5),
@@ -119,7 +129,9 @@ def test_value_mask_and_gradient_equal_the_paper(name: str) -> None:
         ours = torch.cat(torch.autograd.grad((loss * weights).sum(), [batch.logprobs for batch in batches]))
         assert_close(ours.double(), theirs, f"{name}, {backend}, gradient", seeds)
     assert int(expected_kept.sum()) > 1000
-    assert int((mask & ~expected_kept).sum()) > 20 or name in ("cispo", "full_prefix", "minpro", "topr", "vespo")
+    assert int((mask & ~expected_kept).sum()) > 20 or name.startswith(
+        ("cispo", "full_prefix", "minpro", "oapl", "topr", "vespo")
+    )
 
 
 def test_gspo_tokens_average_to_the_sequence_objective() -> None:
@@ -140,6 +152,21 @@ def test_gspo_tokens_average_to_the_sequence_objective() -> None:
         (ours,) = torch.autograd.grad((terms.loss * weights).sum(), batch.logprobs)
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close((terms.loss * weights).sum().item(), -sum(values).item(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("beta", [1e-3, 0.7])
+def test_oapl_has_the_gradient_of_the_squared_error_of_responses(beta: float) -> None:
+    for seed in range(100):
+        batch = random_batch(seed, "continuous")
+        precise = batch.logprobs.detach().double().requires_grad_()
+        errors = papers.oapl_sequence(papers.responses(batch, precise), beta)
+        if not errors:
+            continue
+        (theirs,) = torch.autograd.grad(sum(errors), precise, allow_unused=True)
+        for backend in BACKENDS:
+            terms = OBJECTIVES["oapl"](beta=beta)(batch, backend=backend)
+            (ours,) = torch.autograd.grad(terms.loss.sum(), batch.logprobs)
+            torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(

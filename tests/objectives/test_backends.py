@@ -12,7 +12,7 @@ from megarl.batch import TokenBatch
 from megarl.errors import UserError
 from megarl.kernels.token_pass import Rule, has_rule
 from megarl.kernels.token_pass.language import Outcome, RuleFunction, Sequence, Token, where
-from megarl.objectives import OBJECTIVES, OPTIONS, Objective, build_objective
+from megarl.objectives import OBJECTIVES, Objective, build_objective
 from megarl.objectives.parts.ratios import log_ratio
 from megarl.objectives.parts.terms import Terms, make_terms
 from tests.helpers import ROOT
@@ -44,8 +44,6 @@ class WithoutKernels(HalfReinforce):
 def test_a_new_objective_takes_one_class_and_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(OBJECTIVES, "half", HalfReinforce)
     objective = build_objective("half", {"aggregation": "sequence_mean", "opsm": {}})
-    objective.check(mixes_policies=False)
-    objective.check(mixes_policies=True)
     half, whole = build_objective("half", {}), build_objective("reinforce", {})
     for seed in range(16):
         batch = random_batch(seed)
@@ -55,6 +53,8 @@ def test_a_new_objective_takes_one_class_and_one_line(monkeypatch: pytest.Monkey
 
 # the fused pass does not compute what rules for these would need: prefix sums, the gradient of a minimum
 WITHOUT_RULES = {
+    "cppo": {},
+    "ctpo": {},
     "full_prefix": {},
     "prefix_filter": {},
     "trm": {},
@@ -81,29 +81,13 @@ def test_fused_backends_evaluate_the_definition_of_an_objective_without_a_rule(
 
 
 @pytest.mark.parametrize("variant", ["paper", "released"])
-@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in ("full_prefix", "prefix_filter", "trm")])
+@pytest.mark.parametrize("name", [name for name in OBJECTIVES if name not in WITHOUT_RULES or WITHOUT_RULES[name]])
 def test_every_other_objective_has_a_rule_on_every_backend(name: str, variant: str) -> None:
     """CPU and CUDA share the header with the rules, so the CPU's library answers for both."""
     objective = build_objective(name, {"variant": variant} if name in ("m2po", "bapo") else {})
     assert isinstance(objective, Objective)
     function = objective.rule(objective.statistics(random_batch(0).detach())).function
     assert objective.fused and all(has_rule(function, backend) for backend in ("cpp", "triton"))
-
-
-@pytest.mark.parametrize("option", OPTIONS)
-def test_options_that_need_one_behaviour_policy_are_refused_in_live_runs(option: str) -> None:
-    objective = build_objective("grpo", {option: {}})
-    objective.check(mixes_policies=False)
-    if option in ("truncated_importance", "icepop"):
-        with pytest.raises(UserError, match=rf"objective.{option}.*old_logprobs.*live run.* several policies.*staged"):
-            objective.check(mixes_policies=True)
-    else:
-        objective.check(mixes_policies=True)
-
-
-def test_decoupled_ppo_may_run_live() -> None:
-    """Its old_logprobs are those of the policy before a step of updates, not of the policies that generated."""
-    build_objective("decoupled_ppo", {}).check(mixes_policies=True)
 
 
 @pytest.mark.parametrize("option", ["truncated_importance", "icepop", "dual_clip"])

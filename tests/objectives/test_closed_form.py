@@ -33,6 +33,7 @@ S = math.sqrt(0.75)  # geometric mean of 1.5 and .5
 U, V = 1 / (1 + math.exp(-0.5)), 1 / (1 + math.exp(-0.525))  # SAPO's sigmoids of .5 tau
 U2, V2 = U * (1 - U), V * (1 - V)
 F, G = 0.75**2 * math.exp(3 * 0.25), 0.75**3 * math.exp(2 * 0.25)  # VESPO's weights
+W, X = 2 - 0.5 * math.log(0.75), 1 + 0.5 * math.log(0.75)  # OAPL's weights
 # name, fields, loss, gradient of the summed loss; a token is kept exactly where its gradient is not 0
 CASES: list[tuple[str, dict[str, Any], list[float], list[float]]] = [
     ("reinforce", {}, [-3, -1, 1.5, 0.5], [-3, -1, 1.5, 0.5]),
@@ -96,6 +97,19 @@ CASES: list[tuple[str, dict[str, Any], list[float], list[float]]] = [
     ("bapo", {"positive_target": 1.62, "variant": "released"}, [-2.9, -1, 1.5, 0.9], [0, -1, 1.5, 0]),
     ("topr", {}, [-2 * A, -2 * B, 0.75 * A, 0.75 * B], [-2, -2, 0.75, 0.75]),
     ("topr", {"ratio_max": 0.5}, [-2 * A, -2 * B, 0.5 * A, 0.5 * B], [-2, -2, 0.5, 0.5]),
+    # |p - q| = .2, .1, .2, .1; weights 1, .8: the first token is masked at a threshold below .2, the last below .08 or
+    # where the prefix, with a divergence of .2, leaves less than that: .3 + 0 - .2
+    ("cppo", {"threshold": 0.3}, [-3, -1, 1.5, 0.5], [-3, -1, 1.5, 0.5]),
+    ("cppo", {"threshold": 0.19}, [0, -1, 1.5, 0], [0, -1, 1.5, 0]),
+    ("cppo", {"threshold": 0.25, "prefix_threshold": 0.0}, [-3, -1, 1.5, 0], [-3, -1, 1.5, 0]),
+    ("cppo", {"threshold": 0.25, "prefix_threshold": 0.05}, [-3, -1, 1.5, 0.5], [-3, -1, 1.5, 0.5]),
+    # prefix ratios 1.5, .75; bounds e^(-.025 sqrt t), e^(.05 sqrt t)
+    ("ctpo", {}, [-2 * math.exp(0.05), -1.5, 1.5, math.exp(-0.025 * 2**0.5)], [0, -1.5, 1.5, 0]),
+    ("ctpo", {"eps_low": 0.2, "eps_high": 0.5}, [-3, -1.5, 1.5, math.exp(-0.2 * 2**0.5)], [-3, -1.5, 1.5, 0]),
+    # |A| q (rho - 1)^2 / 2 = .1, .05, .05, .025 and rho |A| (p - q) = .6, -.1, .3, -.05, at a threshold of .05
+    ("drpo", {"threshold": 0.05}, [-1, 0, 2.5, 1], [9, -3, 7.5, -0.5]),
+    # log rho_seq = log .75: A - beta log .75
+    ("oapl", {"beta": 0.5}, [-W * A, -W * B, X * A, X * B], [-W, -W, X, X]),
     # weights 1, .5, 1.5, 1 and proximal ratios 1.5, 1, 1, .5
     ("decoupled_ppo", {}, [-2.4, -1, 1.5, 0.8], [0, -1, 1.5, 0]),
     ("decoupled_ppo", {"behaviour_weight_max": 1.25}, [-2.4, -1, 1.25, 0.8], [0, -1, 1.25, 0]),

@@ -1,16 +1,12 @@
-"""A new objective takes one file and one line, also where it has statistics and a kind of muting of its own."""
+"""A new objective takes one file, also where it has statistics and a kind of muting of its own."""
 
 from __future__ import annotations
 
 import csv
 import json
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
-from tests.helpers import ROOT
+from tests import helpers
 
 OBJECTIVE = '''
 from dataclasses import dataclass
@@ -59,24 +55,17 @@ baseline = "quiet"
 schedule = {{ stages = 1, updates_per_stage = 4 }}
 actor = {{ checkpoint_every = 2, keep_checkpoints = 2, statistics_scope = "lagged" }}
 [axes.objective]
-quiet = {{ objective = {{ name = "quiet" }} }}
+quiet = {{ objective = {{ path = "quiet.py:Quiet" }} }}
 """
 
 
-def test_one_file_and_one_line_reach_training_checkpoints_sweeps_what_if_and_the_report(
-    recipe: Path, tmp_path: Path
-) -> None:
-    shutil.copytree(ROOT / "megarl", tmp_path / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
-    registry = tmp_path / "megarl/objectives/__init__.py"
-    (registry.parent / "quiet.py").write_text(OBJECTIVE)
-    registry.write_text(registry.read_text().replace('    "reinforce",\n', '    "reinforce",\n    "quiet",\n'))
+def test_one_file_reaches_training_checkpoints_sweeps_what_if_and_the_report(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "quiet.py").write_text(OBJECTIVE)
 
     def megarl(*arguments: object) -> str:
-        command = [sys.executable, "-m", "megarl.cli", *map(str, arguments)]
-        environment = os.environ | {"PYTHONPATH": str(tmp_path)}
-        done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+        done = helpers.megarl(*arguments, cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-        return done.stdout
+        return str(done.stdout)
 
     (tmp_path / "sweep.toml").write_text(SWEEP.format(recipe=recipe))
     megarl("sweep", "sweep.toml")
@@ -87,4 +76,4 @@ def test_one_file_and_one_line_reach_training_checkpoints_sweeps_what_if_and_the
     assert '"name": "loud"' in (tmp_path / "report.html").read_text()
     rows = json.loads(megarl("what-if", run, "--stage", 0, "--update", 2, "--batches", 2, "--json"))
     masked = {row["objective"]: row["masked"][0] for row in rows if "masked" in row}
-    assert masked.keys() == {"m2po", "trm", "prefix_filter", "quiet"} and masked["quiet"] > 0
+    assert masked.keys() == {"m2po", "trm", "prefix_filter", "cppo", "Quiet"} and masked["Quiet"] > 0

@@ -58,7 +58,7 @@ floats = st.floats(width=32, allow_nan=True) | st.sampled_from([0.0, -0.0, 1e-45
 sequences = st.lists(st.lists(st.tuples(floats, st.booleans()), max_size=9), max_size=7)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(packed=sequences)
 def test_any_packed_batch_agrees_with_the_loop(packed: list[list[tuple[float, bool]]]) -> None:
     tokens = [token for sequence in packed for token in sequence]

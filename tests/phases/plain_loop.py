@@ -23,6 +23,7 @@ def train(rank, root, result):
         first = (stage * batches + inside % batches) * schedule.prompts_per_update
         store = RolloutStore(run.stage(stage).rollouts)
         samples = to_samples(store.read(range(first, first + schedule.prompts_per_update)), recipe.objective)
-        micro_batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, device)
+        share = actor.models[0].shares_prompts
+        micro_batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, device, share=share)
         train_step(actor, micro_batches, objective, actor.learning_rate(update + 1))
     hf.export_hf(actor.models, result, run.stage(0).policy, schedule.total_updates)

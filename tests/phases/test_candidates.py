@@ -104,8 +104,24 @@ def test_the_number_of_candidates_of_a_stage(oversample, candidates):
             "oversample = 2.0 .*responses_per_prompt must be at least 2",
         ),
         (
-            {"rollout": {"oversample": 2.0}, "schedule": {"kind": "live", "sync_every": 1, "lockstep": True}},
-            'oversample = 2.0 .*live run.*kind = "staged"',
+            {
+                "rollout": {"oversample": 2.0},
+                "schedule": {"kind": "live", "sync_every": 1, "max_lag": 4, "partial": True},
+            },
+            "oversample = 2.0 .*schedule.partial = true would continue the others",
+        ),
+        (
+            {
+                "rollout": {"oversample": 2.0},
+                "schedule": {
+                    "kind": "live",
+                    "sync_every": 4,
+                    "lockstep": True,
+                    "stages": 1,
+                    "updates_per_stage": 10,
+                },
+            },
+            "oversample = 2.0 .*sync_every must divide",
         ),
     ],
 )

@@ -2,11 +2,10 @@
 
 import os
 import subprocess
-import time
 
 import pytest
 
-from tests.helpers import megarl, mount_tmpfs
+from tests.helpers import megarl, mount_tmpfs, wait_until_nobody_works_on
 
 pytestmark = pytest.mark.crash
 
@@ -35,7 +34,7 @@ def test_a_full_disk_loses_no_sealed_rollouts(recipe, tmp_path):
         assert result.returncode == 0
         assert messages >= 2
     finally:
-        time.sleep(0.2)
+        wait_until_nobody_works_on(run)
         subprocess.run(["umount", disk], check=True)
 
 

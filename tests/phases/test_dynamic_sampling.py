@@ -5,7 +5,6 @@ import json
 import os
 import shutil
 import signal
-import time
 
 import pytest
 
@@ -14,6 +13,7 @@ from megarl.storage.ledger import parse
 from megarl.storage.policies import copy_policy
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
+from megarl.views.audit import audit
 from tests.helpers import RECIPE
 from tests.phases.live.conftest import events, metrics, phases  # noqa: F401 - a fixture
 from tests.storage.sample_rollouts import as_bytes
@@ -127,18 +127,19 @@ def test_groups_without_variance_fill_up_a_stage_and_are_counted(new_run, phases
     assert (event["generated"], event["filled"]) == (24, GROUPS - len(with_variance))
 
 
-def kill_at_a_shard(phases, run, count):  # noqa: F811
-    pids = phases.start(run, "rollout")
-    deadline = time.monotonic() + 120
-    while len(list(run.stage(0).rollouts.glob("*.arrow"))) < count and time.monotonic() < deadline:
-        time.sleep(0.001)
-    os.kill(pids[-1], signal.SIGKILL)
-    assert any(phases.wait()) and not run.stage(0).is_sealed(), "the phase ended before it was killed"
+def kill_at_a_shard(phases, run, count, phase="rollout"):  # noqa: F811
+    """Kill the last process of a phase, or all of a live one, when an engine is about to store its so manyth shard."""
+    pids = phases.start(run, phase, hold=(r"replace .*\.arrow", count))
+    phases.wait_until_held()
+    for pid in pids if phase == "live" else pids[-1:]:
+        os.kill(pid, signal.SIGKILL)
+    phases.release()
+    assert any(phases.wait()) and not run.stage(0).is_sealed()
 
 
 def test_a_killed_run_ends_with_the_same_bytes(undisturbed, new_run, phases):  # noqa: F811
     run = new_run("killed", rollout__oversample=10)
-    kill_at_a_shard(phases, run, 1)
+    kill_at_a_shard(phases, run, 2)
     kill_at_a_shard(phases, run, 10)
     phases(run, "rollout")
     phases(run, "optimize")
@@ -165,3 +166,47 @@ def test_a_missing_chunk_below_a_chosen_group_is_generated(undisturbed, new_run,
     (run.stage(0).rollouts / "ledger.jsonl").write_bytes(b"".join(lines[:1] + lines[2:]))
     phases(run, "rollout")
     assert contents(run) == contents(undisturbed)
+
+
+LIVE = {"schedule__kind": "live", "schedule__stages": 1, "schedule__updates_per_stage": 6, "schedule__sync_every": 3}
+LIVE |= {"rollout__oversample": 10, "actor__checkpoint_every": 2}
+LOCKSTEP = LIVE | {"schedule__lockstep": True}
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        LOCKSTEP,
+        # of three updates the last one must not be more than 4 after the version, so the version is that before them
+        LIVE | {"schedule__max_lag": 4, "schedule__colocate": True},
+    ],
+)
+def test_a_live_run_chooses_for_each_version_as_a_staged_run_does(undisturbed, new_run, phases, schedule):  # noqa: F811
+    """Its two versions generate what the two stages of the staged run have, and the same updates follow."""
+    run = new_run(f"live {len(schedule)}", **schedule)
+    phases(run, "live")
+    check_equal_to_staged(run, undisturbed)
+    (event,) = events(run, "dynamic_sampling")
+    staged = events(undisturbed, "dynamic_sampling")
+    for name in ("candidates", "generated", "with_variance", "chosen", "filled"):
+        assert event[name] == sum(one[name] for one in staged)
+
+
+def check_equal_to_staged(run, staged):
+    store = RolloutStore(run.stage(0).rollouts, one_policy=False)
+    theirs = [RolloutStore(staged.stage(stage).rollouts) for stage in range(2)]
+    assert store.chosen == [group for one in theirs for group in one.chosen]
+    assert [as_bytes(g) for g in store.read(store.chosen)] == [as_bytes(g) for s in theirs for g in s.read(s.chosen)]
+    assert all(update["zero_variance_fraction"] == 0 for update in metrics(run))
+    assert [update["staleness"] for update in metrics(run)] == [0, 1, 2] * 2
+    final = "model.safetensors"
+    assert (run.final / final).read_bytes() == (staged.stage(2).policy / final).read_bytes()
+
+
+@pytest.mark.parametrize("shards", [2, 10])
+def test_a_killed_live_run_ends_as_if_it_had_not_been(undisturbed, new_run, phases, shards):  # noqa: F811
+    run = new_run(f"killed live {shards}", rollout__workers=2, **LOCKSTEP)
+    kill_at_a_shard(phases, run, shards, "live")
+    phases(run, "live")
+    check_equal_to_staged(run, undisturbed)
+    assert audit(run.root, 1000).problems == []

@@ -7,7 +7,7 @@ import pytest
 
 from megarl.commands.one_phase import branch_recipe
 from megarl.errors import UserError
-from megarl.phases.generation import RolloutStats, solve_rate_bin
+from megarl.phases.generation import SAME_REWARDS, RolloutStats, solve_rate_bin
 from megarl.phases.rollout_worker import join_experts
 from megarl.phases.samples import to_samples
 from megarl.phases.updates import remove_checkpoints
@@ -82,19 +82,42 @@ def test_metrics_of_an_update():
     assert values["truncated_fraction"] == 0.25
 
 
+@pytest.mark.parametrize(
+    ("advantage", "rewards", "warned"),
+    [
+        ("group_mean", [0.0, 0.0], True),
+        ("group_mean_std", [0.0, 1.0], False),
+        ("batch_normalised", [0.0, 0.0], False),
+        ("mine.py:advantage", [0.0, 0.0], False),
+    ],
+)
+def test_equal_rewards_in_the_first_groups_are_told_if_no_update_can_learn_from_them(advantage, rewards, warned):
+    """The last of the groups has ``rewards``, all others equal ones."""
+    stats = RolloutStats()
+    for number in range(SAME_REWARDS - 1):
+        stats.add(group(number, [float(number % 2)] * 2))
+    assert not stats.equal_rewards(advantage)
+    stats.add(group(SAME_REWARDS, rewards))
+    assert stats.equal_rewards(advantage) is warned
+
+
 def test_statistics_of_a_rollout():
     stats = RolloutStats()
     for number, rewards in enumerate([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0, 1.0]]):
         stats.add(group(number, rewards))
-    event = stats.event(decoding=6, over_limit=1)
-    assert (event["groups"], event["responses"], event["tokens"], event["decoding"]) == (4, 8, 12, 6)
+    ended = [np.zeros(length, np.float32) for length in (3, 5, 4)]
+    reasons = ("stop", "length", "interrupted")
+    stats.count([Completion(0, 0, x.astype(np.int32), x, why, None, 0) for x, why in zip(ended, reasons, strict=True)])
+    event = stats.event(decoding=6, decoding_tokens=7, over_limit=1)
+    assert (event["groups"], event["responses"], event["decoding"], event["decoding_tokens"]) == (4, 8, 6, 7)
+    assert (event["ended"], event["tokens"]) == (2, 12)
     assert event["over_limit"] == 1
     assert (event["longest"], event["truncated"], event["reward_sum"]) == (2, 3, 5.0)
     assert event["solve_rates"] == [1, 0, 1, 0, 2]
     assert [solve_rate_bin(mean) for mean in (0, 0.01, 0.33, 0.34, 0.66, 0.67, 0.99, 1)] == [0, 1, 1, 2, 2, 3, 3, 4]
 
 
-def test_a_run_resumes_with_other_memory_and_replicas_but_not_with_another_engine(tmp_path):
+def test_a_run_resumes_with_other_memory_replicas_and_engines(tmp_path):
     tables = {
         "model": {"path": "/model"},
         "data": {"source": "file", "train": "/prompts.jsonl"},
@@ -110,8 +133,8 @@ def test_a_run_resumes_with_other_memory_and_replicas_but_not_with_another_engin
     )
     assert RunDir.create(tmp_path, smaller).recipe.rollout_of(1).workers == 2
     assert RunDir.open(tmp_path).recipe.rollout_of(1).memory_fraction == 0.5
-    with pytest.raises(UserError, match=r"stages.1.engine: 'vllm' -> 'builtin'"):
-        RunDir.create(tmp_path, override_recipe(smaller, ["stages.1.engine=builtin"]))
+    other = RunDir.create(tmp_path, override_recipe(smaller, ["stages.1.engine=builtin"]))
+    assert other.recipe.rollout_of(1).engine == "builtin"
 
 
 def test_a_branch_refuses_settings_that_do_not_fit_its_rollouts(recipe, tmp_path):

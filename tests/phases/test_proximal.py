@@ -40,9 +40,8 @@ def train_with_copies(rank, root, result, copies):
             proximal = FrozenPolicy.build(("old_logprobs",), recipe, copies / str(update))
         size = recipe.schedule.prompts_per_update
         groups = RolloutStore(stage.rollouts).read(range(update * size, (update + 1) * size))
-        batches = packing.micro_batches(
-            to_samples(groups, recipe.objective), recipe.actor.tokens_per_micro_batch, device
-        )
+        samples, share = to_samples(groups, recipe.objective), actor.models[0].shares_prompts
+        batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, device, share=share)
         train_step(actor, proximal.annotate(batches), objective, actor.learning_rate(update + 1))
     hf.export_hf(actor.models, result, stage.policy, recipe.schedule.updates_per_stage)
 
@@ -102,5 +101,7 @@ def test_settings_that_would_cut_a_step_are_refused(recipe):
     check_recipe(load_recipe(recipe, [*steps, *live, "schedule.sync_every=3"]))
     with pytest.raises(UserError, match="schedule.sync_every = 2 would cut a step"):
         check_recipe(load_recipe(recipe, [*steps, *live, "schedule.sync_every=2"]))
+    with pytest.raises(UserError, match="sync_every = 2: 2 updates form a step.*actor.checkpoint_every = 3 would cut"):
+        check_recipe(load_recipe(recipe, [*live, "schedule.sync_every=2", "objective.truncated_importance={}"]))
     with pytest.raises(UserError, match="proximal_updates is 0.*at least 1"):
         load_recipe(recipe, [steps[0], "objective.proximal_updates=0"])

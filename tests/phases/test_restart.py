@@ -6,18 +6,33 @@ import signal
 import pytest
 
 from megarl.storage.run_dir import RunDir
-from tests.helpers import events, megarl, processes_of, start_megarl, wait_for
+from tests.helpers import (
+    events,
+    megarl,
+    processes_of,
+    read_lines,
+    start_megarl,
+    stop_and_release,
+    wait_for,
+    wait_until_held,
+)
 
 
 def test_dead_processes_are_restarted_and_a_second_parent_is_refused(recipe, tmp_path):
     run = tmp_path / "run"
     settings = ["--set", "run.max_restarts=3", "--set", "schedule.stages=1", "--set", "eval.every=0"]
-    parent = start_megarl("train", recipe, "--run-dir", run, *settings)
-    kill_process_when(parent, "rollout", lambda: list(run.glob("stages/000/rollouts/*.arrow")))
-    second = megarl("train", recipe, "--run-dir", run, *settings)
-    assert second.returncode == 2
-    assert f'"pid": {parent.pid}' in second.stderr
-    kill_process_when(parent, "optimize", lambda: list(run.glob("stages/000/checkpoints/update_000002")))
+    held = tmp_path / "held"
+    hold = [r"replace .*\.arrow|open .*/metrics\.jsonl", 3, str(held)]  # of three shards, and of six updates
+    parent = start_megarl("train", recipe, "--run-dir", run, *settings, hold=hold)
+    for phase in ("rollout", "optimize"):
+        wait_until_held(parent, held)
+        (worker,) = processes_of(parent.pid, phase)
+        second = megarl("train", recipe, "--run-dir", run, *settings)
+        assert second.returncode == 2
+        assert f'"pid": {parent.pid}' in second.stderr
+        if phase == "rollout":
+            held.unlink()  # the next phase is held too
+        worker.send_signal(signal.SIGKILL)
     assert parent.wait() == 0, parent.stderr
     assert updates_of(run) == list(range(1, 7))
     assert (run / "final/model.safetensors").exists()
@@ -51,9 +66,10 @@ def test_a_finished_run_that_is_extended_equals_a_run_of_that_length(recipe, tmp
 
 def test_a_stopped_run_says_how_to_continue(recipe, tmp_path):
     run = tmp_path / "run"
-    parent = start_megarl("train", recipe, "--run-dir", run)
-    wait_for(parent, lambda: list(run.glob("logs/*/attempt_0/rank_0000.log")))
-    parent.send_signal(signal.SIGTERM)
+    held = tmp_path / "held"
+    parent = start_megarl("train", recipe, "--run-dir", run, hold=[r"replace .*\.arrow", 1, str(held)])
+    wait_until_held(parent, held)
+    stop_and_release(parent, signal.SIGTERM, held)
     assert parent.wait(300) == 130
     assert "start the same command again" in parent.stderr
     assert "Traceback" not in parent.stderr
@@ -61,54 +77,44 @@ def test_a_stopped_run_says_how_to_continue(recipe, tmp_path):
 
 
 def test_ctrl_c_keeps_the_updates_that_were_made(recipe, tmp_path):
-    run = tmp_path / "run"
-    settings = ["--set", "schedule.stages=1", "--set", "schedule.updates_per_stage=100", "--set", "eval.every=0"]
+    run, held = tmp_path / "run", tmp_path / "held"
+    settings = ["--set", "schedule.stages=1", "--set", "schedule.updates_per_stage=10", "--set", "eval.every=0"]
     settings += ["--set", "actor.checkpoint_every=1000"]
-    parent = start_megarl("train", recipe, "--run-dir", run, *settings)
-    wait_for(parent, lambda: len(updates_of(run)) >= 3)
-    parent.send_signal(signal.SIGINT)
+    hold = ["open .*/metrics.jsonl", 4, str(held)]
+    parent = start_megarl("train", recipe, "--run-dir", run, *settings, hold=hold)
+    wait_until_held(parent, held)
+    stop_and_release(parent, signal.SIGINT, held)
     assert parent.wait(300) == 130
     assert parent.stderr.index("stopping, saving\n") < parent.stderr.index("start the same command again")
     (checkpoint,) = (run / "stages/000/checkpoints").iterdir()
     made = int(checkpoint.name.removeprefix("update_"))
-    assert 3 <= made == len(updates_of(run)) < 100
+    assert 3 <= made == len(updates_of(run)) < 10
     result = megarl("train", recipe, "--run-dir", run, *settings)
     assert result.returncode == 0, result.stderr
-    assert f"continues, skips {made} of 100 updates made earlier" in result.stderr + result.stdout
-    assert updates_of(run) == list(range(1, 101))
+    assert f"continues, skips {made} of 10 updates made earlier" in result.stderr + result.stdout
+    assert updates_of(run) == list(range(1, 11))
 
 
 @pytest.mark.parametrize("moment", ["first import", "rollout", "optimize"])
 def test_a_killed_warm_process_loses_nothing(recipe, tmp_path, moment):
     """Between phases it is replaced; a phase, whose processes die with it, is restarted."""
-    run = tmp_path / "run"
+    run, held = tmp_path / "run", tmp_path / "held"
     settings = ["--set", "run.max_restarts=1", "--set", "schedule.stages=1", "--set", "eval.every=0"]
-    parent = start_megarl("train", recipe, "--run-dir", run, *settings)
-    seen = {
-        "first import": lambda: True,
-        "rollout": lambda: list(run.glob("stages/000/rollouts/*.arrow")),
-        "optimize": lambda: len(updates_of(run)) >= 3,
-    }
-    wait_for(parent, lambda: seen[moment]() and processes_of(parent.pid, "warm"))
+    held_at = {"first import": "nothing", "rollout": r"replace .*\.arrow", "optimize": "open .*/metrics.jsonl"}
+    hold = [held_at[moment], 3, str(held)]
+    parent = start_megarl("train", recipe, "--run-dir", run, *settings, hold=hold)
+    if moment == "first import":
+        wait_for(parent, lambda: processes_of(parent.pid, "warm"))
+    else:
+        wait_until_held(parent, held)
     # a process that it has just forked still has its name
     warm = min(processes_of(parent.pid, "warm"), key=lambda process: process.create_time())
-    workers = processes_of(parent.pid, moment)  # none if the phase has just ended
-    for worker in workers:
-        worker.send_signal(signal.SIGSTOP)  # so that the phase cannot end before the kill
     warm.send_signal(signal.SIGKILL)
-    wait_for(parent, lambda: [new for new in processes_of(parent.pid, "warm") if new != warm])
     assert parent.wait() == 0, parent.stderr
-    assert [event["phase"] for event in events(RunDir.open(run), "restart")] == ([moment] if workers else [])
+    assert [event["phase"] for event in events(RunDir.open(run), "restart")] == [moment] * (moment != "first import")
     assert updates_of(run) == list(range(1, 7))
     assert (run / "final/model.safetensors").exists()
 
 
 def updates_of(run):
-    metrics = run / "metrics.jsonl"
-    return [json.loads(line)["update"] for line in metrics.read_text().splitlines()] if metrics.exists() else []
-
-
-def kill_process_when(parent, phase, condition):
-    wait_for(parent, condition)
-    (worker,) = processes_of(parent.pid, phase)
-    worker.send_signal(signal.SIGKILL)
+    return [line["update"] for line in read_lines(run / "metrics.jsonl")]

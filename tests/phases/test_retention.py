@@ -113,7 +113,7 @@ def test_a_removed_policy_is_exported_again_from_the_checkpoint_of_its_last_upda
     run = keeps_one[0]
     refused = megarl("samples", run.root, "--tokens", "ratio", "--stage", 2)
     assert refused.returncode == 2
-    command = f"megarl export {run.root} --stage 2 --update 2 --output DIR"
+    command = f"megarl export {run.root} --stage 2 --update 6 --output DIR"
     assert "stages/003/policy was removed, as [actor] keep_policies says; `megarl export" in refused.stderr
     assert f"; `{command}` makes it again" in refused.stderr
     result = megarl(*command.replace("DIR", str(tmp_path / "again")).split()[1:])
@@ -134,11 +134,11 @@ def test_a_removed_policy_is_exported_again_from_the_checkpoint_of_its_last_upda
         (("stage", "pack", "{run}", 2, "{new}", "--license", "mit"), "keep_policies says; the nearest"),
         (("optimize", "{run}", "--stage", 2, "--output", "{new}"), "keep_policies says; the nearest"),
         (
-            ("export", "{run}", "--stage", 2, "--update", 0, "--output", "{new}"),
-            "policies after these updates only: 1, 2;",
+            ("export", "{run}", "--stage", 2, "--update", 4, "--output", "{new}"),
+            "policies after these updates of the run only: 5, 6;",
         ),
-        (("eval", "{run}", "--stage", 2, "--update", 0), "policies after these updates only: 1, 2;"),
-        (("what-if", "{run}", "--stage", 2, "--update", 0), "keep_policies determine which are kept"),
+        (("eval", "{run}", "--stage", 2, "--update", 4), "policies after these updates of the run only: 5, 6;"),
+        (("what-if", "{run}", "--stage", 2, "--update", 4), "keep_policies determine which are kept"),
     ],
 )
 def test_commands_that_need_a_removed_policy_are_refused(keeps_one, tmp_path, command, words):
@@ -150,7 +150,7 @@ def test_commands_that_need_a_removed_policy_are_refused(keeps_one, tmp_path, co
 
 def test_what_if_works_without_the_first_policy_of_the_stage(keeps_all, keeps_one):
     results = [
-        megarl("what-if", run.root, "--stage", 3, "--update", 1, "--batches", 2, "--json")
+        megarl("what-if", run.root, "--stage", 3, "--update", 7, "--batches", 2, "--json")
         for run in (keeps_all, keeps_one[0])
     ]
     assert [result.returncode for result in results] == [0, 0], results[1].stderr

@@ -6,7 +6,7 @@ import pytest
 from megarl.data.prompts import Prompt
 from megarl.phases.scoring import PendingGroup, Scoring
 from megarl.recipe.tables import RewardTable
-from megarl.rewards.pool import Verdict
+from megarl.rewards import Score
 from megarl.storage.rollouts import Response
 
 
@@ -49,10 +49,10 @@ def test_groups_are_returned_in_order_of_generation_or_of_scoring(in_order, firs
     scoring.add(pending[2], 0, response(0))  # its other response is still being generated
     assert pool.asked == [(0, "1"), (0, "0"), (1, "1"), (1, "0"), (2, "0")]
     assert scoring.take() == []
-    pool.answers = [(3, Verdict(1.0)), (4, Verdict(0.0)), (5, Verdict(1.0)), (1, Verdict(0.5))]
+    pool.answers = [(3, Score(1.0)), (4, Score(0.0)), (5, Score(1.0)), (1, Score(0.5))]
     taken = scoring.take()
     assert [group.group_id for group in taken] == first
-    pool.answers = [(2, Verdict(1.0))]
+    pool.answers = [(2, Score(1.0))]
     taken += scoring.take()
     assert sorted(group.group_id for group in taken) == [0, 1]
     rewards = {group.group_id: [r.reward for r in group.responses] for group in taken}
@@ -75,7 +75,7 @@ def test_responses_whose_verifier_exceeds_a_limit_are_counted_and_logged(capsys)
     pool, scoring, (group, *_) = make(in_order=True)
     scoring.add(group, 0, response(0))
     scoring.add(group, 1, response(1))
-    pool.answers = [(1, Verdict(0.0, "time")), (2, Verdict(1.0))]
+    pool.answers = [(1, Score(0.0, "time")), (2, Score(1.0))]
     assert [r.reward for r in scoring.take()[0].responses] == [0.0, 1.0]
     assert scoring.over_limit == 1
-    assert "response 0 to prompt 0 scores 0" in capsys.readouterr().out
+    assert "response 0 to prompt 0 scores 0" in capsys.readouterr().err

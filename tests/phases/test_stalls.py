@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from megarl.workers.watch import Watch, Watched
-from tests.helpers import megarl, processes_of, read_lines, start_megarl, wait_for, wait_until_nobody_works_on
-from tests.phases.test_kill import assert_same_run, lines
+from tests.helpers import megarl, processes_of, read_lines, start_megarl, wait_until_held, wait_until_nobody_works_on
+from tests.phases.test_kill import assert_same_run
 
 pytestmark = pytest.mark.crash
 
@@ -42,54 +42,36 @@ def supervisor(parent):
     return next(p for p in of_rank("rollout:0")(parent).children() if p.name() == "verifier")
 
 
-def trains(run):
-    return lines(run / "metrics.jsonl") >= 1
+# file operations at which a process is held until the test has stopped one; this must not itself take so long that it
+# counts as a stall
+TRAINS, STORES = "open .*/metrics.jsonl", r"replace .*/rollouts/.*\.arrow"
+EVALUATED = r"replace .*/evaluations/.*\.arrow"
 
-
-def stores(run):
-    return any(run.glob("stages/000/rollouts/*.arrow"))
-
-
-def evaluates(run):
-    return (run / "events.jsonl").exists() and '"phase": "evaluate", "rank"' in (run / "events.jsonl").read_text()
-
-
-def writer_of(run):
-    """The checkpoint writer that is held when it opens a file; None before that."""
-    held = run.with_name("held")
-    return psutil.Process(int(text)) if held.exists() and (text := held.read_text()) else None
-
-
-def writes(run):
-    return writer_of(run) is not None
-
-
-# case: (finds the process to stop, when to stop it, settings, phase, place that the message names)
+# case: (finds the process to stop, what is held, settings, phase, place that the message names)
 CASES = {
-    "trainer": (of_rank("optimize:0"), trains, (), "optimize", "update"),  # also matches the checkpoint update_000002
-    "generator": (of_rank("rollout:0"), stores, (), "rollout", "chunk "),
-    "supervisor of verifiers": (supervisor, stores, (), "rollout", "chunk "),
-    "evaluating": (of_rank("evaluate:0"), evaluates, (*LIVE, *EVALUATES), "evaluate", ""),  # at or before a chunk
-    "live trainer": (of_rank("live:0"), trains, LIVE, "live", ""),
-    "live generator": (of_rank("live:1"), trains, LIVE, "live", ""),
-    "warm": (warm, trains, (), "optimize", ""),
-    # it is held so that the test can find it, and must be stopped before the hold itself counts as a stall
-    "writer": (None, writes, ("actor.checkpoint_every=4", "run.stall_seconds=12"), "optimize", "update_000004"),
+    "trainer": (of_rank("optimize:0"), TRAINS, (), "optimize", "update"),  # also matches the checkpoint update_000002
+    "generator": (of_rank("rollout:0"), STORES, (), "rollout", "chunk "),
+    "supervisor of verifiers": (supervisor, STORES, (), "rollout", "chunk "),
+    "evaluating": (of_rank("evaluate:0"), EVALUATED, (*LIVE, *EVALUATES), "evaluate", ""),
+    "live trainer": (of_rank("live:0"), TRAINS, LIVE, "live", ""),
+    "live generator": (of_rank("live:1"), STORES, LIVE, "live", ""),
+    "warm": (warm, TRAINS, (), "optimize", ""),
+    "writer": (None, WRITES, ("actor.checkpoint_every=4", "run.stall_seconds=12"), "optimize", "update_000004"),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_a_stopped_process_ends_the_phase_and_is_named(case, recipe, tmp_path):
-    find, moment, others, phase, place = CASES[case]
-    run, hold = tmp_path / "run", [WRITES, 1, str(tmp_path / "held")]
-    command = start_megarl(
-        "train", recipe, "--run-dir", run, *settings(*others), hold=hold if case == "writer" else None
-    )
-    wait_for(command, lambda: moment(run))
-    victim = find(command.pid) if find else writer_of(run)
+    find, operation, others, phase, place = CASES[case]
+    run, held = tmp_path / "run", tmp_path / "held"
+    hold = [operation, 1 if case in ("writer", "evaluating") else 2, str(held)]
+    command = start_megarl("train", recipe, "--run-dir", run, *settings(*others), hold=hold)
+    writer = wait_until_held(command, held)
+    victim = find(command.pid) if find else psutil.Process(writer)
     name = victim.name()
     victim.suspend()
-    assert command.wait(120) == 1, command.stderr
+    held.write_text("")
+    assert command.wait() == 1, command.stderr
     message = command.stderr[command.stderr.rindex("megarl: ") :]
     first = message.splitlines()[0]
     assert f"{phase} of stage 0: no progress for" in first and f"process {victim.pid} ({name})" in first, message
@@ -108,36 +90,38 @@ def test_a_stopped_process_ends_the_phase_and_is_named(case, recipe, tmp_path):
 def test_a_phase_with_a_stopped_trainer_is_restarted(recipe, tmp_path):
     undisturbed = megarl("train", recipe, "--run-dir", tmp_path / "undisturbed", *settings())
     assert undisturbed.returncode == 0, undisturbed.stderr
-    run = tmp_path / "run"
-    command = start_megarl("train", recipe, "--run-dir", run, *settings("run.max_restarts=1"))
-    wait_for(command, lambda: lines(run / "metrics.jsonl") >= 3)
-    of_rank("optimize:0")(command.pid).suspend()
-    assert command.wait(120) == 0, command.stderr
+    run, held = tmp_path / "run", tmp_path / "held"
+    hold = [TRAINS, 4, str(held)]
+    command = start_megarl("train", recipe, "--run-dir", run, *settings("run.max_restarts=1"), hold=hold)
+    psutil.Process(wait_until_held(command, held)).suspend()
+    held.write_text("")
+    assert command.wait() == 0, command.stderr
     (restart,) = [event for event in read_lines(run / "events.jsonl") if event["event"] == "restart"]
     assert "no progress for" in restart["cause"]
     assert_same_run(tmp_path / "undisturbed", run)
 
 
 def test_a_stopped_verifier_is_replaced(recipe, tmp_path):
-    run = tmp_path / "run"
-    command = start_megarl("train", recipe, "--run-dir", run, "--until", "rollout:0", *settings())
-    wait_for(command, lambda: stores(run))
+    run, held = tmp_path / "run", tmp_path / "held"
+    arguments = ("train", recipe, "--run-dir", run, "--until", "rollout:0", *settings())
+    command = start_megarl(*arguments, hold=[STORES, 2, str(held)])
+    wait_until_held(command, held)
     worker = supervisor(command.pid).children()[0]
     worker.suspend()
-    assert command.wait(120) == 0, command.stderr
+    held.write_text("")
+    assert command.wait() == 0, command.stderr
     assert not [event for event in read_lines(run / "events.jsonl") if event["event"] == "no_progress"]
     assert not worker.is_running()
 
 
 @pytest.mark.parametrize("generation", ["fork of a fork", "fork"])
 def test_a_killed_checkpoint_writer_fails_the_save_at_once(generation, recipe, tmp_path):
-    run, hold = tmp_path / "run", [WRITES, 1, str(tmp_path / "held")]
+    run, held = tmp_path / "run", tmp_path / "held"
     patient = settings("actor.checkpoint_every=4", "run.stall_seconds=600")
-    command = start_megarl("train", recipe, "--run-dir", run, *patient, hold=hold)
-    wait_for(command, lambda: writes(run))
-    writer = writer_of(run)
+    command = start_megarl("train", recipe, "--run-dir", run, *patient, hold=[WRITES, 1, str(held)])
+    writer = psutil.Process(wait_until_held(command, held))
     (writer if generation == "fork of a fork" else writer.parent()).kill()
-    assert command.wait(120) == 1
+    assert command.wait() == 1
     assert "a process that wrote the checkpoint update_000004 was killed by signal 9" in command.stderr, command.stderr
     result = megarl("train", recipe, "--run-dir", run, *patient)
     assert result.returncode == 0, result.stderr
@@ -205,30 +189,35 @@ def test_a_stall_is_found_if_all_ranks_of_the_only_node_wait(alone, monkeypatch,
     assert bool(found) == alone  # with several nodes, ranks of the others may be at work
 
 
-STACKS = """
-import signal, time
-def write(*_):
-    for line in ("File", "File", "end"):
-        print(line, flush=True)
-        time.sleep(0.3)
-signal.signal(signal.SIGUSR1, write)
+HANDLES = """
+import signal
+signal.signal(signal.SIGUSR1, lambda *_: None)
 print("begins", flush=True)
 while True:
-    time.sleep(100)
+    signal.pause()
 """
 
 
-def test_the_dump_waits_until_stacks_are_complete(tmp_path):
-    log = tmp_path / "log"
-    with open(log, "w") as file, subprocess.Popen([sys.executable, "-c", STACKS], stdout=file) as process:
+def test_the_dump_waits_until_stacks_are_complete(tmp_path, monkeypatch):
+    """They are written line by line, at times of a simulated clock."""
+    log, now, lines = tmp_path / "log", 0.0, [(0.2, "File\n"), (0.9, "File\n"), (1.6, "end\n")]
+    log.touch()
+
+    def sleep(seconds):
+        nonlocal now
+        now += seconds
+        while lines and lines[0][0] <= now:
+            log.write_text(log.read_text() + lines.pop(0)[1])
+
+    with subprocess.Popen([sys.executable, "-c", HANDLES], stdout=subprocess.PIPE, text=True) as process:
         try:
-            while log.read_text() != "begins\n":
-                assert process.poll() is None
-            Watch([Watched(0, tmp_path / "beats", log)], 1.0, True, print).dump([process.pid])
-            written = log.read_text()
+            assert process.stdout.readline() == "begins\n"
+            watch = Watch([Watched(0, tmp_path / "beats", log)], 1.0, True, print)
+            monkeypatch.setattr("megarl.workers.watch.time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+            watch.dump([process.pid])
         finally:
             process.kill()
-    assert written.endswith("end\n")
+    assert log.read_text() == "File\nFile\nend\n" and now < 5
 
 
 def test_the_dump_does_not_wait_for_processes_that_cannot_write_stacks(tmp_path, monkeypatch):

@@ -23,6 +23,7 @@ def plan_of(
     recipe = load_recipe(EXAMPLES / path)
     tensor = next((int(c.partition("=")[2]) for c in changes if c.startswith("rollout.tensor_parallel")), 1)
     first = [f"actor.processes_per_node={devices}", f"rollout.workers={devices // tensor}"]
+    first += ["actor.recompute=full", "actor.tokens_per_micro_batch=16384", "rollout.groups_per_chunk=128"]
     return plan_of_recipe(override_recipe(recipe, [*first, *changes]), path, gpu, nodes, assume)
 
 

@@ -7,7 +7,6 @@ import sys
 import pytest
 
 from megarl.models.hf_config import read_hf_config
-from megarl.planner.parameter_counts import ParameterCounter
 from megarl.planner.plan import Plan
 from megarl.recipe.load import dump_recipe, load_recipe
 from tests.planner.moe import EXAMPLES
@@ -48,12 +47,6 @@ def ask():
 
         yield answer
         process.stdin.close()
-
-
-@pytest.fixture(scope="module")
-def counter():
-    with ParameterCounter() as counter:
-        yield counter
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -13,7 +13,7 @@ from megarl.models.hf_config import read_hf_config
 from megarl.planner import sizes
 from megarl.planner.assumptions import GIB, Assumptions
 from megarl.planner.disk import disk_bytes
-from megarl.planner.parameter_counts import ParameterCounter, StageParameters
+from megarl.planner.parameter_counts import StageParameters
 from megarl.planner.plan import Plan
 from megarl.recipe.layout import Layout
 from megarl.recipe.load import load_recipe, override_recipe
@@ -224,7 +224,7 @@ GPT_OSS = dict(
 @pytest.mark.parametrize(
     ("layers", "experts", "total", "active"), [(24, 32, 20.91e9, 3.61e9), (36, 128, 116.83e9, 5.13e9)]
 )
-def test_gpt_oss_as_published(tmp_path, layers, experts, total, active):
+def test_gpt_oss_as_published(tmp_path, counter, layers, experts, total, active):
     """All parameters, and a token's without the embedding, are those of the model card's table 1 (arXiv 2508.10925)."""
     settings = GPT_OSS | dict(
         num_hidden_layers=layers,
@@ -233,10 +233,9 @@ def test_gpt_oss_as_published(tmp_path, layers, experts, total, active):
     )
     (tmp_path / "config.json").write_text(json.dumps(settings))
     hf, recipe = read_hf_config(tmp_path), make_recipe()
-    with ParameterCounter() as counter:
-        whole = counter.whole(hf, recipe)
-        cut = ["actor.tensor_parallel=4", "actor.expert_parallel=8", "actor.expert_tensor_parallel=1"]
-        (rank,) = counter.count(hf, override_recipe(recipe, cut), 8)
+    whole = counter.whole(hf, recipe)
+    cut = ["actor.tensor_parallel=4", "actor.expert_parallel=8", "actor.expert_tensor_parallel=1"]
+    (rank,) = counter.count(hf, override_recipe(recipe, cut), 8)
     parameters = whole.dense + whole.expert
     assert parameters == pytest.approx(total, rel=1e-3)
     of_expert = 3 * 2880 * 2880 + 3 * 2880
@@ -341,7 +340,8 @@ def test_a_version_of_a_live_run_generates_what_its_schedule_allows():
     free = override_recipe(live, ["schedule.delay=0", "schedule.max_lag=63"])
     assert plan(free).groups_of_version == 64 * 32
     assert plan(override_recipe(free, ["schedule.max_lag=1000"])).groups_of_version == 160 * 32  # all of the stage
-    few = override_recipe(live, ["rollout.max_response_tokens=64", "rollout.memory_fraction=0.9"])
+    many = ["rollout.memory_fraction=0.9", "rollout.groups_per_chunk=128"]
+    few = override_recipe(live, ["rollout.max_response_tokens=64", *many])
     assert plan(few).running_responses == 16 * 32 * 8 / 16  # 16 replicas
 
 

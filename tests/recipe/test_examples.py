@@ -80,14 +80,14 @@ def minpro(name, steps, prompts, lags=(32, 47), **objective):
     return Paper(16 * steps, lags, prompts, 2048 + 20480, 1e-6, {"name": name, **objective}, **evaluated)
 
 
-def prefix(name, lags=(2, 11), **objective):
+def prefix(name, lags=(2, 11), updates=60, **objective):
     """Section 4.1: S = 11, kappa = 10, 60 steps. The paper does not have batch size and lengths.
 
     In table 1 avg@64 is the share of solved problems in each row (.500 and 15 of 30, .400 and 12, .367 and 11), so that
     all 64 samples of a problem agreed: greedy decoding, of which one sample is enough.
     """
-    evaluated = {"evaluated_every": 60, "suites": {"aime24": 1}, "temperature": 0.0}
-    return Paper(60, lags, 32, 2048 + 8192, 1e-6, {"name": name, **objective}, **evaluated)
+    evaluated = {"evaluated_every": updates, "suites": {"aime24": 1}, "temperature": 0.0}
+    return Paper(updates, lags, 32, 2048 + 8192, 1e-6, {"name": name, **objective}, **evaluated)
 
 
 def bapo(name, lags=(0, 7), tokens=1024 + 8192, **objective):
@@ -109,8 +109,10 @@ TABLE3 = {  # table 3 of MinPRO
 }
 PAPERS = {
     "table 1, M2PO s = 256": m2po("m2po", m2_threshold=0.04),
+    "table 1, M2PO s = 256, with the authors' top-p": replace(m2po("m2po"), top_p=0.7),
     "table 1, GRPO s = 0": m2po("grpo", (0, 3), **GRPO),
     "table 1, GRPO s = 256": m2po("grpo", **GRPO),
+    "figure 2, GRPO s = 8": m2po("grpo", (8, 11), **GRPO),
     "table 1, GSPO s = 256": m2po("gspo", eps_low=3e-4, eps_high=4e-4),
     "figure 6, decoupled PPO (AReaL) s = 256": m2po("decoupled_ppo", proximal_updates=4),
     "figure 6, TOPR s = 256": m2po("topr"),
@@ -131,6 +133,8 @@ PAPERS = {
     "table 4, S = 512": mu_grpo("mu_grpo", (0, 511)),
     "table 4, S = 2048": mu_grpo("mu_grpo", (0, 2047)),
     "table 4, S = 4096": mu_grpo("mu_grpo", (0, 4095)),
+    "figure 3, no mask": mu_grpo("mu_grpo", (0, 1023), veto_threshold=0.0, ratio_max=5.0),
+    "figure 3, trigger mask": mu_grpo("mu_grpo", (0, 1023), veto_scope="trigger", ratio_max=5.0),
     "table 6, scope non-trigger suffix": mu_grpo("mu_grpo", (0, 1023), veto_scope="non_trigger_suffix"),
     "table 6, scope suffix": mu_grpo("mu_grpo", (0, 1023), veto_scope="suffix"),
     "table 8, upper bound 3": mu_grpo("mu_grpo", (0, 1023), ratio_max=3.0),
@@ -150,6 +154,7 @@ PAPERS = {
     "section 6.2, lowest 1 % filtered 8B": minpro("prefix_filter", 120, 32, filter_fraction=0.01),
     "equation 5 without a stop-gradient": prefix("prefix_ratio_grpo", eps_low=0.2, prefix_gradient="full"),
     "table 1, Prefix-Ratio GRPO": prefix("prefix_ratio_grpo", eps_low=0.2, eps_high=0.2),
+    "table 1, one of three seeds": prefix("prefix_ratio_grpo", (0, 11), updates=12),  # section 4.1: 12 steps each
     "table 1, vanilla GRPO": prefix("grpo", eps_low=0.2, eps_high=0.2, aggregation="sequence_mean"),
     "table 1, tight-clip GRPO": prefix("grpo", eps_low=0.1, eps_high=0.1, aggregation="sequence_mean"),
     "figure 8, table 2: BAPO": bapo(
@@ -157,6 +162,10 @@ PAPERS = {
         positive_target=0.4, low_start=0.6, low_end=0.9, low_step=0.02,
         high_start=1.2, high_end=3.0, high_step=0.05,
     ),
+    "table 3, Math: BAPO": bapo("bapo"),
+    "table 3, Math: GRPO": bapo("grpo"),
+    "table 4: DAPO": bapo("dapo", eps_low=0.2, eps_high=0.28, zero_variance="drop"),
+    "table 4: TOPR": bapo("topr"),
     "table 2, figure 13: BAPO": bapo(  # appendix B
         "bapo",
         positive_target=0.45, low_start=0.8, low_end=0.9, low_step=0.02,
@@ -165,8 +174,8 @@ PAPERS = {
     "figure 11, 32k tokens: BAPO": bapo("bapo", tokens=2**15, high_end=3.0),
     "figure 11, 32k tokens: GRPO": bapo("grpo", tokens=2**15, eps_low=0.2, eps_high=0.2),
     "figure 11, 32k tokens: clip-higher": bapo("grpo", tokens=2**15, eps_low=0.2, eps_high=0.28),
-    "figure 8, each batch twice: BAPO": replace(bapo("bapo"), updates=800),
-    "figure 2, each batch twice: GRPO": replace(bapo("grpo"), updates=800),
+    "figure 8, each batch twice: BAPO": bapo("bapo"),
+    "figure 2, each batch twice: GRPO": bapo("grpo"),
     "figure 2, table 2: GRPO": bapo("grpo", eps_low=0.2, eps_high=0.2),
     "figure 2, on-policy GRPO": bapo("grpo", (0, 0)),
     "figure 12, partial rollouts: BAPO": replace(bapo("bapo"), updates=800),
@@ -223,12 +232,17 @@ def lags_of(recipe):
     versions, done = [], 0
     while done < total:
         newest = done - done % rule.sync_every
-        end = done - done % size + size  # updates until the end of the stage
-        while len(versions) < end and (version := rule.version(len(versions), newest)) is not None:
+        end = (done - done % size + size) // schedule.passes  # batches until the end of the stage
+        while len(versions) < end:
+            version = rule.version(schedule.first_update_of(len(versions)), newest)
+            if version is None:
+                break
             versions.append(version)
+        done += 1
         # on shared devices, trainers train everything that is there before engines continue
-        done = len(versions) if schedule.colocate else done + 1
-    return [update - version for update, version in enumerate(versions)]
+        while schedule.colocate and done < total and schedule.batch_of(done)[0] < len(versions):
+            done += 1
+    return [update - versions[schedule.batch_of(update)[0]] for update in range(total)]
 
 
 def partial_rollouts(recipe, length):
@@ -253,6 +267,8 @@ def after_warm_up(schedule, lags):
     """``lags`` without those of the first updates, which train data of the first policy for lack of a later one."""
     if schedule.kind == "staged" or not (schedule.delay or schedule.colocate):
         return lags
+    if len(lags) <= schedule.lag_rule.max_lag + 1:
+        return lags  # all of them
     return lags[schedule.lag_rule.max_lag + 1 :]
 
 
@@ -301,6 +317,8 @@ def check_numbers(recipe, paper):
     suites = dict(paper.suites)
     if recipe.model.path.name.startswith("OctoThinker"):  # table 2 of BAPO
         suites["math500"] = 16
+    elif paper.lr == 2e-6 and len(recipe.suites) == 4:
+        suites |= {"amc23": 16, "olympiad": 16}  # table 3 of BAPO, with DeepSeek-R1-Distill-Qwen-7B
     assert {suite.name: suite.samples for suite in recipe.suites} == suites
     assert {(suite.temperature, suite.top_p) for suite in recipe.suites} == {(paper.temperature, paper.top_p)}
 

@@ -8,7 +8,7 @@ from tests.actor.conftest import make_recipe
 
 MOE = dict(
     num_attention_heads=32, num_key_value_heads=4, num_hidden_layers=48, num_experts=128,
-    moe_intermediate_size=768, intermediate_size=6144, dense_layers=0,
+    moe_intermediate_size=768, intermediate_size=6144,
     divided={"num_attention_heads": 32, "num_key_value_heads": 4}, context_divided={},
 )  # fmt: skip
 DENSE = MOE | {"num_experts": None, "divided": MOE["divided"] | {"intermediate_size": 6144}}
@@ -162,10 +162,3 @@ def test_ranks_of_all_nodes_count_unless_the_number_of_nodes_is_unknown():
     check_layout(recipe, MOE, nodes=None)
     with pytest.raises(UserError, match=r"processes_per_node \* nodes = 24"):
         check_layout(recipe, MOE, nodes=3)
-
-
-def test_routing_replay_of_the_engine_is_refused_for_a_model_with_dense_layers():
-    with pytest.raises(UserError, match="3 layers of this model have no experts.*never checked"):
-        check(MOE | {"dense_layers": 3}, routing_replay="engine")
-    check(MOE | {"dense_layers": 3}, routing_replay="actor")
-    check(MOE, routing_replay="engine")

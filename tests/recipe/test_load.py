@@ -31,3 +31,15 @@ def test_an_infinite_bound_of_the_ratio_survives_writing_and_reading(recipe, tmp
     (tmp_path / "again.toml").write_text(dump_recipe(first))
     assert load_recipe(tmp_path / "again.toml") == first
     assert first.objective.fields["ratio_max"] == float("inf")
+
+
+def test_a_text_where_a_list_is_expected_is_said_in_those_words(recipe):
+    with pytest.raises(UserError, match=r"metrics.by: expected a list, in brackets \(got 'level'\)"):
+        load_recipe(recipe, ["metrics.by=level"])
+
+
+def test_what_was_found_is_said_where_it_is_one_value(recipe):
+    with pytest.raises(UserError, match=r"  recipe: objective.advantage = .* compares .* must be at least 2$"):
+        load_recipe(recipe, ["rollout.responses_per_prompt=1"])
+    with pytest.raises(UserError, match=r"optimizer.lr: .* \(got -1.0\)$"):
+        load_recipe(recipe, ["optimizer.lr=-1.0"])

@@ -26,6 +26,7 @@ TINY = {
     "rollout.groups_per_chunk": 8,
     "optimizer.lr": 2e-4,
     "optimizer.warmup_updates": 0,
+    "optimizer.warmup_step": None,
     "actor.checkpoint_every": 8,
     "eval.prompts": 16,
     "eval.samples": 2,
@@ -43,12 +44,12 @@ FAMILIES = {
         {"stages": 2, "updates_per_stage": 16, "sync_every": 4},
         [*range(8), *[8, 9, 10, 11] * 6],
     ),
-    # engines are at most S = 11 updates behind, and get a new policy every kappa = 10 updates
-    "qwen3_8b/prefix_ratio_grpo": ({"updates_per_stage": 20}, 11),
+    # engines are at most S = 11 updates behind, and get a new policy every kappa = 10 updates; in the paper 60 or 12
+    "qwen3_8b/prefix_ratio_grpo": ({"updates_per_stage": 26}, [*range(12), *range(2, 12), *range(2, 6)]),
     # on-policy except for the mini-batches of a step
     "deepseek_7b/bapo": ({"stages": 2, "updates_per_stage": 16}, [*range(8)] * 4),
     # every batch is trained twice
-    "deepseek_7b/bapo-replay": ({"stages": 3, "every": 1}, [*range(8)] * 3),
+    "deepseek_7b/bapo-replay": ({"stages": 2, "updates_per_stage": 16}, [*range(8)] * 4),
     # a response gets two tokens per stage and ends in its third stage at the latest
     "deepseek_7b/bapo-partial": ({"stages": 3, "every": 1, "token_budget": 2}, 11),
     "qwen2_5_math_7b/mu_grpo-async": ({"updates_per_stage": 32, "max_lag": 15, "every_updates": 12}, 15),
@@ -69,7 +70,7 @@ def toy(example, divided, model, prompts):
         table.pop(tables, None)
     table["actor"], table["data"] = {"backend": "cpu"}, {}
     table["reward"] = {key: table["reward"][key] for key in ("require_stop",) if key in table["reward"]}
-    for key in ("suites", "suite", "source"):
+    for key in ("suites", "suite", "source", "data"):
         table["eval"].pop(key, None)
     kept = ("temperature", "responses_per_prompt", "oversample")
     table["rollout"] = {key: table["rollout"][key] for key in kept if key in table["rollout"]}

@@ -15,6 +15,10 @@ from __future__ import annotations
 import datetime
 import importlib.util
 import os
+import signal
+import sys
+import threading
+import time
 import types
 from typing import Any
 
@@ -25,6 +29,7 @@ from tests.rehearsal.build import DEVICE, build
 
 NAME = "rehearsal H100"
 TOTAL_MEMORY = 80 << 30
+NCCL_POLL_SECONDS = 1.0  # TORCH_NCCL_COORD_CHECK_MILSEC
 
 
 def _load() -> Any:
@@ -36,6 +41,7 @@ def _load() -> Any:
 
 lib = _load()
 _initialised_by: list[int] = []  # process ids
+_watched_by: list[int] = []  # process ids
 
 
 class _Stream:
@@ -203,6 +209,21 @@ def install() -> None:
         setattr(torch._C, name, answer)
 
 
+def _end_after_an_error(store: Any) -> None:
+    """What ProcessGroupNCCL's monitor does in a process's first group: another rank's error ends this process.
+
+    torch then also waits for its dump to be written; the key is in `csrc/nccl.h`."""
+    while True:
+        try:
+            failed = store.check(["exception_dump"])
+        except Exception:  # the store has gone, and with it the ranks that could report
+            return
+        if failed:
+            print("ProcessGroupNCCL's monitor: a rank has reported an error", file=sys.stderr, flush=True)
+            os.kill(os.getpid(), signal.SIGABRT)
+        time.sleep(NCCL_POLL_SECONDS)
+
+
 def define_nccl() -> None:
     """Called before ``torch.distributed.distributed_c10d`` is imported, which then finds NCCL."""
     from torch._C import _distributed_c10d as c10d
@@ -220,7 +241,12 @@ def define_nccl() -> None:
 
     class ProcessGroupNCCL(base):
         def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:
-            super().__init__(c10d.ProcessGroupGloo(store, rank, size, timeout=options._timeout), rank, size)
+            gloo = c10d.ProcessGroupGloo(store, rank, size, timeout=options._timeout)
+            super().__init__(gloo, store, rank, size)
+            if not _watched_by or _watched_by[-1] != os.getpid():
+                _watched_by.append(os.getpid())
+                below = store._underlying_non_prefix_store if isinstance(store, c10d.PrefixStore) else store
+                threading.Thread(target=_end_after_an_error, args=(below,), daemon=True).start()
 
     c10d._DEFAULT_PG_NCCL_TIMEOUT = datetime.timedelta(minutes=10)
     ProcessGroupNCCL.Options = Options

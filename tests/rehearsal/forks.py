@@ -13,7 +13,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-SECONDS = 240  # limit for all ranks together: one may wait for another that hangs
+import torch
+
+SECONDS = 900  # limit for all ranks together: one may wait for another that hangs
 
 
 def in_fork(function: Callable[[], Any]) -> Any:
@@ -54,6 +56,8 @@ def _fork(function: Callable[[int], Any], rank: int, ranks: int, file: Path) -> 
     code = 1
     try:
         os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
+        # a fork's first call renews torch's thread pool: not by all threads of a backward pass at once, one per device
+        torch.set_num_threads(1)
         file.write_bytes(pickle.dumps(function(rank)))
         code = 0
     except BaseException:

@@ -12,7 +12,8 @@ import pytest
 from tests.rehearsal.build import build
 
 HERE = Path(__file__).parent
-FILES = sorted((HERE / "on_device").glob("test_*.py"))
+# the longest first, for workers side by side
+FILES = sorted((HERE / "on_device").glob("test_*.py"), key=lambda file: (file.stem != "test_updates", file.stem))
 
 
 def run_on_device(*arguments: str, **environment: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -13,13 +14,16 @@ import torch
 import torch.distributed as dist
 
 from megarl.objectives import build_objective
+from megarl.recipe import layout as parallelism
 from tests.actor import lora_ranks
-from tests.actor.conftest import make_hf_model
+from tests.actor.conftest import make_hf_model, read_settings
 from tests.actor.layout_ranks import Layout, recipe_of, seal_rollouts, update_samples, whole_gradient
+from tests.rehearsal.branches import branches, many_pieces
 
 # tolerances of bfloat16: relative, in nats per token, relative; see `tests/rehearsal/on_device/test_updates.py`
 GRADIENT, LOSS, NORM = 0.05, 3e-3, 0.02
 LAYERS = 4
+EVERY_LAYOUT = "MEGARL_EVERY_LAYOUT" in os.environ  # every family in every layout that it fits
 
 
 @dataclass(frozen=True)
@@ -30,6 +34,10 @@ class Case:
     actor: dict[str, Any] = field(default_factory=dict)
     updates: int = 3
     family: str = "qwen3_moe"  # of `tests.actor.conftest`
+    # whether the thresholds of `tests.rehearsal.branches` are those that cut a tiny model into many pieces
+    many_pieces: bool = True
+    bucket_size: int | None = 1  # of Megatron's DDP, parameters; None: Megatron's default
+    saved_after: int | None = None  # updates, of which those after them are made again from a checkpoint
 
 
 @dataclass
@@ -41,6 +49,7 @@ class Outcome:
     seen: list[Any]  # what ``counted()`` gave for each update
     micro_batches: int
     reports: bool  # whether this rank reports metrics
+    branches: set[str]  # `tests.rehearsal.branches`
 
 
 @dataclass
@@ -68,18 +77,37 @@ class Distance:
         )
 
 
+def layers_of(family: str) -> int:
+    """The number of layers of a tiny model: a virtual pipeline needs `LAYERS`."""
+    return LAYERS if family == "qwen3_moe" or EVERY_LAYOUT else LAYERS - 1
+
+
+def fits(family: str, layout: Layout) -> bool:
+    """Whether a family's tiny model can be divided like this."""
+    with tempfile.TemporaryDirectory() as folder:
+        hf = read_settings(Path(folder), family, num_hidden_layers=layers_of(family))
+        wanted = parallelism.Layout.of(recipe_of(layout, Path(folder)), layout.ranks)
+    return not any(wanted.problems(hf))
+
+
 def seal(family: str, folder: Path) -> None:
     """Write a model that is exact in bfloat16, and rollouts of a policy near it."""
-    model = make_hf_model(family, num_hidden_layers=LAYERS, initializer_range=0.1)
+    model = make_hf_model(family, num_hidden_layers=layers_of(family), initializer_range=0.1)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer *= 10  # larger than differences of scores: between two nearly equal ones rounding would decide
     model = model.bfloat16().float()
     model.save_pretrained(folder / "model")
-    seal_rollouts(model, folder / "rollouts")
+    seal_rollouts(model, folder / "rollouts", updates=4)
 
 
-def run_updates(
+def run_updates(rank: int, case: Case, backend: str, *arguments: Any) -> Outcome:
+    """As `make_updates`, on the device with the thresholds of the case."""
+    with many_pieces() if case.many_pieces and backend == "cuda" else nullcontext():
+        return make_updates(rank, case, backend, *arguments)
+
+
+def make_updates(
     rank: int,
     case: Case,
     backend: str,
@@ -94,7 +122,7 @@ def run_updates(
 
     replay = case.actor.get("routing_replay", "none")
     # a bucket for each parameter, as the head of a model of true size has one: Megatron waits for each on its own
-    ddp = {"bucket_size": 1}
+    ddp = {} if case.bucket_size is None else {"bucket_size": case.bucket_size}
     recipe = recipe_of(case.layout, model, actor=case.actor | {"backend": backend}, megatron_ddp=ddp)
     parallel.build_groups(recipe)
     actor = build_actor(recipe, model, replay)
@@ -102,21 +130,75 @@ def run_updates(
 
     def batches(update: int) -> list[Any]:
         samples = update_samples(rollouts, update, replay)
-        return packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, actor.device)
+        share = actor.models[0].shares_prompts
+        return packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, actor.device, share=share)
 
     step.compute_gradients(actor, batches(0), objective)
     if recipe.actor.lora is None:
         gradient = whole_gradient(actor, model, folder / f"gradient-{backend}")
     else:
         gradient = lora_ranks.gradient(actor)
-    metrics, seen = [], []
-    for update in range(case.updates):
-        with counted() as counts:
-            packed = batches(update)
-            metrics.append(step.train_step(actor, packed, objective, lr=1e-3))
-        seen.append(counts)
-    reports = parallel.reports_metrics()
-    return Outcome(gradient if rank == 0 else {}, metrics, seen, len(batches(0)), reports)
+
+    def train(actor: Any, updates: range) -> list[dict[str, float]]:
+        metrics = []
+        for update in updates:
+            with counted() as counts:
+                packed = batches(update)
+                metrics.append(step.train_step(actor, packed, objective, lr=1e-3))
+            seen.append(counts)
+        return metrics
+
+    seen: list[Any] = []
+    if case.saved_after is None or backend != "cuda":
+        metrics = train(actor, range(case.updates))
+    else:
+        metrics = train_twice(case, actor, lambda: build_actor(recipe, model, replay), train, folder)
+    longest = max(len(sample) for sample in update_samples(rollouts, 0))
+    response = max(len(sample.response_tokens) for sample in update_samples(rollouts, 0))
+    return Outcome(
+        gradient if rank == 0 else {},
+        metrics,
+        seen,
+        len(batches(0)),
+        parallel.reports_metrics(),
+        branches(recipe, actor.models, actor.replicas, longest, response) if backend == "cuda" else set(),
+    )
+
+
+def train_twice(
+    case: Case,
+    actor: Any,
+    build: Callable[[], Any],
+    train: Callable[[Any, range], list[dict[str, float]]],
+    folder: Path,
+) -> list[dict[str, float]]:
+    """The updates of a case; those after its checkpoint are made again from it, and give the same bits.
+
+    The policy that is exported after them has the optimizer's weights."""
+    from megarl.actor import checkpoint, hf
+    from megarl.actor.optimizer import gather_parameters
+    from megarl.phases.rehearse import compare_export
+
+    first, others = range(case.saved_after), range(case.saved_after, case.updates)
+    metrics = train(actor, first)
+    path = checkpoint.save(actor, folder / "checkpoints", case.saved_after, keep=1, wait=False)
+    metrics += train(actor, others)  # while the checkpoint is written
+    checkpoint.finish(actor)
+    gather_parameters(actor.replicas)
+    if actor.recipe.actor.lora is None:
+        hf.export_hf(actor.models, folder / "export", actor.recipe.model.path, case.updates)
+        compare_export(actor, folder / "export")  # which the actor has from now on
+    resumed = build()
+    assert checkpoint.load(resumed, path) == case.saved_after
+    assert train(resumed, others) == metrics[case.saved_after :]
+    gather_parameters(resumed.replicas)
+    pairs = zip(weights(actor), weights(resumed), strict=True)
+    assert all(torch.equal(ours, again) for ours, again in pairs)
+    return metrics
+
+
+def weights(actor: Any) -> list[torch.Tensor]:
+    return [parameter for model in actor.models for parameter in model.parameters()]
 
 
 def build_actor(recipe: Any, model: Path, replay: str) -> Any:

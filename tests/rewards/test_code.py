@@ -7,8 +7,8 @@ import pytest
 from megarl.data.prompts import Prompt
 from megarl.errors import UserError
 from megarl.recipe.tables import RewardTable
-from megarl.rewards.code import Code, is_right, program_of
-from megarl.rewards.code_tests import InputOutput, read_tests
+from megarl.rewards import code
+from megarl.rewards.code import Code, is_right, program_of, read_tests
 from megarl.rewards.parts import check_reward
 from megarl.rewards.sandbox import Outcome
 from tests.data.prompt_sources import recipe
@@ -52,9 +52,9 @@ def test_the_last_code_block_is_the_program(response, program):
     ],
 )
 def test_output_is_compared_line_by_line(written, expected, right):
-    assert is_right(Outcome(None, 0, written.encode()), InputOutput("", expected)) == right
-    assert not is_right(Outcome("time", 0, written.encode()), InputOutput("", expected))
-    assert not is_right(Outcome(None, 1, written.encode()), InputOutput("", expected))
+    assert is_right(Outcome(None, 0, written.encode()), expected) == right
+    assert not is_right(Outcome("time", 0, written.encode()), expected)
+    assert not is_right(Outcome(None, 1, written.encode()), expected)
 
 
 def test_programs_are_scored_by_pairs_of_input_and_output():
@@ -68,6 +68,30 @@ def test_programs_are_scored_by_pairs_of_input_and_output():
     assert score(row(tests=lists, language="C++"), cpp) == 1
     assert score(row(tests=lists), cpp) == 0, "it is not Python"
     assert score(row(tests=lists), "int main() {", language="cpp") == 0
+
+
+def echoes(count):
+    return [{"input": f"{number}\n", "output": f"{number}\n"} for number in range(count)]
+
+
+def test_all_tests_of_a_response_have_one_budget(monkeypatch):
+    """A program that sleeps, or computes a little less than one test allows, does so only a few times."""
+    pairs, verifier = echoes(20), Code(RewardTable(kind="code", partial_credit=True, seconds=1))
+    quick = verifier.score(row(tests=pairs), "print(input())")
+    assert (quick.value, quick.over) == (1.0, None)
+    monkeypatch.setattr(code, "BUDGET", 3)
+    for wait in ("time.sleep(1.2)", "while time.process_time() < 0.7: pass"):
+        found = verifier.score(row(tests=pairs), f"import time\n{wait}\nprint(input())")
+        assert found.value <= 8 / 20 and found.over == "time"
+
+
+def test_nothing_is_run_after_a_test_that_took_too_long():
+    pairs, verifier = echoes(5), Code(RewardTable(kind="code", partial_credit=True, seconds=1))
+    program = "n = int(input())\nwhile n == 2: pass\nprint(n)"
+    found = verifier.score(row(tests=pairs), program)
+    assert (found.value, found.over) == (0.4, "time")
+    memory = "n = int(input())\nif n == 2: bytearray(1 << 40)\nprint(n)"
+    assert verifier.score(row(tests=pairs), memory).value == 0.8
 
 
 @pytest.mark.parametrize(

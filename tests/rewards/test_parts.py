@@ -23,6 +23,10 @@ def score(prompt, response, row):
         return {"score": 1, "reward": -2.5}
     if response == "nan":
         return float("nan")
+    if response == "large":
+        return {"score": 1, "reward": 1e308}
+    if response == "digits":
+        return 10**5000
     if response == "spin":
         while True: pass
     if response == "key":
@@ -40,7 +44,7 @@ def file(tmp_path):
 
 def recipe(tmp_path, **reward):
     data = tmp_path / "p.jsonl"
-    data.write_text('{"prompt": "?", "answer": "42"}\n')
+    data.write_text('{"prompt": "?", "answer": "42", "level": 3}\n')
     table = {"model": {"path": "unused"}, "data": {"source": "file", "train": str(data)}, "reward": reward}
     return Recipe.model_validate(table)
 
@@ -73,8 +77,10 @@ def test_a_users_own_function_gives_rewards_and_correctness(tmp_path, file):
     assert [r.correctness for r in responses] == [1, 0, 0, 1, 0, 1]
     credit = recipe(tmp_path, kind="python", path=f"{file}:score", partial_credit=True)
     assert [(r.reward, r.correctness) for r in scored(credit, ["share", "dict"])] == [(0.5, 0), (-2.5, 1)]
-    for text in ("nan", "key"):
-        with pytest.raises(UserError, match=r"my.py:score returned (nan: a score must be a finite|the key 'rewrad')"):
+    for text in ("nan", "key", "large", "digits"):
+        with pytest.raises(
+            UserError, match=r"returned (a score .*that is .*expected a finite number|the key 'rewrad')"
+        ):
             scored(settings, [text])
 
 
@@ -82,7 +88,7 @@ def test_a_users_own_function_gives_rewards_and_correctness(tmp_path, file):
     ("source", "name", "message"),
     [
         (None, "score", "there is no file"),
-        ("def other(a, b, c): pass", "score", "has no function 'score'"),
+        ("def other(a, b, c): pass", "score", "has no 'score'"),
         ("def score(a): pass", "score", r"must take \(prompt, response, row\)"),
         ("def score(", "score", "cannot be loaded: SyntaxError"),
         ("import nowhere", "score", "cannot be loaded: ModuleNotFoundError: No module named 'nowhere'"),
@@ -160,7 +166,7 @@ def test_a_run_keeps_the_parts_of_its_reward_and_refuses_a_changed_function(tmp_
     assert RunDir.open(tmp_path / "run").recipe.reward == settings.reward
     run.check_prompts()
     file.write_text(SOURCE + "\n# better")
-    with pytest.raises(UserError, match=r"the reward function in .*my.py has changed since"):
+    with pytest.raises(UserError, match=r"the reward file .*my.py has changed since"):
         run.check_prompts()
 
 

@@ -11,17 +11,17 @@ import pytest
 
 from megarl.data.prompts import Prompt, build_prompts
 from megarl.errors import UserError
+from megarl.heartbeats import FILE, read_beat
 from megarl.recipe.tables import RewardTable
-from megarl.rewards import reasoning_gym
-from megarl.rewards.exact import Exact
+from megarl.rewards import Score, exact, reasoning_gym
 from megarl.rewards.math import Math
 from megarl.rewards.parts import build_verifier
-from megarl.rewards.pool import Limits, Verdict, VerifierPool
+from megarl.rewards.pool import Limits, VerifierPool
 from tests.data.prompt_sources import char_tokenizer, recipe
 from tests.rewards import hostile
 
 TIGHT = Limits(seconds=0.5, memory=1 << 30, workers=2)
-RIGHT = Verdict(1.0)
+RIGHT, RIGHT_TEXT = Score(1.0), "so it is $42$"
 
 
 def prompt_for(answer):
@@ -64,9 +64,19 @@ class Scripted:
                 raise ValueError("a bug")
             case "sleep":
                 time.sleep(3600)
-            case "pid":
-                return float(os.getpid())
+        if response.startswith("wait for "):
+            while not os.path.exists(response.removeprefix("wait for ")):
+                time.sleep(0.01)
         return float(response == prompt.answer)
+
+
+def test_an_answer_that_cannot_be_read_is_wrong_in_a_suite_and_a_mistake_in_training():
+    with pool(lambda: Math(RewardTable(kind="math"))) as verifiers:
+        for answer in ("", "$$"):
+            exam = replace(prompt_for(answer), entry={"exam": True})
+            assert score(verifiers, [(exam, "\\boxed{2}"), (exam, "")]) == [Score(0.0)] * 2
+        with pytest.raises(UserError, match="cannot be parsed"):
+            score(verifiers, [(prompt_for("$$"), "\\boxed{2}")])
 
 
 def workers(verifiers):
@@ -84,11 +94,15 @@ def test_no_hostile_answer_is_missing_or_repeated():
 
 
 def test_hostile_mathematics_scores_0_and_a_right_response_after_it_1():
-    # seconds: the last response, which is right, takes a tenth of that, but several times as long on a busy machine
-    with pool(lambda: Math(RewardTable(kind="math")), replace(TIGHT, seconds=1.0)) as verifiers:
-        verdicts = score(verifiers, [(prompt_for("42"), text) for text in (*hostile.MATH, "so it is $42$")])
+    def build():
+        verifier = Math(RewardTable(kind="math"))
+        assert verifier.score(prompt_for("42"), RIGHT_TEXT) == 1.0  # what the first formula loads, workers inherit
+        return verifier
+
+    with pool(build, replace(TIGHT, seconds=0.1)) as verifiers:
+        verdicts = score(verifiers, [(prompt_for("42"), text) for text in (*hostile.MATH, RIGHT_TEXT)])
     *verdicts, last = verdicts
-    assert [text for text, verdict in zip(hostile.MATH, verdicts, strict=True) if verdict.score] == []
+    assert [text for text, verdict in zip(hostile.MATH, verdicts, strict=True) if verdict.value] == []
     assert last == RIGHT
     assert sum(verdict.over is not None for verdict in verdicts) >= 5
 
@@ -118,9 +132,9 @@ def test_hostile_answers_to_generators_are_wrong_and_a_right_response_after_them
     with pool(Each) as verifiers:
         verdicts = score(verifiers, [*questions, (right, right.answer)])
     assert [
-        question for question, verdict in zip(hostile.GENERATORS, verdicts, strict=False) if verdict.score > 0.9
+        question for question, verdict in zip(hostile.GENERATORS, verdicts, strict=False) if verdict.value > 0.9
     ] == []
-    assert verdicts[-1].score >= 0.999
+    assert verdicts[-1].value >= 0.999
     assert sum(verdict.over is not None for verdict in verdicts) >= 5
 
 
@@ -132,28 +146,29 @@ def test_a_response_that_exceeds_a_limit_costs_only_its_own_score():
     assert [verdict for text, verdict in zip(texts, verdicts, strict=True) if text == "a" and verdict != RIGHT] == []
     wrong = [verdict for text, verdict in zip(texts, verdicts, strict=True) if text != "a"]
     assert [verdict.over for verdict in wrong] == ["time", "memory", "died", "died"]
-    assert {verdict.score for verdict in wrong} == {0.0}
+    assert {verdict.value for verdict in wrong} == {0.0}
 
 
-def test_the_client_never_waits_for_busy_workers():
-    with pool(Scripted, Limits(seconds=0.5, workers=2)) as verifiers:
-        stuck = [verifiers.ask(prompt_for("a"), "spin") for _ in range(2)]
-        # more than a socket's buffer holds, while the workers read nothing
-        numbers = [verifiers.ask(prompt_for("a"), "a" * 1_000_000) for _ in range(20)]
+def test_the_client_never_waits_for_busy_workers(tmp_path):
+    with pool(Scripted, Limits(workers=2)) as verifiers:
+        for _ in range(2):
+            verifiers.ask(prompt_for("a"), f"wait for {tmp_path / 'end'}")
+        for _ in range(20):  # more than a socket's buffer holds, while the workers read nothing
+            verifiers.ask(prompt_for("a"), "a" * 1_000_000)
         assert verifiers.verdicts() == []
+        (tmp_path / "end").touch()
         found = {}
         while len(found) < 22:
             found |= dict(verifiers.verdicts(wait=True))
-        assert {found[number].over for number in stuck} == {"time"}
-        assert {found[number] for number in numbers} == {Verdict(0.0)}
+        assert found == dict.fromkeys(range(22), Score(0.0))
         assert verifiers.verdicts(wait=True) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_response_is_scored_again_if_its_worker_is_killed_or_stopped(number):
-    with pool(Scripted, Limits(seconds=30, patience=0.2, workers=1)) as verifiers:
-        (first,) = score(verifiers, [(prompt_for("a"), "pid")])
-        worker = int(first.score)
+    with pool(Scripted, Limits(seconds=30, patience=1.0, workers=1)) as verifiers:
+        score(verifiers, [(prompt_for("a"), "a")])
+        worker = workers(verifiers)[0].pid
         os.kill(worker, signal.SIGSTOP)
         question = verifiers.ask(prompt_for("a"), "a")
         assert verifiers.verdicts() == []
@@ -163,12 +178,39 @@ def test_a_response_is_scored_again_if_its_worker_is_killed_or_stopped(number):
 
 
 def test_a_response_that_stalls_each_of_its_workers_scores_0():
-    with pool(Scripted, Limits(seconds=30, patience=0.2, workers=1)) as verifiers:
-        assert score(verifiers, [(prompt_for("a"), "sleep"), (prompt_for("a"), "a")]) == [Verdict(0.0, "died"), RIGHT]
+    with pool(Scripted, Limits(seconds=30, patience=1.0, workers=1)) as verifiers:
+        assert score(verifiers, [(prompt_for("a"), "sleep"), (prompt_for("a"), "a")]) == [Score(0.0, "stuck"), RIGHT]
+
+
+def beats_in(folder):
+    return found.number if (found := read_beat(folder / "beats")) else 0
+
+
+@pytest.mark.parametrize("progress", [600.0, 0.0])
+def test_a_long_scoring_shows_heartbeats_while_the_client_waits(progress, tmp_path, monkeypatch):
+    """Without `Limits.progress` it shows none, as if it had stalled."""
+    monkeypatch.setenv(FILE, str(tmp_path / "beats"))
+    with pool(Scripted, Limits(seconds=30, patience=600, workers=1, progress=progress)) as verifiers:
+        asked, begin = verifiers.ask(prompt_for("a"), "sleep"), time.monotonic()
+        late = 3.0 if not progress else 300.0
+        verifiers.verdicts(wait=True, unless=lambda: beats_in(tmp_path) >= 3 or time.monotonic() - begin > late)
+        assert (beats_in(tmp_path) >= 3) == bool(progress) and asked == 0
+
+
+def test_a_response_that_is_scored_for_too_long_shows_no_heartbeats(tmp_path, monkeypatch):
+    monkeypatch.setenv(FILE, str(tmp_path / "beats"))
+    with pool(Scripted, Limits(seconds=30, workers=1, progress=1.2)) as verifiers:
+        begin = time.monotonic()
+        verifiers.ask(prompt_for("a"), "sleep")
+        verifiers.verdicts(wait=True, unless=lambda: time.monotonic() - begin > 4)
+        assert beats_in(tmp_path) <= 3
 
 
 def test_mistakes_and_bugs_are_raised_in_the_client():
-    with pool(Exact) as verifiers, pytest.raises(UserError, match="has no answer to compare with"):
+    with (
+        pool(lambda: exact.build(RewardTable(kind="exact"), None)) as verifiers,
+        pytest.raises(UserError, match="has no answer to compare with"),
+    ):
         score(verifiers, [(prompt_for(""), "a")])
     with pool(Scripted) as verifiers, pytest.raises(RuntimeError, match=r"'\?' with response 'raise'[^$]*a bug"):
         score(verifiers, [(prompt_for("a"), "raise")])

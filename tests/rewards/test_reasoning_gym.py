@@ -15,6 +15,7 @@ from megarl.rewards.parts import build_verifier, check_reward
 from megarl.rewards.pool import Limits, VerifierPool
 from megarl.rewards.reasoning_gym import EVALUATING, Sandbox
 from tests.data.prompt_sources import char_tokenizer, recipe
+from tests.rewards.fuzz import fuzz
 
 SHELL = "__import__('os').system('touch {trace}')"
 # each of them ran code, or changed what later responses scored, when a filter of texts stood before `eval`
@@ -77,7 +78,7 @@ def scores(source, questions):
             found |= dict(pool.verdicts(wait=True))
     finally:
         pool.close()
-    return [found[number].score for number in numbers]
+    return [found[number].value for number in numbers]
 
 
 def test_the_reported_responses_run_nothing_and_change_no_later_score(source, tmp_path):
@@ -106,6 +107,12 @@ def test_scores_do_not_depend_on_the_order_of_responses(source, tmp_path):
         found = dict(zip(asked, scores(source, asked), strict=True))
         assert {question: score for question, score in found.items() if score != questions[question]} == {}
     assert not trace.exists()
+
+
+def test_random_code_scores_0_makes_no_file_and_changes_no_later_score(source):
+    """In three rounds; `tests.rewards.fuzz` does it for as long as it is told."""
+    verifier, right = Each(source), {name: source[name][1].train(0).answer for name in EVALUATING}
+    fuzz(lambda name, text: verifier.score(source[name][1].train(0), text).value, right, range(3), seed=0)
 
 
 @pytest.mark.parametrize("generator", sorted(EVALUATING))
@@ -169,6 +176,16 @@ def test_a_response_that_did_run_would_be_confined_to_its_own_score(tmp_path, mo
         assert judge.score(("x", "x"), SUCCEEDS, {}).value == 1.0, attack
     state = "assert not hasattr(scorer, 'mark'); scorer.mark = 1\nimport builtins; builtins.len = 0"
     assert [judge.score(("x", "x"), state, {}).value for _ in range(3)] == [1.0] * 3
+
+
+def test_scorers_may_wait_long_for_a_file_system_when_they_start(monkeypatch):
+    monkeypatch.setattr(reasoning_gym, "SANDBOX", replace(reasoning_gym.SANDBOX, asleep=0.5))
+
+    class Slow:
+        def __reduce__(self):
+            return eval, (f"__import__('time').sleep(2) or {Executing.SOURCE}",)
+
+    assert Sandbox({("x", "x"): Slow()}).score(("x", "x"), SUCCEEDS, {}).value == 1.0
 
 
 def test_scorers_that_do_not_start_in_the_sandbox_end_the_phase():

@@ -10,8 +10,7 @@ from megarl.data.prompts import Prompt, build_prompts
 from megarl.errors import UserError
 from megarl.recipe.names import VERIFIERS
 from megarl.recipe.tables import RewardTable
-from megarl.rewards import VerifierModule, is_scored, reward
-from megarl.rewards.exact import Exact
+from megarl.rewards import VerifierModule, exact, is_scored, reward
 from megarl.rewards.math import Math
 from megarl.rewards.parts import build_verifier, check_reward
 from tests.data.prompt_sources import char_tokenizer, recipe
@@ -64,11 +63,12 @@ def test_the_reward_depends_on_the_threshold_and_the_finish_reason(score, finish
 
 
 def test_exact_compares_all_but_outer_white_space():
-    assert Exact().score(prompt_for("ab c"), " ab c\n") == 1.0
-    assert Exact().score(prompt_for("abc"), "Abc") == 0.0
-    assert Exact().score(prompt_for("abc"), "abc abc") == 0.0
+    compared = exact.build(RewardTable(kind="exact"), None)
+    assert compared.score(prompt_for("ab c"), " ab c\n") == 1.0
+    assert compared.score(prompt_for("abc"), "Abc") == 0.0
+    assert compared.score(prompt_for("abc"), "abc abc") == 0.0
     with pytest.raises(UserError, match="has no answer to compare with"):
-        Exact().score(prompt_for(""), "")
+        compared.score(prompt_for(""), "")
 
 
 @pytest.mark.parametrize(
@@ -111,6 +111,21 @@ def test_reference_answers_that_cannot_be_parsed_are_found_before_the_run(tmp_pa
     with pytest.raises(UserError, match=r"p.jsonl, line 2: the answer '..' .*\n.*p.jsonl, line 4: ") as error:
         check_reward(recipe(file=file, kind="math"))
     assert "line 3" not in str(error.value) and "line 5" not in str(error.value)
+
+
+def test_answers_of_a_suite_that_cannot_be_read_are_warned_of(tmp_path):
+    """Gaokao as M2PO's authors publish it has two empty ones."""
+    train, exam = tmp_path / "p.jsonl", tmp_path / "exam.jsonl"
+    train.write_text('{"prompt": "?", "answer": "1"}\n{"prompt": "??", "answer": "2"}')
+    answers = ["1", "", None, "$$", "x^2"]
+    exam.write_text("\n".join(json.dumps({"prompt": "?", "answer": answer}) for answer in answers))
+    for kind, unread in (("math", 3), ("exact", 2)):
+        found = recipe(file=train, kind=kind, evaluation={"suite": str(exam), "source": "file"})
+        with pytest.warns(UserWarning, match=f"exam.jsonl: {unread} of its 5 answers cannot be read.*line 2"):
+            check_reward(found)
+    exam.write_text('{"prompt": "?", "answer": [1]}')  # not an answer at all
+    with pytest.raises(UserError, match="answer must be"):
+        check_reward(found)
 
 
 def test_math_scores_garbage_0(math):

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -31,8 +32,8 @@ SPINNING = {"spin", "deaf spin", "spinning threads", "backtracking", "error floo
 SEVERAL = {"output flood", "stack"}  # exceed several limits at about the same time, so any of them may be reported
 
 
-def verifier(asleep=10.0, **settings):
-    """asleep: limit in seconds; on a busy machine the start alone may take one."""
+def verifier(asleep=60.0, **settings):
+    """asleep: limit in seconds; on a busy machine the start alone may take some."""
     code = Code(TABLE.model_copy(update=settings))
     code._limits = replace(code._limits, asleep=asleep, threads=32, disk=32 << 20, file_size=32 << 20)
     return code
@@ -98,7 +99,7 @@ def test_an_attack_that_succeeds_would_get_the_reward(host):
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("name", attacks.PROGRAMS)
 def test_a_hostile_program_scores_0_and_leaves_no_process(name, host):
-    score = verifier(1.0 if name in HANGING else 10.0).score(prompt_for(host), program(attacks.PROGRAMS[name], host))
+    score = verifier(1.0 if name in HANGING else 60.0).score(prompt_for(host), program(attacks.PROGRAMS[name], host))
     assert score.value == 0
     expected = "asleep" if name in HANGING else "time" if name in SPINNING else None
     assert name in SEVERAL or score.over == expected
@@ -212,19 +213,43 @@ def test_a_program_whose_sandbox_is_killed_from_outside_is_run_again(host):
     assert len(killed) == 3
 
 
+LATE_PRCTL = """#include <sys/prctl.h>
+#include <unistd.h>
+template <class... Arguments> int late(Arguments... arguments) { usleep(300000); return prctl(arguments...); }
+#define prctl late
+"""
+
+
+def test_nothing_outlives_a_launcher_that_is_killed_while_it_starts_the_sandbox(tmp_path, monkeypatch):
+    """Even if the sandbox's first process is so late that it asks for the launcher's death only after it."""
+    (tmp_path / "late.h").write_text(LATE_PRCTL)
+    sources = sorted((Path(__file__).parents[2] / "csrc/sandbox").glob("*.cpp"))
+    late = tmp_path / "megarl_sandbox"
+    subprocess.run(["g++", "-std=c++17", "-include", tmp_path / "late.h", *sources, "-o", late], check=True)
+    monkeypatch.setattr(sandbox, "launcher", lambda: late)
+    endless = sandbox.Program(sandbox.python_command("-c", "while True: pass"), {})
+    with sandbox._sealed(b"") as nothing, sandbox.Run(endless, sandbox.Limits(seconds=1000), nothing) as running:
+        launcher = psutil.Process(running._supervisor.pid)
+        while not (children := launcher.children()):
+            time.sleep(0.01)
+        time.sleep(0.1)  # the launcher has nothing left to do but to wait
+        launcher.kill()
+        assert not psutil.wait_procs(children, timeout=60)[1]
+
+
 def test_hostile_programs_do_not_change_the_rewards_of_others(host):
     """In the pool, beside programs that hang, fork or take memory, right programs score 1 and wrong ones 0."""
     right, wrong = program("won()", host), program("print(1)", host)
     hostile = [program(attacks.PROGRAMS[name], host) for name in ("fork bomb", "memory", "sleep", "spin", "disk")]
     texts = [text for bad in hostile for text in (right, bad, wrong)]
-    pool = VerifierPool(lambda: verifier(4.0), Limits(workers=2))
+    pool = VerifierPool(lambda: verifier(10.0), Limits(workers=2))
     try:
         numbers, found = [pool.ask(prompt_for(host), text) for text in texts], {}
         while len(found) < len(numbers):
             found |= dict(pool.verdicts(wait=True))
     finally:
         pool.close()
-    assert [found[number].score for number in numbers] == [1, 0, 0] * 5
+    assert [found[number].value for number in numbers] == [1, 0, 0] * 5
     assert [found[number].over for number in numbers[1::3]] == [None, None, "asleep", "time", None]
 
 

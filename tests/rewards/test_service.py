@@ -10,9 +10,9 @@ import pytest
 from megarl.data.prompts import Prompt
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe
-from megarl.rewards import VerifierUnavailable, service
+from megarl.rewards import Score, VerifierUnavailable, service
 from megarl.rewards.parts import build_verifier, check_reward
-from megarl.rewards.pool import Limits, Verdict, VerifierPool
+from megarl.rewards.pool import Limits, VerifierPool
 
 KEY = "a-secret-key"
 PROMPT = Prompt(0, "2 + 2?", (1,), "4", {"metadata": {"level": 3}})
@@ -47,9 +47,13 @@ class Handler(BaseHTTPRequestHandler):
             times = sum(other == body for _, other in self.server.asked)
             self.server.under_way += 1
             self.server.most = max(self.server.most, self.server.under_way)
-        self.respond(text, judge, times)
-        with self.server.lock:
+            if self.server.most == 4:
+                self.server.gate.set()
+        if "TOGETHER" in text:
+            self.server.gate.wait()
+        with self.server.lock:  # before the answer, after which the client sends its next request
             self.server.under_way -= 1
+        self.respond(text, judge, times)
 
     def respond(self, text, judge, times):
         if "TRICKLE" in text:
@@ -59,15 +63,14 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.write(b" ")
                 self.wfile.flush()
                 time.sleep(0.02)
-        if "TOGETHER" in text:
-            with self.server.lock:
-                if self.server.most == 4:
-                    self.server.gate.set()
-            self.server.gate.wait()
         if "BUSY" in text or ("ONCE" in text and times == 1):
             self.answer(503, {})
         elif "REFUSED" in text:
             self.answer(401, {"error": "no such key"})
+        elif "DEEP" in text or "DIGITS" in text:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"[" * 100_000 if "DEEP" in text else b"1" * 400)
         elif "HUGE" in text:
             self.answer(200, "x" * (service.LARGEST_ANSWER + 1))
         elif judge:
@@ -135,8 +138,8 @@ def test_a_judges_answer_gives_the_score(tmp_path, server):
     settings = recipe(tmp_path, server.url)
     check_reward(settings)
     texts = ["RIGHT", "wrong {answer}", "ONCE RIGHT", "SILENT", "NONE", "LARGE"]
-    nothing = Verdict(0.0, "judge says no score")
-    assert scored(settings, texts) == [Verdict(1.0), Verdict(0.25), Verdict(1.0), nothing, nothing, nothing]
+    nothing = Score(0.0, "judge says no score")
+    assert scored(settings, texts) == [Score(1.0), Score(0.25), Score(1.0), nothing, nothing, nothing]
     asked = [(path, body["messages"][0]["content"]) for path, body in server.asked]
     assert ("/v1/chat/completions", "2 + 2? is 4: wrong {answer}") in asked
     assert [text for _, text in asked].count("2 + 2? is 4: ONCE RIGHT") == 2
@@ -144,23 +147,59 @@ def test_a_judges_answer_gives_the_score(tmp_path, server):
     assert {(body["model"], body["temperature"]) for _, body in server.asked} == {("grader", 0.0)}
 
 
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("fine\nSCORE: 1", 1.0),
+        ("score: 0.25", 0.25),
+        ("**SCORE: `.5`**\nas I said", 0.5),
+        ("SCORE: 1.", 1.0),
+        ("SCORE: 0? No. SCORE: 1.0", 1.0),
+        ("SCORE: 1\nSCORE: none", None),
+        ("SCORE: 1/2", None),
+        ("SCORE: 1e0", None),
+        ("SCORE: 0x1", None),
+        ("SCORE: 0.9 (good)", None),
+        ("SCORE: -0.5", None),
+        ("SCORE: 1.01", None),
+        ("SCORE: \u0661", None),
+        ("SCORE: 0." + "0" * 400, None),
+        ("SCORE:\n1", None),
+        ("1", None),
+        # so long that with quadratic time they would take an hour
+        ("SCORE:" + " " * 4_000_000 + "x", None),
+        ("SCORE:" + " *" * 2_000_000 + "1", 1.0),
+        ("SCORE:" * 700_000, None),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_score_is_a_number_at_the_end_of_its_line(text, score):
+    assert service.score_in(text) == score
+
+
 def test_a_services_answer_gives_score_and_reward(tmp_path, server):
     settings = recipe(tmp_path, server.url, "http")
     check_reward(settings)
-    assert scored(settings, ["RIGHT", "else"]) == [Verdict(1.0, reward=-2.0), Verdict(0.25, reward=-2.0)]
+    assert scored(settings, ["RIGHT", "else"]) == [Score(1.0, reward=-2.0), Score(0.25, reward=-2.0)]
     row = {"prompt": "2 + 2?", "answer": "4", "level": 3}
     assert ("/v1", {"prompt": "2 + 2?", "response": "RIGHT", "answer": "4", "row": row}) in server.asked
 
 
 def test_requests_are_sent_concurrently(tmp_path, server):
     settings = recipe(tmp_path, server.url, at_once=4)
-    assert scored(settings, [f"TOGETHER RIGHT {i}" for i in range(16)]) == [Verdict(1.0)] * 16  # else it hangs
+    assert scored(settings, [f"TOGETHER RIGHT {i}" for i in range(16)]) == [Score(1.0)] * 16  # else it hangs
     assert server.most == 4
 
 
 @pytest.mark.parametrize(
     ("text", "why"),
-    [("BUSY", "503"), ("TRICKLE", "no answer within 0.3 s"), ("HUGE", "more than 4 MiB")],
+    [
+        ("BUSY", "503"),
+        ("TRICKLE", "no answer within 0.3 s"),
+        ("HUGE", "more than 4 MiB"),
+        ("DEEP", "64 deep"),
+        ("DIGITS", "64 bits"),
+    ],
 )
 def test_a_request_without_an_answer_is_verifier_unavailable(tmp_path, server, text, why):
     settings = recipe(tmp_path, server.url, seconds=0.3 if text == "TRICKLE" else 30)

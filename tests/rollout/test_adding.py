@@ -45,7 +45,8 @@ recipe = load_recipe(sys.argv[2], ["rollout.engine=short", "rollout.short.tokens
 run = RunDir.create(Path(sys.argv[3]), recipe)
 copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.stage(0).policy)
 rollout(run.stage(0))
-assert "short" not in without_machine(recipe.rollout.model_dump())
+tables = recipe.model_dump()
+assert "short" in tables["rollout"] and "short" not in without_machine(tables, "policy", {})["rollout"]
 """
 
 

@@ -58,6 +58,16 @@ def test_a_response_generated_alone_equals_the_one_in_a_mixed_chunk(moe_dir):
             np.testing.assert_allclose(c.logprobs, together[i, k].logprobs, rtol=0, atol=1e-5)
 
 
+def test_a_prompt_is_computed_once_for_its_group_and_no_response_after_its_end(moe_dir):
+    engine, computed = BuiltinEngine(moe_dir, 0), []
+    engine._model.register_forward_pre_hook(
+        lambda _, args, kwargs: computed.append(kwargs["input_ids"].numel()), with_kwargs=True
+    )
+    table = generate(engine, PROMPTS, sampling(PROMPTS, samples=20, stop=(4, 30)))
+    assert len({len(c.tokens) for c in table.values()}) > 5
+    assert sum(computed) == sum(map(len, PROMPTS)) + sum(len(c.tokens) - 1 for c in table.values())
+
+
 def test_a_stop_token_cuts_a_response_short_and_changes_nothing_else(moe_dir):
     engine = BuiltinEngine(moe_dir, 0)
     table = generate(engine, PROMPTS, sampling(PROMPTS, samples=20, stop=(4, 30)))

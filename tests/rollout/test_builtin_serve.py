@@ -48,6 +48,19 @@ def test_an_interruption_returns_unfinished_responses_and_takes_no_more_requests
         np.testing.assert_allclose(c.logprobs, whole[key].logprobs[: len(c.tokens)], rtol=0, atol=1e-6)
 
 
+def test_tokens_of_responses_that_are_being_decoded_are_counted(moe_dir):
+    """Those of a prefix and those of responses that have ended are not among them."""
+    engine = BuiltinEngine(moe_dir, 0)
+    prefixes = tuple((2,) * k for k in range(3 * len(PROMPTS)))
+    engine.submit(0, Request(PROMPTS, sampling(PROMPTS, tokens=20, budget=4, prefixes=prefixes)))
+    assert engine.decoding_tokens == 0
+    steps = [len(engine.step()) for _ in range(6)]
+    assert sum(steps) > 0
+    counted = engine.decoding_tokens
+    assert counted == sum(len(completion.tokens) for _, completion in engine.interrupt()) > 0
+    assert engine.decoding_tokens == 0
+
+
 def test_a_response_that_times_out_is_cut_off_after_two_tokens(moe_dir):
     engine = BuiltinEngine(moe_dir, 0)
     patient = sampling(PROMPTS)

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from megarl.errors import UserError
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.rollout.builtin import BuiltinEngine
-from megarl.rollout.drift import judge, measure_drift
+from megarl.rollout.drift import hugging_face_reference, judge, measure_drift
 from megarl.storage.policies import PolicyInfo, Reference, cut_text, read_reference, write_info, write_reference
 from tests.rollout.engines import reference_of
 from tests.rollout.tiny_models import save
@@ -178,3 +179,72 @@ def test_stale_weights_are_noticed_by_their_checksum_however_similar_they_are(mo
     worker.engine._model = None  # so that the next load has an effect
     worker.engine.load_weights(moved, 1)
     assert worker.check_drift(moved, None).checksum == worker.checksum
+
+
+NOISE_OF_RESPONSES, NOISE_OF_PROMPTS, TOKENS, PROMPT = 0.012, 0.05, 512, 400
+
+
+def rounded(logprobs, seed):
+    """Log-probs by an engine in bfloat16: off by the mean distances of responses and of prompts."""
+    rng, moved = np.random.default_rng(seed), []
+    for own in logprobs:
+        mean = np.where(np.arange(len(own)) < PROMPT - 1, NOISE_OF_PROMPTS, NOISE_OF_RESPONSES)
+        moved.append((own + rng.normal(size=len(own)) * mean * np.sqrt(np.pi / 2)).astype(np.float32))
+    return moved
+
+
+def updated(logprobs, seed, updates=1):
+    """Log-probs after ``updates`` updates, each of which moves a token by .01 nats."""
+    rng = np.random.default_rng(seed)
+    return [(own + 0.01 * updates**0.5 * rng.normal(size=len(own))).astype(np.float32) for own in logprobs]
+
+
+def test_prompts_may_be_further_off_than_responses_and_old_weights_may_not():
+    """The engine's distance on responses, from which the limit is derived, is a quarter of that on prompts."""
+    rng = np.random.default_rng(0)
+    sequences = rng.integers(39, size=(32, TOKENS)).tolist()
+    first = [rng.normal(-1, 0.5, TOKENS - 1).astype(np.float32) for _ in sequences]
+    before = updated(first, 1, updates=124)  # engines may have the first policy, or one of four updates before
+    new = updated(before, 2, updates=4)
+    stored = [scores[PROMPT - 1 :] for scores in rounded(first, 3)]
+    reference = Reference(sequences, new, "bfloat16", first, stored)
+    drift = judge(rounded(new, 4), reference, "bfloat16")
+    assert drift.tokens == 32 * (TOKENS - PROMPT) and drift.mean == pytest.approx(NOISE_OF_RESPONSES, rel=0.05)
+    recent = replace(reference, previous=before, stored=[scores[PROMPT - 1 :] for scores in rounded(before, 3)])
+    judge(rounded(new, 4), recent, "bfloat16")
+    with pytest.raises(UserError, match="those of the previous policy"):
+        judge(rounded(before, 4), recent, "bfloat16")
+    with pytest.raises(UserError, match="of 3584 tokens are .* limits for bfloat16 are 0.036"):
+        judge(rounded(updated(first, 6, 32), 4), reference, "bfloat16")
+    nonsense = [np.where(np.arange(TOKENS - 1) < PROMPT - 1, -9, own) for own in rounded(new, 4)]
+    with pytest.raises(UserError, match="of 16352 tokens are .* with prompts"):
+        judge(nonsense, reference, "bfloat16")
+
+
+@pytest.mark.parametrize(("off", "said"), [(0.04, ""), (0.064, "0.064 nats off"), (0.11, "0.11 nats off")])
+def test_a_base_model_that_rounding_moves_draws_a_warning(reference, off, said):
+    scores = [own + np.float32(off) for own in reference.logprobs]
+    found = judge(scores, replace(reference, precision="bfloat16"), "bfloat16")
+    assert said in found.warning and bool(found.warning) is bool(said)
+    with pytest.raises(UserError, match="weights are not the policy's"):
+        judge([own + np.float32(0.31) for own in reference.logprobs], reference, "bfloat16")
+    if off > 0.1:  # an actor's policy is held to its own limit
+        with pytest.raises(UserError, match="limits for bfloat16 are 0.1"):
+            judge(scores, replace(reference, base=False), "bfloat16")
+
+
+def test_the_head_of_a_bfloat16_model_is_computed_in_float32(tmp_path):
+    """By all cores. Logits of 30 would be rounded by .06."""
+    model = AutoModelForCausalLM.from_pretrained(save(tmp_path / "float32"), dtype=torch.bfloat16)
+    model.lm_head.weight.data *= 8
+    model.save_pretrained(path := tmp_path / "bfloat16")
+    tokens, hidden = torch.randint(39, (1, 48), generator=torch.Generator().manual_seed(0)), []
+    model.lm_head.register_forward_pre_hook(lambda _, inputs: hidden.append(inputs[0]))
+    with torch.inference_mode():
+        low = model(tokens).logits[0, :-1].float().log_softmax(-1)
+    high = (hidden[0][0, :-1].float() @ model.lm_head.weight.float().T).log_softmax(-1)
+    expected, rounded = (x.gather(1, tokens[0, 1:, None])[:, 0].detach().numpy() for x in (high, low))
+    found = hugging_face_reference(path, tokens.tolist())
+    assert found.precision == "bfloat16" and found.base
+    np.testing.assert_allclose(found.logprobs[0], expected, rtol=0, atol=1e-4)
+    assert np.abs(rounded - expected).mean() > 0.01

@@ -210,16 +210,15 @@ def test_a_server_that_does_not_answer_gives_no_heartbeat(engine, tmp_path, monk
         sign = read_beat(signs)
         if sign and scheduler.status() != psutil.STATUS_STOPPED and not seen:  # it decodes
             scheduler.suspend()
-        elif sign:
+        elif sign and scheduler.status() == psutil.STATUS_STOPPED:
             seen.append((time.monotonic(), sign.number))
-            if seen[-1][0] > seen[0][0] + 4 * QUESTION_SECONDS:
+            if len(seen) > 40 and seen[-1][0] > seen[0][0] + 4 * QUESTION_SECONDS:
                 scheduler.resume()
         return False
 
     responses = list(serve(engine, [Request([[8]], sampling([[8]], tokens=LONG))], look))
     assert len(responses) == 3
-    late = [number for at, number in seen if seen[0][0] + 2 < at < seen[0][0] + 4 * QUESTION_SECONDS]
-    assert len(late) > 5 and len(set(late)) == 1
+    assert len({number for _, number in seen[20:]}) == 1  # by then all that was under way has arrived
     deadline = time.monotonic() + 60
     while not engine._server.answers():
         assert time.monotonic() < deadline

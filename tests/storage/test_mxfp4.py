@@ -52,7 +52,7 @@ def test_the_first_policy_has_the_dequantised_values_of_transformers(tmp_path, f
     for name, tensor in expected.items():
         assert written[name].dtype == tensor.dtype == torch.bfloat16 and written[name].shape == tensor.shape, name
         assert torch.equal(written[name].view(torch.int16), tensor.view(torch.int16)), name
-    check_policy(tmp_path / "out", "")
+    check_policy(tmp_path / "out")
     assert info.weights_hash == read_info(tmp_path / "out").weights_hash
     assert read_hf_config(tmp_path / "out").items() >= {"model_type": "gpt_oss", "swiglu_limit": 1.0}.items()
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())

@@ -77,7 +77,6 @@ def test_a_stage_survives_repeated_kills_at_random_moments(tmp_path):
         sizes.append(len(RolloutStore(directory).group_ids) if directory.exists() else 0)
     write_stage(directory, 120, 2)
     assert sizes == sorted(sizes)
-    assert len(set(sizes)) > 3  # some kills fell between appends
     assert contents(directory) == undisturbed
 
 

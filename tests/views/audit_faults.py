@@ -111,7 +111,8 @@ def an_update_of_another_stage(run):
 
 
 def an_update_too_many(run):
-    write_lines(run, [*lines(run), json.dumps(json.loads(lines(run)[-1]) | {"update": 9}) + "\n"])
+    write_lines(run, [*lines(run), lines(run)[-1]])
+    change_line(run, -1, update=9)
 
 
 def a_better_reward_in_the_metrics(run):
@@ -284,7 +285,7 @@ FAULTS = {
     two_updates_in_the_wrong_order: "update 1 follows update 2",
     the_last_updates_are_missing: "stage 1 is trained, but has 2 updates",
     no_metrics: "metrics.jsonl has 0",
-    a_line_is_torn: "1 lines that cannot be read",
+    a_line_is_torn: "metrics.jsonl, line 6 is damaged",
     an_update_of_another_stage: "stage 1 begins with update 3",
     an_update_too_many: "update 9 has no groups",
     a_better_reward_in_the_metrics: "update 2: reward/mean is 1.0",

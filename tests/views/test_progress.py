@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from megarl.recipe.load import override_recipe
+from megarl.storage import checked_json
 from megarl.views import progress
 from megarl.views.progress import Progress, describe_state
 from megarl.views.run_state import RunState
@@ -32,6 +33,10 @@ def append(path, *records, torn=""):
 
 def start(phase, stage, when=None):
     return {"time": when or time.time(), "event": "phase_start", "phase": phase, "stage": stage}
+
+
+def report(**fields):
+    return {"time": time.time(), "event": "rollout_progress", "stage": 1, "rank": 0} | fields
 
 
 def test_progress_speed_and_reward_of_a_rollout_phase(tmp_path):
@@ -48,12 +53,37 @@ def test_progress_speed_and_reward_of_a_rollout_phase(tmp_path):
     append(rollouts / "ledger.00001.jsonl", {"shard": "b", **shard, "reward_sum": 12.0}, torn='{"shard": "c"')
     state.poll()
     assert state.done == (4, 1536, "groups") and state.reward == 0.5
-    assert state.tokens_per_second == pytest.approx(10, rel=0.1)
-    assert state.seconds_left == pytest.approx(1532 * 5, rel=0.1)
     append(rollouts / "x", {"shard": "old", **shard}, {"shard": "b", **shard, "reward_sum": 12.0})
     os.replace(rollouts / "x", rollouts / "ledger.jsonl")  # sealing merges the ledgers into one
     state.poll()
     assert state.done == (4, 1536, "groups")
+
+
+def test_responses_tokens_and_time_left_are_shown_while_a_chunk_is_generated(tmp_path):
+    """Nothing of the chunk is stored yet; of 1536 groups of 8 an earlier attempt has stored 2."""
+    state = RunState(tmp_path, make_recipe())
+    (tmp_path / "stages/001/rollouts").mkdir(parents=True)
+    append(tmp_path / "stages/001/rollouts/ledger.jsonl", {"shard": "old", "groups": [1536, 1537]})
+    append(tmp_path / "events.jsonl", start("rollout", 1))
+    append(tmp_path / "events.jsonl", report(ended=0, tokens=0, decoding=100, decoding_tokens=200, tokens_per_second=4))
+    state.poll()
+    longest = make_recipe().rollout.max_response_tokens
+    assert state.done[0] == 2 and state.reward is None
+    assert {"4 tokens/s", "decoding 100 at token 2"} <= set(describe_state(state).split(", "))
+    assert state.seconds_left == pytest.approx((1534 * 8 * longest - 200) / 4, rel=1e-3)
+    inside = {"decoding": 40, "decoding_tokens": 160, "tokens_per_second": 5}
+    append(tmp_path / "events.jsonl", report(ended=60, tokens=180, groups=3, responses=24, reward_sum=6.0, **inside))
+    state.poll()
+    assert state.done == (5, 1536, "groups") and state.reward == 0.25
+    shown = set(describe_state(state).split(", "))
+    assert {"5 tokens/s", "responses 60", "length 3", "decoding 40 at token 4"} <= shown
+    length = (180 + 40 * longest) / 100
+    assert state.seconds_left == pytest.approx((1534 * 8 * length - 340) / 5, rel=1e-3)
+    append(tmp_path / "stages/001/rollouts/ledger.jsonl", {"shard": "a", "groups": [0, 1], "responses": 16})
+    append(tmp_path / "events.jsonl", {"event": "restart", "phase": "rollout", "stage": 1})
+    state.poll()
+    # what was not stored is generated again
+    assert state.done == (4, 1536, "groups") and state.tokens_per_second is None
 
 
 def test_candidates_and_chosen_groups_of_dynamic_sampling_are_shown(tmp_path):
@@ -71,20 +101,29 @@ def test_candidates_and_chosen_groups_of_dynamic_sampling_are_shown(tmp_path):
     ]
 
 
+def test_a_warning_about_the_engines_log_probs_is_shown_once(tmp_path):
+    state = RunState(tmp_path, make_recipe())
+    drift = {"event": "weight_drift", "phase": "rollout", "stage": 0}
+    append(tmp_path / "events.jsonl", *(drift | {"rank": rank, "warning": "far off"} for rank in (1, 0)))
+    append(tmp_path / "events.jsonl", drift | {"rank": 0, "warning": ""})
+    assert [progress.describe_event(event, state) for event in state.poll()] == ["stage 1/3 rollout: far off"]
+
+
 def test_lengths_truncation_and_decoding_are_summed_over_replicas(tmp_path):
     state = RunState(tmp_path, make_recipe())
     append(tmp_path / "events.jsonl", start("rollout", 1))
-    report = {"event": "rollout_progress", "stage": 1, "responses": 100, "tokens": 700, "truncated": 5, "decoding": 32}
-    append(tmp_path / "events.jsonl", report | {"rank": 0, "responses": 10}, report | {"rank": 0}, report | {"rank": 1})
+    one = report(responses=100, ended=140, tokens=980, truncated=5, decoding=32)
+    append(tmp_path / "events.jsonl", one | {"ended": 10}, one, one | {"rank": 1})
     assert [event["event"] for event in state.poll()] == ["phase_start"]
-    assert {"length 7", "truncated 5%", "decoding 64"} <= set(describe_state(state).split(", "))
+    assert {"responses 280", "length 7", "truncated 5%", "decoding 64"} <= set(describe_state(state).split(", "))
     append(tmp_path / "events.jsonl", start("rollout", 2))  # reports of the phase before are no longer shown
     state.poll()
     assert "length" not in describe_state(state)
 
 
-def test_loading_and_evaluation_before_generation_are_shown_and_do_not_count_for_the_speed(tmp_path):
+def test_loading_and_evaluation_before_generation_are_shown_and_do_not_count_for_the_speed(tmp_path, monkeypatch):
     state, now = RunState(tmp_path, make_recipe()), time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
     loaded = {"event": "weight_drift", "stage": 1, "time": now - 30.0, "rank": 0}
     append(tmp_path / "events.jsonl", start("rollout", 1, now - 90.0))
     state.poll()
@@ -99,7 +138,6 @@ def test_loading_and_evaluation_before_generation_are_shown_and_do_not_count_for
     append(tmp_path / "stages/001/rollouts/ledger.jsonl", {"shard": "a", "groups": [1], "responses": 2, "tokens": 1000})
     state.poll()
     assert describe_state(state).startswith("stage 2/3 rollout, 1/")
-    assert state.tokens_per_second == pytest.approx(100, rel=0.1)
     append(tmp_path / "events.jsonl", {"event": "restart", "phase": "rollout", "stage": 1})
     state.poll()
     assert "loading" in describe_state(state)
@@ -192,25 +230,34 @@ def test_time_left_of_the_run(tmp_path):
     assert state.accuracies[0][0] == pytest.approx(0.281)
 
 
-def grow(root, recipe, pause):
-    """Write metrics.jsonl and events.jsonl of a run step by step, as the phases do."""
-    numbers, noise = iter(range(1, 1000)), random.Random(0)
+def grow(root, recipe, view):
+    """Write metrics.jsonl and events.jsonl of a run step by step, as the phases do; ``view`` shows each step."""
+    looks, look, numbers, noise = [], view._look, iter(range(1, 1000)), random.Random(0)
+
+    def wait_until_shown():
+        wanted = len(looks) + 2  # the look that is under way may have begun before the step
+        while len(looks) < wanted:
+            time.sleep(0.001)
+
+    view._look = lambda: looks.append(look())
     for event in make_events(recipe):
         if event["event"] == "phase_end" and event["phase"] == "optimize":
             for n in [next(numbers) for _ in range(96)]:
                 append(root / "metrics.jsonl", update_record(n, 96, noise))
-            time.sleep(pause)
+            wait_until_shown()
         append(root / "events.jsonl", {**event, "time": time.time()})
-        time.sleep(pause)
+        wait_until_shown()
 
 
 def test_plain_lines_without_a_terminal(tmp_path, monkeypatch):
     monkeypatch.setattr(progress, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(progress, "LINE_SECONDS", 0.05)
+    monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     recipe, stream = make_recipe(), io.StringIO()
     append(tmp_path / "events.jsonl", {"event": "evaluation", "stage": 0, "accuracy": 0.123, "ci95": [0.1, 0.15]})
-    with Progress(tmp_path, recipe, stream):
-        grow(tmp_path, recipe, 0.03)
+    hostile = {"event": "restart", "stage": 2, "phase": "optimize", "cause": "\x1b[2J", "time": time.time()}
+    with Progress(tmp_path, recipe, stream) as view:
+        grow(tmp_path, recipe, view)
+        append(tmp_path / "events.jsonl", hostile)
     lines = stream.getvalue().splitlines()
     assert all(re.fullmatch(r"\d\d:\d\d:\d\d [ -~]+", line) for line in lines), "no control characters"
     text = stream.getvalue()
@@ -222,9 +269,9 @@ def test_plain_lines_without_a_terminal(tmp_path, monkeypatch):
         "held-out accuracy 0.281 +- 0.028 (1024 prompts), base model",
         "held-out accuracy 0.902 +- 0.018 (1024 prompts), after 288 updates",
         "96/96 updates, reward 0.",
+        r"stage 3/3 optimize restarts: \x1b[2J",
     ):
         assert expected in text, expected
-    assert len(lines) < 60
 
 
 def test_at_most_one_line_about_the_state_comes_per_interval(tmp_path):
@@ -250,8 +297,8 @@ from tests.views.synthetic_run import make_recipe
 from tests.views.test_progress import grow
 progress.POLL_SECONDS = 0.05
 root, recipe = Path(sys.argv[1]), make_recipe()
-with progress.Progress(root, recipe):
-    grow(root, recipe, 0.06)
+with progress.Progress(root, recipe) as view:
+    grow(root, recipe, view)
     print("said meanwhile")
 print("after")
 """
@@ -276,7 +323,7 @@ def run_on_terminal(tmp_path, term):
             break
         output += chunk
     os.close(master)
-    assert child.wait(30) == 0, output.decode()
+    assert child.wait(60) == 0, output.decode()
     return output.decode()
 
 
@@ -291,9 +338,10 @@ def test_terminal_shows_a_live_display_and_cleans_up(tmp_path):
     assert output.count("\x1b[?25l") == output.count("\x1b[?25h") == 1, "the cursor is shown again"
 
 
-def test_updates_show_time_lag_sample_size_and_clipping(tmp_path):
-    state = RunState(tmp_path, make_recipe())
-    append(tmp_path / "events.jsonl", start("optimize", 0) | {"time": time.time() - 75})
+def test_updates_show_time_lag_sample_size_and_clipping(tmp_path, monkeypatch):
+    state, now = RunState(tmp_path, make_recipe()), time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    append(tmp_path / "events.jsonl", start("optimize", 0, now - 75))
     line = {
         "stage": 0,
         "update": 7,
@@ -306,8 +354,7 @@ def test_updates_show_time_lag_sample_size_and_clipping(tmp_path):
     append(tmp_path / "metrics.jsonl", line)
     state.poll()
     shown = describe_state(state).split(", ")
-    assert {"lag 6", "loss 0.25", "grad_norm 1.5", "ess 0.875", "clipped 0.125"} <= set(shown)
-    assert {"elapsed 1:15", "elapsed 1:16", "elapsed 1:17"} & set(shown)
+    assert {"elapsed 1:15", "lag 6", "loss 0.25", "grad_norm 1.5", "ess 0.875", "clipped 0.125"} <= set(shown)
 
 
 def test_dumb_terminal_gets_plain_lines(tmp_path):
@@ -329,8 +376,8 @@ def test_progress_ends_when_the_block_fails(tmp_path):
     assert "stage 1/3 rollout failed" in stream.getvalue() and threading.active_count() == threads
 
 
-def test_following_a_long_run_costs_next_to_nothing(tmp_path):
-    """A poll of a run with 60,000 updates takes CPU time for the new lines only, not for those already read."""
+def test_following_a_long_run_costs_next_to_nothing(tmp_path, monkeypatch):
+    """A poll of a run with 60,000 updates decodes the new lines only, not those already read."""
     root = make_run(tmp_path / "run")
     line = (root / "metrics.jsonl").read_text().splitlines()[0] + "\n"
     with open(root / "metrics.jsonl", "a") as file:
@@ -338,9 +385,10 @@ def test_following_a_long_run_costs_next_to_nothing(tmp_path):
             file.write(line * 1000)
     state = RunState(root, make_recipe())
     state.poll()
-    begin = time.process_time()
+    decoded, decode = [], checked_json.decode
+    monkeypatch.setattr(checked_json, "decode", lambda *a, **b: decoded.append(a) or decode(*a, **b))
     for _ in range(100):
         append(root / "metrics.jsonl", json.loads(line))
         state.poll()
         describe_state(state)
-    assert (time.process_time() - begin) / 100 < 0.002 * progress.POLL_SECONDS
+    assert len(decoded) == 100

@@ -4,6 +4,7 @@ import io
 import json
 import re
 import unicodedata
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -23,6 +24,22 @@ def stored(tmp_path_factory):
 
 def text_of(tokens):
     return "".join(WORDS[token] for token in tokens.tolist())
+
+
+def test_responses_are_selected_by_columns_of_their_prompts(tmp_path, capsys):
+    rows = [{"level": 1, "kind": "a"}, {"level": 2, "kind": "a"}, {"level": 1, "kind": "b"}, None]
+    groups = [
+        replace(group, row=row and json.dumps(row)) for group, row in zip(random_groups(range(4)), rows, strict=True)
+    ]
+    root = make_stored_run(tmp_path / "run", [[groups]])
+    for conditions, prompts in {"level=1": {0, 2}, "kind=a": {0, 1}, "level=1 kind=b": {2}, "level=3": set()}.items():
+        options = [part for condition in conditions.split() for part in ("--column", condition)]
+        printed = megarl("samples", root, "--json", "--limit", 100, *options).stdout.splitlines()
+        assert {json.loads(line)["prompt"] for line in printed} == prompts
+        assert len(printed) == 4 * len(prompts)
+        assert all(json.loads(line)["row"] == rows[json.loads(line)["prompt"]] for line in printed)
+    refused = megarl("samples", root, "--column", "kind=a", "--column", "lvl=1")
+    assert refused.returncode == 2 and "no prompt has a column 'lvl'; the columns are: kind, level" in refused.stderr
 
 
 FILTERS = {

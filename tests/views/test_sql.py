@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from dataclasses import replace
 
 import duckdb
 import numpy as np
@@ -44,6 +45,33 @@ def test_responses_are_those_of_the_store(stored):
     (total,) = rows(root, "select count(*), sum(list_sum(rollout_logprobs)), bool_and(correct = reward) from responses")
     logprobs = [r.rollout_logprobs for _, g in groups for r in g.responses]
     assert total == (len(expected), pytest.approx(sum(float(x.sum()) for x in logprobs), rel=1e-5), True)
+
+
+def test_columns_of_prompts_are_columns_of_their_responses(tmp_path):
+    """Also with names and values that SQL and JSON would misread, in shards with and without rows."""
+    odd = """it's "odd"/~x"""
+    levels = {0: {"source": "a.csv", "level": 1, odd: "x'y", "Reward": 7}, 1: {"level": 2.5}, 2: {"level": 1}, 3: None}
+    first, second = random_groups([0, 1, 2]), random_groups([3])
+    first = [replace(group, row=json.dumps(levels[group.group_id])) for group in first]
+    root = make_stored_run(tmp_path / "run", [[first, second]])
+    exams = root / "evaluations/heldout"
+    exams.mkdir(parents=True)
+    (exams / "prompts.jsonl").write_text("")
+    store(exams / "update_000096", [first[:2]])
+    rewards = {
+        level: np.mean([r.correctness for group in of for r in group.responses])
+        for level, of in {1: [first[0], first[2]], 2.5: [first[1]], None: second}.items()
+    }
+    found = dict(rows(root, "select level, avg(correct) from responses group by level"))
+    assert found == pytest.approx(rewards)
+    name = odd.replace('"', '""')
+    assert rows(root, f'select distinct source, "{name}" from responses where prompt < 2') == [
+        ("a.csv", "x'y"),
+        (None,) * 2,
+    ]
+    (kept,) = rows(root, "select distinct prompt_row from responses where prompt = 0")
+    assert json.loads(kept[0]) == levels[0]  # with the column that has the name of another one
+    assert dict(rows(root, "select level, count(*) from evaluation_responses group by level")) == {1: 4, 2.5: 4}
 
 
 def test_a_query_may_name_a_table_twice(stored):

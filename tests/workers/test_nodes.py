@@ -123,7 +123,17 @@ def test_a_follower_without_a_leader_says_where_it_looked(tmp_path, monkeypatch)
 
 def test_a_leader_whose_store_does_not_answer_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(nodes, "LEADER_LOST_SECONDS", 0.3)
-    still, answer, causes = threading.Event(), StoreServer._answer, []
+    monkeypatch.setattr(nodes, "DEAD_AFTER_SECONDS", 2.0)  # for so long the leader waits for the follower at its end
+    joined, still, answer, causes = threading.Event(), threading.Event(), StoreServer._answer, []
+    exchange = Nodes._exchange_heartbeats
+
+    def exchanged(agents, *arguments):
+        found = exchange(agents, *arguments)
+        if agents.rank == 1:  # its thread is connected: before, it waits as long as nodes of a job may need to start
+            joined.set()
+        return found
+
+    monkeypatch.setattr(Nodes, "_exchange_heartbeats", exchanged)
 
     def hangs(*request):
         while still.is_set():
@@ -142,6 +152,7 @@ def test_a_leader_whose_store_does_not_answer_is_noticed(tmp_path, monkeypatch):
     follower = threading.Thread(target=follow, daemon=True)
     follower.start()
     with node(0, tmp_path):
+        assert joined.wait(60)
         still.set()
         follower.join(60)
         noticed = list(causes)
@@ -192,11 +203,13 @@ def test_a_leader_whose_main_thread_hangs_is_noticed_though_its_store_answers(tm
 
 
 def test_the_agent_of_a_single_node_prints_its_stack_when_it_hangs(monkeypatch, capfd):
-    monkeypatch.setattr(nodes, "HANGS_SECONDS", 0.5)
+    monkeypatch.setattr(nodes, "HANGS_SECONDS", 1.5)
+    printed, print_stacks = threading.Event(), nodes._print_stacks
+    monkeypatch.setattr(nodes, "_print_stacks", lambda idle: (print_stacks(idle), printed.set()))
     with Nodes(NodeRank(0, 1, "127.0.0.1")):
-        threading.Event().wait(3)
+        assert printed.wait(60)
         assert_stack_was_printed(capfd)
-        deadline = time.monotonic() + 2
+        deadline = time.monotonic() + 3
         while time.monotonic() < deadline:
             time.sleep(0.01)
     assert "no progress" not in capfd.readouterr().err

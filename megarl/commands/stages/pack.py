@@ -1,44 +1,44 @@
-"""``megarl stage pack``: one sealed stage with everything that its updates depend on, as a directory or tar file."""
+"""``megarl stage pack``: one sealed stage with everything that its updates depend on, as a directory.
+
+A manifest has sizes and checksums of its files. A packed stage may come from an untrusted source, so only plain paths
+below a few folders are accepted, and nothing that would be decompressed or unpickled.
+"""
 
 from __future__ import annotations
 
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import tomli_w
 
 from megarl.commands.scratch import open_staged
-from megarl.commands.stages.packed import (
-    CARD,
-    CHECKPOINTS,
-    FILES,
-    FIRST_POLICY,
-    MANIFEST,
-    POLICY,
-    RECIPE,
-    ROLLOUTS,
-    UNWANTED,
-    Manifest,
-    check_name,
-    write_tar,
-)
 from megarl.errors import UserError
 from megarl.recipe.names import ENGINE_KEYS
 from megarl.recipe.tables import Recipe
+from megarl.storage.checked_json import decode, encode
 from megarl.storage.checkpoints import FileSum, checkpoints
 from megarl.storage.files import atomic_directory, check_new, disk_errors, file_sha256, make_directory
 from megarl.storage.ledger import LEDGER, SEALED
-from megarl.storage.policies import check_policy, read_info, write_info
+from megarl.storage.policies import read_info, write_info
 from megarl.storage.rollouts import RolloutStore
-from megarl.storage.run_dir import RunDir, Stage
+from megarl.storage.run_dir import RunDir, Stage, sealed
 from megarl.storage.run_dir.retention import require_policy
 
+MANIFEST, CARD, RECIPE = "manifest.json", "README.md", "recipe.toml"
+POLICY, FIRST_POLICY, ROLLOUTS, CHECKPOINTS, FILES = "policy", "first_policy", "rollouts", "checkpoints", "files"
+FORMAT = 1
+MAX_NAME = 100  # characters
+# files that could be executed or unpickled when a model is loaded; megarl needs none of them
+UNWANTED = (".py", ".pyc", ".so", ".sh", ".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".h5", ".msgpack", ".zip")
+_PART = r"\.?[A-Za-z0-9_][A-Za-z0-9_.+=@-]*"
+_NAME = re.compile(
+    rf"{RECIPE}|({POLICY}|{FIRST_POLICY}|{ROLLOUTS}|{FILES})/{_PART}|{CHECKPOINTS}/update_\d{{6,}}/{_PART}"
+)
 LICENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")  # an identifier of the Hub or of SPDX
 _CARD = """---
 license: {licence}
@@ -67,8 +67,81 @@ megarl optimize runs/{name} --stage {stage} --output runs/grpo --set objective.n
 """
 
 
+@dataclass(frozen=True)
+class Manifest:
+    """The contents of a packed stage."""
+
+    stage: int  # its number in the run that it comes from
+    model: str  # name of the run's base model, only for people
+    weights_hash: str  # of the policy that generated the rollouts
+    licence: str
+    prompts: dict[str, str]  # {name below files/: sha256} of the recipe's prompt files and templates, packed or not
+    files: dict[str, FileSum]  # by name, without the manifest itself and the card, which only people read
+
+    def dump(self) -> bytes:
+        return encode({"format": FORMAT} | asdict(self), indent=1)
+
+    @classmethod
+    def parse(cls, data: bytes, where: Path) -> Self:
+        """Decode and check a manifest; ``where`` is named in the `UserError` for one that is not valid."""
+        try:
+            fields = decode(data)
+            if fields.pop("format") != FORMAT:
+                raise ValueError("it was packed by a version of megarl with another format")
+            files = {str(name): FileSum(**sums) for name, sums in fields.pop("files").items()}
+            manifest = cls(**fields, files=files)
+            manifest._check()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise UserError(f"{where}: the manifest of this packed stage is unusable: {error}") from error
+        return manifest
+
+    def _check(self) -> None:
+        texts = (self.model, self.weights_hash, self.licence, *self.prompts.values())
+        if type(self.stage) is not int or self.stage < 0 or not all(isinstance(text, str) for text in texts):
+            raise ValueError("a field has the wrong type")
+        for name, sums in self.files.items():
+            check_name(name)
+            sizes = type(sums.bytes) is int and sums.bytes >= 0
+            if not sizes or not isinstance(sums.sha256, str) or not re.fullmatch("[0-9a-f]{64}", sums.sha256):
+                raise ValueError(f"{name} has no size and checksum")
+        for name in self.prompts:
+            check_name(f"{FILES}/{name}")
+        needed = {RECIPE, f"{ROLLOUTS}/SEALED", f"{ROLLOUTS}/ledger.jsonl", f"{POLICY}/megarl.json"}
+        if absent := needed - self.files.keys():
+            raise ValueError(f"it lacks {min(absent)}")
+
+    def below(self, folder: str) -> dict[str, FileSum]:
+        """The files of ``folder``, by their names inside it."""
+        return {
+            name.removeprefix(f"{folder}/"): sums for name, sums in self.files.items() if name.startswith(f"{folder}/")
+        }
+
+    @property
+    def has_weights(self) -> bool:
+        return any(name.endswith(".safetensors") for name in self.below(POLICY))
+
+    @property
+    def bytes(self) -> int:
+        return sum(sums.bytes for sums in self.files.values())
+
+
+def check_name(name: str) -> None:
+    """ValueError for a name that is not allowed in a packed stage."""
+    if not _NAME.fullmatch(name) or len(name) > MAX_NAME:
+        raise ValueError(f"{name[:200]!a} is not allowed as the name of a file in a packed stage")
+    # the pickled parts of checkpoints are allowed, since `megarl.actor.checkpoint` reads only plain data from them
+    if name.endswith(UNWANTED) and not name.startswith(f"{CHECKPOINTS}/"):
+        raise ValueError(f"{name!a} could contain code, which is not allowed in a packed stage")
+
+
+def describe(manifest: Manifest) -> dict[str, Any]:
+    """The main facts about a packed stage, for ``--json``."""
+    counts = {"weights": manifest.has_weights, "files": len(manifest.files), "bytes": manifest.bytes}
+    return asdict(manifest) | counts
+
+
 def pack(run_dir: Path, number: int, output: Path, licence: str, weights: bool, prompts: bool) -> Manifest:
-    """Pack stage ``number`` of a run as the directory ``output``, or as a tar file if the name ends in .tar.
+    """Pack stage ``number`` of a run as the directory ``output``.
 
     weights: include the policy's weights. Stages after the first always include them, and the last checkpoint of the
     stage before, since these exist nowhere else.
@@ -86,15 +159,8 @@ def pack(run_dir: Path, number: int, output: Path, licence: str, weights: bool, 
     stage.run.check_prompts()
     output = output.resolve()
     make_directory(output.parent)
-    with disk_errors(output):
-        if output.suffix != ".tar":
-            with atomic_directory(output) as folder:
-                return _pack(stage, folder, licence, weights, prompts)
-        with tempfile.TemporaryDirectory(dir=output.parent, prefix=".megarl-pack-") as scratch:
-            manifest = _pack(stage, Path(scratch) / "stage", licence, weights, prompts)
-            write_tar(Path(scratch) / "stage", manifest, Path(scratch) / "stage.tar")
-            os.replace(Path(scratch) / "stage.tar", output)
-            return manifest
+    with disk_errors(output), atomic_directory(output) as folder:
+        return _pack(stage, folder, licence, weights, prompts)
 
 
 def _check_self_contained(stage: Stage) -> None:
@@ -112,12 +178,13 @@ def _check_self_contained(stage: Stage) -> None:
 
 def _pack(stage: Stage, folder: Path, licence: str, weights: bool, prompts: bool) -> Manifest:
     run, store = stage.run, RolloutStore(stage.rollouts)
-    for entry in store.entries:
-        store.verify(entry)
+    for directory in [stage.rollouts, stage.policy, *([run.base, last_checkpoint(stage)] if stage.number else [])]:
+        sealed.check(directory, "Restore it from a copy before it is packed")
     _copy_policy(stage.policy, folder / POLICY, weights or stage.number > 0)
     if stage.number:
         _copy_policy(run.base, folder / FIRST_POLICY, True)
-        _copy_checkpoint(stage, folder)
+        path = last_checkpoint(stage)
+        _link_all([file for file in path.iterdir() if file.is_file()], folder / CHECKPOINTS / path.name)
     _link_all(
         [stage.rollouts / name for name in (SEALED, LEDGER, *(e.shard for e in store.entries))], folder / ROLLOUTS
     )
@@ -132,7 +199,7 @@ def _pack(stage: Stage, folder: Path, licence: str, weights: bool, prompts: bool
         weights_hash=read_info(stage.policy).weights_hash,
         licence=licence,
         prompts={name: file_sha256(path) for name, path in files.items()},
-        files=dict(_sums(folder)),
+        files=dict(sums_below(folder)),
     )
     (folder / CARD).write_text(_card(manifest, store, run.recipe, re.sub(r"[^A-Za-z0-9_.-]", "_", run.root.name)))
     (folder / MANIFEST).write_bytes(manifest.dump())
@@ -171,7 +238,6 @@ def _card(manifest: Manifest, store: RolloutStore, recipe: Recipe, name: str) ->
 
 def _copy_policy(policy: Path, target: Path, weights: bool) -> None:
     """Copy a policy without hidden files and without files that could be executed or unpickled, such as *.py."""
-    check_policy(policy, "Restore it from a copy before it is packed")
     info = read_info(policy)
     kept = {name: sum for name, sum in info.files.items() if not name.endswith(UNWANTED) and not name.startswith(".")}
     weight = [path.name for path in policy.glob("*.safetensors")] if weights else []
@@ -179,7 +245,8 @@ def _copy_policy(policy: Path, target: Path, weights: bool) -> None:
     write_info(target, replace(info, files={}))
 
 
-def _copy_checkpoint(stage: Stage, folder: Path) -> None:
+def last_checkpoint(stage: Stage) -> Path:
+    """The checkpoint from which the optimizer of the stage starts; `UserError` if it was removed."""
     saved = dict(checkpoints(stage.previous.checkpoints))
     path = saved.get(stage.run.recipe.schedule.updates_per_stage)
     if path is None:
@@ -187,7 +254,7 @@ def _copy_checkpoint(stage: Stage, folder: Path) -> None:
             f"{stage.previous.checkpoints} lacks the last checkpoint of stage {stage.number - 1}, from which the "
             "optimizer of this stage starts: [actor] keep_stages removed it, or the run is a branch"
         )
-    _link_all([file for file in path.iterdir() if file.is_file()], folder / CHECKPOINTS / path.name)
+    return path
 
 
 def _link_all(files: list[Path], folder: Path) -> None:
@@ -204,9 +271,12 @@ def _link(file: Path, target: Path) -> None:
         shutil.copyfile(file, target)
 
 
-def _sums(folder: Path) -> Iterator[tuple[str, FileSum]]:
+def sums_below(folder: Path) -> Iterator[tuple[str, FileSum]]:
+    """(name, checksum) of every file that the manifest of the packed directory ``folder`` names."""
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
         name = str(path.relative_to(folder))
+        if name in (MANIFEST, CARD):
+            continue
         try:
             check_name(name)
         except ValueError as error:
@@ -226,32 +296,30 @@ def _packed_name(name: str) -> str:
 
 def _portable(recipe: Recipe) -> dict[str, Any]:
     """The recipe without paths, programs and servers of this machine."""
-    tables = recipe.model_dump(mode="json", exclude_none=True)
     names = {name: f"{FILES}/{_packed_name(name)}" for name in (*recipe.prompt_files(), *recipe.template_files())}
-    tables["model"] = {"path": POLICY}
-    for table in ("data", "eval"):
-        tables[table] = replaced(tables[table], names)
-    tables["rollout"] = without_machine(tables["rollout"])
-    tables.pop("stages", None)
-    tables["reward"] = without_code(tables["reward"])
+    tables = without_machine(recipe.model_dump(mode="json", exclude_none=True), POLICY, names)
+    objective = tables["objective"]  # of code, only the name of its file is told, so that unpacking asks for it
+    objective |= {key: Path(objective[key]).name for key in ("path", "advantage") if key in objective}
     return tables
 
 
-def replaced(tree: Any, names: dict[str, str]) -> Any:
+def without_machine(tables: dict[str, Any], model: str, names: dict[str, str]) -> dict[str, Any]:
+    """A copy of a recipe's tables without engine options, programs, servers, and code of rewards.
+
+    model: the path of the model. names: what the paths of prompt files and templates become.
+    """
+    reward = {key: value for key, value in tables.get("reward", {}).items() if key not in ("service", "path")}
+    reward["parts"] = [part for part in reward.get("parts", []) if part.get("kind") != "python"]
+    rollout = {key: value for key, value in tables.get("rollout", {}).items() if key not in ENGINE_KEYS}
+    prompts = {name: _replaced(tables.get(name, {}), names) for name in ("data", "eval")}
+    kept = {name: table for name, table in tables.items() if name != "stages"}
+    return kept | {"model": {"path": model}, "rollout": rollout, "reward": reward} | prompts
+
+
+def _replaced(tree: Any, names: dict[str, str]) -> Any:
     """A copy of a table, at any depth, in which every string that is a key of ``names`` is replaced by its value."""
     if isinstance(tree, dict):
-        return {key: replaced(value, names) for key, value in tree.items()}
+        return {key: _replaced(value, names) for key, value in tree.items()}
     if isinstance(tree, list):
-        return [replaced(value, names) for value in tree]
+        return [_replaced(value, names) for value in tree]
     return names.get(tree, tree) if isinstance(tree, str) else tree
-
-
-def without_machine(rollout: dict[str, Any]) -> dict[str, Any]:
-    """``[rollout]`` without settings that start programs or belong to the engines of one machine."""
-    return {key: value for key, value in rollout.items() if key not in ENGINE_KEYS}
-
-
-def without_code(reward: dict[str, Any]) -> dict[str, Any]:
-    """A copy of the table ``[reward]`` without `path` (Python code), `service` (a server) and parts of kind python."""
-    parts = [part for part in reward.get("parts", []) if part.get("kind") != "python"]
-    return {key: value for key, value in reward.items() if key not in ("service", "path")} | {"parts": parts}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 
+from megarl.commands.stages.ingest import check_filled
 from megarl.errors import UserError
 from megarl.phases.serve import KEY
 from megarl.recipe.tables import Recipe
@@ -43,30 +44,16 @@ def serve_stage(nodes: Nodes, stage: Stage, port: int) -> None:
 
 def check_serving(nodes: Nodes, recipe: Recipe) -> None:
     """`UserError` if agents cannot be served with this recipe, on these nodes or with what is installed here."""
-    check_servable(recipe)
     if nodes.count > 1:
         raise UserError(
             f"agents are served by one replica on one node: start `megarl serve` on one node, not {nodes.count}"
         )
-    check(nodes.starter, recipe, nodes.count, optimizes=False)
-
-
-def check_servable(recipe: Recipe) -> None:
-    """`UserError` for a recipe whose stages agents cannot fill."""
-    if recipe.schedule.kind == "live":
-        raise UserError('[schedule] kind = "live" generates its own rollouts: agents fill stages of a staged run')
+    check_filled(recipe)
     if recipe.data.template == "raw":
         raise UserError('[data] template = "raw": agents send messages, so it must be "chat" or a .jinja file')
     if recipe.rollout.workers > 1:
         raise UserError(f"rollout.workers = {recipe.rollout.workers}: agents are served by one replica; set it to 1")
-    if recipe.rollout.oversample > 1:
-        raise UserError(
-            "rollout.oversample selects from generated groups, but all groups of agents are trained: set it to 1"
-        )
-    if recipe.actor.routing_replay == "engine":
-        raise UserError(
-            '[actor] routing_replay = "engine": routed experts are not recorded for agents; use "actor" or "none"'
-        )
+    check(nodes.starter, recipe, nodes.count, optimizes=False)
 
 
 def write_key(run: RunDir) -> None:

@@ -1,9 +1,9 @@
 """``megarl stage unpack``: makes a run directory of a packed stage, in which it can be read and optimized.
 
 The run is like a branch: ``packed/`` has the verified files, and ``stages/`` links to them; the rollouts among them are
-written anew by the store's writer. Settings of the packed
-recipe that name a file outside the packed stage, start a program or ask a server are removed or refused; whoever
-unpacks the stage gives their own with ``--set``.
+written anew by the store's writer. The packed stage may come from an untrusted source: every size is known before
+anything is written, and every file is a regular file with its checksum. Settings of its recipe that name a file outside
+it, start a program or ask a server are removed or refused; whoever unpacks it gives their own with ``--set``.
 """
 
 from __future__ import annotations
@@ -13,44 +13,50 @@ import os
 import re
 import resource
 import shutil
+import stat
 import string
 import tempfile
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import psutil
 import pyarrow as pa
 
-from megarl.commands.stages.pack import replaced, without_code, without_machine
-from megarl.commands.stages.packed import (
+from megarl.commands.stages.ingest import vocabulary_size
+from megarl.commands.stages.pack import (
     CHECKPOINTS,
     FILES,
     FIRST_POLICY,
+    MANIFEST,
     POLICY,
     RECIPE,
     ROLLOUTS,
     Manifest,
-    Source,
+    sums_below,
+    without_machine,
 )
-from megarl.commands.stages.rows import vocabulary_size
+from megarl.data.prompts import banned_prompts
 from megarl.errors import UserError
 from megarl.recipe.layout import TRAINING_TABLES
 from megarl.recipe.load import Overrides, apply_overrides, parse_override, parse_recipe, read_tables
-from megarl.recipe.names import ENGINE_KEYS
+from megarl.recipe.names import ADVANTAGES, ENGINE_KEYS
 from megarl.recipe.tables import Recipe
 from megarl.storage.checked_json import write_checked
-from megarl.storage.files import atomic_directory, check_new, file_sha256, make_directory
+from megarl.storage.checkpoints import FileSum
+from megarl.storage.files import atomic_directory, check_new, disk_errors, file_sha256, make_directory
 from megarl.storage.ledger import LEDGER, SEALED, LedgerEntry, check_seal
 from megarl.storage.metrics.trackers import NONE as NO_TRACKERS
-from megarl.storage.policies import check_policy, check_weight_files, copy_weights, is_mxfp4, read_info, weight_files
+from megarl.storage.policies import check_weight_files, copy_weights, is_mxfp4, read_info, weight_files
 from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
-from megarl.storage.run_dir import RunDir, Stage
+from megarl.storage.run_dir import RunDir, Stage, sealed
 from megarl.storage.run_dir.recipes import EVALUATION
 from megarl.storage.shards import FIRST_VERSION, Shard, to_batch, validate
 from megarl.views.audit.rollouts import check_shard
 
 _MEMORY = 1 << 28  # bytes for the rows of a small shard
+MAX_MANIFEST = 16 << 20  # bytes
 PACKED = "packed"  # directory in the run directory, with the files of the packed stage
 # settings that --set may change, since the stored rollouts do not depend on them
 _OPEN = (*TRAINING_TABLES, "reward.", "metrics.", "run.")
@@ -73,17 +79,17 @@ def unpack(
     prompts: the prompt files, if they were not packed; they are recognised by their checksums.
     `UserError`, of one line, for anything that contradicts the manifest, the recipe or the rules of a run directory.
     """
-    target, opened = target.resolve(), Source(source)
+    target = target.resolve()
     check_new(target)
     with atomic_directory(target) as temporary:
-        folder, manifest = temporary / PACKED, opened.manifest
-        opened.copy_to(folder)
+        folder = temporary / PACKED
+        manifest = _copy(source, folder)
         _add_prompts(manifest, folder, prompts)
         _add_weights(manifest, folder, model)
         recipe = _recipe(manifest, folder, target / PACKED, overrides)
         run = RunDir.create(temporary, recipe)
         sums = {str(target / PACKED / FILES / name): manifest.prompts[name] for name in manifest.prompts}
-        write_checked(run.prompts, {"files": sums | {name: file_sha256(Path(name)) for name in recipe.reward_files()}})
+        write_checked(run.prompts, {"files": sums | {name: file_sha256(Path(name)) for name in recipe.own_files()}})
         if not 0 <= manifest.stage < recipe.schedule.stages:
             raise UserError(
                 f"{source} is stage {manifest.stage}, but its recipe has only {recipe.schedule.stages} stages"
@@ -91,8 +97,44 @@ def unpack(
         stage = run.stage(manifest.stage)
         _link_stage(stage, manifest)
         _check(stage, manifest)
+        _check_heldout(stage, _recipe(manifest, folder, folder, overrides))
+        # with prompts and weights from elsewhere and the rollouts as they were written anew
+        (folder / MANIFEST).write_bytes(replace(manifest, files=dict(sums_below(folder))).dump())
         stage.log_event("unpacked", source=source.name, weights_hash=manifest.weights_hash)
     return manifest
+
+
+def _copy(source: Path, target: Path) -> Manifest:
+    """Copy a packed stage; `UserError` if a file is missing or differs from what the manifest says."""
+    with _opened(source, MANIFEST) as file:
+        manifest = Manifest.parse(file.read(MAX_MANIFEST), source)
+    parent = next(folder for folder in target.parents if folder.exists())
+    if manifest.bytes > (free := shutil.disk_usage(parent).free):
+        sizes = f"{manifest.bytes / 2**30:.1f} GiB, but {parent} has {free / 2**30:.1f} GiB left"
+        raise UserError(f"{source} needs {sizes}")
+    with disk_errors(target):
+        for name, expected in manifest.files.items():
+            make_directory((target / name).parent)
+            with _opened(source, name) as file, open(target / name, "xb") as copy:
+                if (size := os.fstat(file.fileno()).st_size) != expected.bytes:
+                    raise UserError(f"{source}: {name} has {size} bytes, but its manifest says {expected.bytes}")
+                shutil.copyfileobj(file, copy)
+            if FileSum.of(target / name) != expected:
+                raise UserError(f"{source}: {name} does not match the checksum in its manifest")
+    return manifest
+
+
+@contextlib.contextmanager
+def _opened(source: Path, name: str) -> Iterator[IO[bytes]]:
+    path = source / name
+    if not path.resolve().is_relative_to(source.resolve()) or path.is_symlink():
+        raise UserError(f"{path} is a link, which is not allowed in a packed stage")
+    if not path.exists():
+        raise UserError(f"{source} is not the directory of a packed stage, or not all of it: it lacks {name}")
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise UserError(f"{path} is not a regular file")
+        yield file
 
 
 def _add_prompts(manifest: Manifest, folder: Path, given: Sequence[Path]) -> None:
@@ -129,18 +171,17 @@ def _add_weights(manifest: Manifest, folder: Path, model: Path | None) -> None:
 def _recipe(manifest: Manifest, folder: Path, final: Path, overrides: Overrides) -> Recipe:
     """The packed recipe with ``overrides``, and with paths of this machine. ``folder`` will be renamed to ``final``."""
     tables = read_tables(folder / RECIPE)
-    if not _has_tables(tables):
-        raise UserError(f"{folder / RECIPE} is not a recipe")
-    _check_overrides(overrides, tables.get("reward", {}).get("kind") in _LEFT_OUT)
-    _check_settings(tables, {name for name, _ in map(parse_override, overrides)})
-    tables["model"] = {"path": str(final / (FIRST_POLICY if manifest.stage else POLICY))}
+    given = {name for name, _ in map(parse_override, overrides)}
     names = {f"{FILES}/{name}": str(final / FILES / name) for name in manifest.prompts}
-    for table in ("data", "eval"):
-        tables[table] = replaced(tables.get(table, {}), names)
-    tables["rollout"] = without_machine(tables.get("rollout", {}))
-    tables["reward"] = without_code(tables.get("reward", {}))
-    tables["run"] = tables.get("run", {}) | NO_TRACKERS
-    tables.pop("stages", None)
+    try:
+        _check_overrides(overrides, tables.get("reward", {}).get("kind") in _LEFT_OUT)
+        _check_settings(tables, given)
+        if "objective.path" not in given:
+            tables.get("objective", {}).pop("path", None)  # objective.name is given instead
+        tables = without_machine(tables, str(final / (FIRST_POLICY if manifest.stage else POLICY)), names)
+        tables["run"] = tables.get("run", {}) | NO_TRACKERS
+    except (AttributeError, TypeError) as error:  # of what is no table or list; `parse_recipe` checks all the rest
+        raise UserError(f"{folder / RECIPE} is not a recipe: {error}") from error
     apply_overrides(tables, overrides)
     try:
         recipe = parse_recipe(tables)
@@ -156,19 +197,20 @@ def _recipe(manifest: Manifest, folder: Path, final: Path, overrides: Overrides)
     return recipe
 
 
-def _has_tables(tables: dict[str, Any]) -> bool:
-    """Whether the parts of a recipe that are changed here are tables, as `parse_recipe` checks of all later."""
-    if not all(isinstance(tables.get(name, {}), dict) for name in ("rollout", "reward", "run")):
-        return False
-    parts = tables.get("reward", {}).get("parts", [])
-    return isinstance(parts, list) and all(isinstance(part, dict) for part in parts)
-
-
 def _check_settings(tables: dict[str, Any], given: Container[str]) -> None:
     """`UserError` for settings with which an untrusted recipe could import code, open files or fill the memory.
 
     given: the names of the settings that --set gives, which are trusted.
     """
+    objective = tables.get("objective", {})
+    for key, trusted in (("path", {"path", "name"}), ("advantage", {"advantage"})):
+        value = objective.get(key)
+        own = value is not None and (key == "path" or value not in ADVANTAGES)
+        if own and not any(f"objective.{name}" in given for name in trusted):
+            raise UserError(
+                f"the packed recipe has objective.{key} = {str(value)[:60]!a}, code of its author, which is not "
+                f"packed: give {' or '.join(sorted(trusted))} of your own with --set objective.KEY=VALUE"
+            )
     for table in ("megatron", "megatron_ddp", "megatron_optimizer"):
         settings = tables.get(table, {})
         for name, value in settings.items() if isinstance(settings, dict) else ():
@@ -237,7 +279,7 @@ def _check(stage: Stage, manifest: Manifest) -> None:
         if absent := info.files.keys() - packed.keys():
             raise UserError(f"the packed policy names {min(absent)[:200]!a}, which is not part of the packed stage")
         if folder != stage.policy or list(folder.glob("*.safetensors")):
-            check_policy(folder, "The packed stage is damaged")
+            sealed.check(folder, "The packed stage is damaged")
         if is_mxfp4(folder):
             raise UserError("the packed policy is quantised, but megarl packs only weights that are not")
         if folder == stage.policy and info.weights_hash != manifest.weights_hash:
@@ -247,6 +289,17 @@ def _check(stage: Stage, manifest: Manifest) -> None:
                 f"the policy of the packed stage has had {info.version} updates, which does not fit its stage"
             )
     _rewrite_rollouts(stage, manifest)
+
+
+def _check_heldout(stage: Stage, recipe: Recipe) -> None:
+    """`UserError` if prompts of the rollouts are held out for evaluation. recipe: its files are where they are now."""
+    banned, store = banned_prompts(recipe, stage.policy), RolloutStore(stage.rollouts)
+    found = [group.group_id for group in store.read(store.group_ids) if tuple(group.prompt_tokens.tolist()) in banned]
+    if found:
+        raise UserError(
+            f"{len(found)} of {len(store.group_ids)} groups have prompts that are held out for evaluation, the first "
+            f"is group {found[0]}: unpack the stage without evaluation, --set eval.every=0 --set eval.every_updates=0"
+        )
 
 
 def _rewrite_rollouts(stage: Stage, manifest: Manifest) -> None:

@@ -15,6 +15,7 @@ from megarl.commands.sweep.plan import Job, SweepPlan, plan_sweep, remaining
 from megarl.commands.sweep.results import as_records, read_finished, rows, runs_csv, table_csv, table_text
 from megarl.commands.sweep.workers import JobOutcome, Workers
 from megarl.errors import PhaseFailed, UserError
+from megarl.foreign import escape
 from megarl.recipe.sweep import load_sweep
 from megarl.storage.files import write_atomic
 
@@ -95,7 +96,7 @@ def _exclusive(directory: Path) -> Iterator[None]:
 
 
 def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    print(escape(line), file=sys.stderr, flush=True)
 
 
 def _check(workers: Workers, missing: list[Job]) -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from megarl import estimates
 from megarl.commands.sweep.plan import Job, SweepPlan
 from megarl.errors import UserError
 from megarl.estimates import Interval, mean_of_replicates
 from megarl.recipe.sweep import Point
-from megarl.views.comparison import difference
+from megarl.storage.run_dir.evaluations import SuiteResponses
+from megarl.views.comparison import Side, check_same_prompts
 from megarl.views.run_reader import Run, interval, muted_by, read_run
 
 # metrics of the update before an evaluation that runs.csv contains
@@ -37,7 +40,7 @@ class Estimate:
 class Row:
     """The results of a point on one suite: estimates over its replicates.
 
-    With several replicates the intervals are Student's t over replicates, with only one they are over prompts.
+    The intervals cover other prompts and, with several replicates, other replicates too: see `_estimate`.
     """
 
     point: Point
@@ -79,48 +82,88 @@ def _point(finished: FinishedRun) -> Point:
 
 
 def _row(point: Point, suite: str, runs: list[FinishedRun], reference: dict[str, FinishedRun]) -> Row:
-    last = [f.run.suites[suite][-1] for f in runs]
-    accuracy = _estimate([event["accuracy"] for event in last], lambda: interval(last[0]))
-    with_start = [f for f in runs if f.run.suites[suite][0]["update"] < f.run.suites[suite][-1]["update"]]
-    gain = (
-        _differences([(f, f.run.suites[suite][0]["update"], f) for f in with_start], suite)
-        if len(with_start) == len(runs)
-        else None
-    )
-    pairs = [(reference[f.job.replicate], None, f) for f in runs if f.job.replicate in reference]
-    difference = _differences([pair for pair in pairs if suite in pair[0].run.suites], suite)
-    return Row(point, suite, len(runs), accuracy, gain, difference)
+    last = [_Result.of(f, suite) for f in runs]
+    with_start = [(_Result.of(f, suite, first=True), _Result.of(f, suite)) for f in runs]
+    with_start = [(before, after) for before, after in with_start if before.update < after.update]
+    gain = _differences(with_start) if len(with_start) == len(runs) else None
+    pairs = [(reference[f.job.replicate], f) for f in runs if f.job.replicate in reference]
+    differences = [(_Result.of(a, suite), _Result.of(b, suite)) for a, b in pairs if suite in a.run.suites]
+    accuracy = _estimate([result.accuracy for result in last], lambda: _over_prompts(last))
+    low, high = accuracy.ci95  # Student's of two replicates is wider than what is possible
+    accuracy = Estimate(accuracy.mean, [max(low, 0.0), min(high, 1.0)])
+    return Row(point, suite, len(runs), accuracy, gain, _differences(differences))
 
 
-def _estimate(values: list[float], over_prompts: Any) -> Estimate:
-    """The mean over replicates; if there is only one value, its interval is that which ``over_prompts`` returns."""
+@dataclass(frozen=True)
+class _Result:
+    """An evaluated policy of a run."""
+
+    root: Path
+    suite: str
+    event: dict[str, Any]
+
+    @classmethod
+    def of(cls, finished: FinishedRun, suite: str, first: bool = False) -> _Result:
+        """The last policy of the run, or the first."""
+        return cls(finished.job.directory, suite, finished.run.suites[suite][0 if first else -1])
+
+    @property
+    def update(self) -> int:
+        return int(self.event["update"])
+
+    @property
+    def accuracy(self) -> float:
+        return float(self.event["accuracy"])
+
+    def scores(self) -> np.ndarray:
+        """[prompts, samples] of 1 for right and 0."""
+        return Side(str(self.root), self.root, self.update).correct(self.suite)[1]
+
+    def check_same_prompts(self, other: _Result) -> None:
+        check_same_prompts(SuiteResponses.of(self.root, self.suite), SuiteResponses.of(other.root, other.suite))
+
+
+def _estimate(values: list[float], over_prompts: Callable[[], Interval]) -> Estimate:
+    """The mean over replicates. Its interval covers other replicates, by Student's t, and other prompts, as
+    ``over_prompts`` says; if the replicates have different prompts, Student's t covers both."""
     if len(values) == 1:
         return Estimate(values[0], list(over_prompts()))
-    return Estimate(*mean_of_replicates(np.array(values)))
+    mean, (low, high) = mean_of_replicates(np.array(values))
+    prompts = over_prompts()
+    below, above = mean - prompts[0], prompts[1] - mean
+    if math.isnan(below):
+        return Estimate(mean, [low, high])
+    return Estimate(mean, [mean - math.hypot(mean - low, below), mean + math.hypot(high - mean, above)])
 
 
-def _differences(pairs: list[tuple[FinishedRun, int | None, FinishedRun]], suite: str) -> Estimate | None:
-    """The mean difference over (first run, update, second run) of each replicate.
-
-    The difference is the last accuracy of the second run minus that of the first run after ``update`` (None: its last).
-    """
+def _differences(pairs: list[tuple[_Result, _Result]]) -> Estimate | None:
+    """The mean difference over (one policy, another one) of each replicate."""
     if not pairs:
         return None
-    values = []
-    for first, update, second in pairs:
-        events = first.run.suites[suite]
-        before = events[-1] if update is None else next(e for e in events if e["update"] == update)
-        values.append(second.run.suites[suite][-1]["accuracy"] - before["accuracy"])
-    first, update, second = pairs[0]
-    return _estimate(values, lambda: _over_prompts(first, update, second, suite))
+    values = [second.accuracy - first.accuracy for first, second in pairs]
+    return _estimate(values, lambda: _difference_over_prompts(pairs))
 
 
-def _over_prompts(first: FinishedRun, update: int | None, second: FinishedRun, suite: str) -> Interval:
-    """The paired interval of the difference of two policies over prompts; NaN if the prompts differ."""
-    begin = first.run.suites[suite][-1]["update"] if update is None else update
-    end = second.run.suites[suite][-1]["update"]
+def _over_prompts(results: list[_Result]) -> Interval:
+    """The interval over prompts of the mean accuracy of the replicates; NaN if their prompts differ."""
+    if len(results) == 1:
+        return list(interval(results[0].event))
     try:
-        return difference(first.job.directory, begin, second.job.directory, end, suite).ci95
+        for other in results[1:]:
+            results[0].check_same_prompts(other)
+        scores = [result.scores() for result in results]
+        return estimates.interval(np.mean([x.mean(1) for x in scores], axis=0), sum(x.shape[1] for x in scores))
+    except UserError:
+        return [math.nan, math.nan]
+
+
+def _difference_over_prompts(pairs: list[tuple[_Result, _Result]]) -> Interval:
+    """The paired interval over prompts of the mean difference of the replicates; NaN if any prompts differ."""
+    try:
+        for result in [result for pair in pairs for result in pair][1:]:
+            pairs[0][0].check_same_prompts(result)
+        one, other = (np.mean([pair[side].scores().mean(1) for pair in pairs], axis=0) for side in (0, 1))
+        return estimates.paired(one, other).ci95
     except UserError:
         return [math.nan, math.nan]
 
@@ -181,7 +224,7 @@ def table_text(plan: SweepPlan, found: Sequence[Row]) -> str:
     if not found:
         return "no run with an evaluation is finished"
     several = max(row.replicates for row in found) > 1
-    over = "seeds or runs (if n is 1: over prompts)" if several else "prompts"
+    over = "seeds or runs and over prompts (if n is 1: over prompts)" if several else "prompts"
     lines = [f"95 % intervals over {over}; differences are paired, from {plan.table.reference}"]
     width = max(len(row.point.name) for row in found)
     for suite in dict.fromkeys(row.suite for row in found):
@@ -193,4 +236,19 @@ def table_text(plan: SweepPlan, found: Sequence[Row]) -> str:
                 difference = row.difference.text("+") if row.difference else "-"
                 text = f"{row.accuracy.text():23}  {gain:26}  {difference}"
                 lines.append(f"{row.point.name:{width}}  {row.replicates:2}  {text}")
+        lines += _verdict([row for row in found if row.suite == suite], plan.table.reference)
     return "\n".join(lines)
+
+
+def _verdict(rows: list[Row], reference: str) -> list[str]:
+    """A line that says so if no point differs from the baseline by more than noise."""
+    bounds = [row.difference.ci95 for row in rows if row.difference]
+    if not bounds or not all(low <= 0 <= high for low, high in bounds):
+        return []
+    widest = max((high - low) / 2 for low, high in bounds)
+    if widest == 0:
+        return [f"nothing differs from {reference}: every difference and its interval are 0"]
+    return [
+        f"nothing differs from {reference}: every interval contains 0; with so many seeds and prompts, differences "
+        f"below about {widest:.3f} do not show"
+    ]

@@ -78,7 +78,9 @@ class RuleFunction:
 
     @property
     def name(self) -> str:
-        return self.function.__name__
+        """That of the function; outside of megarl with its module, so that other files may use the same one."""
+        module, name = self.function.__module__, self.function.__name__
+        return name if module.startswith("megarl.") else f"{module}.{name}"
 
     @property
     def parameters(self) -> int:
@@ -106,10 +108,11 @@ def rule(quantity: Quantity = "none") -> Callable[[Callable[..., Outcome]], Rule
     """Decorator of a rule. Raises ValueError for a name that a rule of another module has."""
 
     def register(function: Callable[..., Outcome]) -> RuleFunction:
-        known = RULES.get(function.__name__)
+        made = RuleFunction(function, quantity)
+        known = RULES.get(made.name)
         if known is not None and known.function.__module__ != function.__module__:
-            raise ValueError(f"{function.__module__} and {known.function.__module__} have a rule {function.__name__}")
-        RULES[function.__name__] = RuleFunction(function, quantity)
-        return RULES[function.__name__]
+            raise ValueError(f"{function.__module__} and {known.function.__module__} have a rule {made.name}")
+        RULES[made.name] = made
+        return made
 
     return register

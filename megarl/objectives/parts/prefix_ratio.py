@@ -49,7 +49,8 @@ def prefix_sums(l: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
 
 
 def prefix_log_ratio(l: torch.Tensor, batch: TokenBatch, exclusive: bool = False) -> torch.Tensor:
-    """[T] without gradient, dtype of l: log rho_{1:t}; with ``exclusive`` over the tokens before t only.
+    """[T] without gradient, dtype of l: the sum over the trained tokens of the response up to t, for log-ratios log
+    rho_{1:t}; with ``exclusive`` over the tokens before t only.
 
     NaN where l itself is NaN.
     """

@@ -11,7 +11,7 @@ from megarl.batch import TokenBatch
 from megarl.errors import UserError
 from megarl.kernels.constants import LAST_PLACE, NEVER
 from megarl.kernels.token_pass import Rule
-from megarl.kernels.token_pass.language import Outcome, Sequence, Token
+from megarl.kernels.token_pass.language import Outcome, RuleFunction, Sequence, Token
 from megarl.kernels.tokens import tie_places
 from megarl.objectives.parts.histograms import histogram
 from megarl.objectives.parts.metrics import (
@@ -20,6 +20,7 @@ from megarl.objectives.parts.metrics import (
     fraction_metrics,
     loss_metric,
     mean_metric,
+    mean_metrics,
     sign_metrics,
 )
 from megarl.objectives.parts.prefix_min import prefix_min_log_ratio
@@ -81,24 +82,27 @@ def make_terms(
     ratio, square = l.exp(), l.square()
     trust = mask & (((batch.advantages > 0) & (l > 0)) | ((batch.advantages < 0) & (l < 0)))
     prefix = prefix_min_log_ratio(log_ratio, batch) if log_m is None else log_m
+    of_all = {
+        "ratio/mean": ratio,
+        "ratio/square_mean": ratio.square(),
+        "chi2": (ratio - 1).square(),
+        "kl/k1": -l,
+        "kl/k3": ratio - 1 - l,
+        "m2/all": square,
+        "log_ratio_clamp_fraction": clamped,
+    }
+    if batch.entropy is not None:
+        of_all["entropy"] = batch.entropy
     common = {
         "loss": loss_metric(loss, batch, settings.aggregation),
-        "ratio/mean": mean_metric(ratio, mask),
-        "ratio/square_mean": mean_metric(ratio.square(), mask),
-        "chi2": mean_metric((ratio - 1).square(), mask),
-        "kl/k1": mean_metric(-l, mask),
-        "kl/k3": mean_metric(ratio - 1 - l, mask),
-        "m2/all": mean_metric(square, mask),
+        **mean_metrics(of_all, mask),
         "m2/before": mean_metric(square, trust),
         "m2/after": mean_metric(square, trust & kept),
-        "log_ratio_clamp_fraction": mean_metric(clamped.double(), mask),
         **fraction_metrics("kept_fraction", kept, batch),
         **dampen_metrics(log_ratio.exp(), prefix, batch, "dampen/token", settings.dampened_below),
         **dampen_metrics((prefix + log_ratio).exp(), prefix, batch, "dampen/prefix", settings.dampened_below),
         **sign_metrics(ratio, loss.detach(), batch),
     }
-    if batch.entropy is not None:
-        common["entropy"] = mean_metric(batch.entropy, mask)
     histograms = {"ratio": histogram(log_ratio, mask), "prefix_min": histogram(prefix, mask)}
     return Terms(loss, kept, common | metrics, histograms)
 
@@ -132,8 +136,12 @@ def sequences_of(rule: Rule, t: Token, batch: TokenBatch) -> Sequence:
 
 def rule_terms(settings: Settings, rule: Rule, batch: TokenBatch) -> Terms:
     """`Terms` of the objective with this rule, evaluated in torch."""
+    if not isinstance(rule, Rule) or not isinstance(rule.function, RuleFunction):
+        raise TypeError("the method rule must return Rule(FUNCTION, (PARAMETERS...)) with a function that has @rule()")
     t, log_m = tokens_of(batch)
     o = rule.function.function(t, sequences_of(rule, t, batch), *rule.parameters)
+    if not isinstance(o, Outcome):
+        raise TypeError(f"{rule.function.name} returned {o!r:.50}, expected an Outcome; is a return missing?")
     terms = outcome_terms(settings, batch, t, log_m, o, rule.first, rule.second)
     scalars = {n: mean_metric(x.double().expand_as(t.ratio), batch.loss_mask) for n, x in rule.scalars.items()}
     return replace(terms, metrics=terms.metrics | scalars)

@@ -5,6 +5,7 @@ The schedule (`megarl.recipe.schedule`) decides which policy version may generat
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import time
@@ -15,6 +16,7 @@ from pathlib import Path
 from megarl.distributed import ReplicaGroup, Role
 from megarl.errors import STOPPED, UserError
 from megarl.heartbeats import WAITS, beat
+from megarl.phases.candidates import Candidates
 from megarl.phases.generation import RolloutStats, missing_chunks
 from megarl.phases.live.state import LiveState
 from megarl.phases.rollout_worker import RolloutWorker, never
@@ -22,7 +24,7 @@ from megarl.phases.stop import StopRequest
 from megarl.rollout.engine import visible_gpus
 from megarl.storage.checkpoints import checkpoints
 from megarl.storage.files import make_directory
-from megarl.storage.rollouts import RolloutStore, RolloutWriter, seal
+from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
 
 POLL_SECONDS = 0.02
@@ -37,17 +39,39 @@ def serve(stage: Stage, role: Role) -> None:
     state = LiveState(replicas.store, replicas.world)
     if not stage.is_sealed():
         make_directory(stage.rollouts)
-        found = RolloutStore(stage.rollouts, one_policy=False).missing(stage.groups)
-        if missing := replicas.from_first("missing", found if replicas.rank == 0 else None):
+        choices, found = open_choices(stage, replicas), None
+        if replicas.rank == 0:
+            store = RolloutStore(stage.rollouts, one_policy=False)
+            for choice in choices:
+                choice.publish_stored(store)
+            found = [group for choice in choices for group in choice.missing(store)]
+        if missing := replicas.from_first("missing", found):
             check_untrained(stage, missing)
             leave_trainers_devices(stage)
-            LiveRolloutWorker(stage, replicas, state, stop).work(missing)
+            LiveRolloutWorker(stage, replicas, state, stop, choices).work(missing)
         if stop.asked:
             sys.exit(STOPPED)
         replicas.barrier("generated")
         if replicas.rank == 0:
-            seal(stage.rollouts, stage.groups, one_policy=False)
+            seal(stage.rollouts, stage.groups, _chosen(stage, choices), one_policy=False)
     state.leave(replicas.rank)
+
+
+def open_choices(stage: Stage, replicas: ReplicaGroup) -> list[Candidates]:
+    """The candidates of each policy version that generates groups of the stage."""
+    recipe, groups = stage.run.recipe, stage.groups
+    size, wanted = recipe.candidates_per_choice, recipe.groups_per_choice
+    parts = [groups[start : start + size] for start in range(0, len(groups), size)]
+    return [Candidates(replicas, part, min(wanted, len(part))) for part in parts]
+
+
+def _chosen(stage: Stage, choices: list[Candidates]) -> list[int] | None:
+    """The groups that the stage trains; None: all."""
+    chosen = [group for choice in choices for group in choice.chosen() or ()]
+    if chosen:
+        counts = [choice.summary() for choice in choices]
+        stage.log_event("dynamic_sampling", phase="live", **{k: sum(one[k] for one in counts) for k in counts[0]})
+    return chosen or None
 
 
 def check_untrained(stage: Stage, missing: Sequence[int]) -> None:
@@ -55,8 +79,7 @@ def check_untrained(stage: Stage, missing: Sequence[int]) -> None:
     done = max((updates for updates, _ in checkpoints(stage.checkpoints)), default=0)
     if stage.is_trained():
         done = stage.run.recipe.schedule.updates_per_stage
-    trained = {group for update in range(done) for group in stage.groups_of_update(stage.groups, update)}
-    if lost := sorted(trained.intersection(missing)):
+    if lost := [group for group in missing if stage.run.recipe.updates_of_group(group)[0] < stage.first_update + done]:
         raise UserError(
             f"{stage.rollouts} lacks {len(lost)} groups that updates of the stage have trained (the first is "
             f"{lost[0]}), and the policies that generated them are gone: restore them from a copy, or use another "
@@ -76,8 +99,10 @@ def leave_trainers_devices(stage: Stage) -> None:
 class LiveRolloutWorker:
     """One engine replica: loads the policy version that the next chunk needs and generates what it may generate."""
 
-    def __init__(self, stage: Stage, replicas: ReplicaGroup, state: LiveState, stop: StopRequest) -> None:
-        self.stage, self.replicas, self.state, self.stop = stage, replicas, state, stop
+    def __init__(
+        self, stage: Stage, replicas: ReplicaGroup, state: LiveState, stop: StopRequest, choices: list[Candidates]
+    ) -> None:
+        self.stage, self.replicas, self.state, self.stop, self.choices = stage, replicas, state, stop, choices
         self.schedule = stage.run.recipe.schedule
         self.rule = self.schedule.lag_rule
         self.seconds = dict.fromkeys(("idle", "load", "generate"), 0.0)  # time spent on each so far
@@ -105,12 +130,13 @@ class LiveRolloutWorker:
                     worker.prompts.train,
                     worker.sampling(),
                     interrupted=self._interrupted(),
+                    # else the speed of scoring would affect which candidates are generated
+                    scored_first=worker.engine.repeats_chunks and self.choices[0].chooses,
                     store_seconds=STORE_SECONDS,
-                    on_scored=self.stats.add,
+                    on_step=functools.partial(self.stats.step, self.stage, rank, worker),
+                    on_scored=self._count,
                 ):
                     writer.append(groups, worker.weights_hash)
-                    if self.stats.due():
-                        self.stats.log(self.stage, rank, worker)
                 self.seconds["generate"] += time.perf_counter() - start
         self.stats.log(self.stage, rank, worker)
         worker.close()
@@ -125,21 +151,32 @@ class LiveRolloutWorker:
             total = len(self.stage.groups)
             self.stage.log_event("resume", phase="live", skipped=len(present), total=total, unit="groups")
         schedule, size = self.schedule, self.stage.rollout.groups_per_chunk
-        assert schedule.sync_every is not None
-        interval = schedule.sync_every * schedule.prompts_per_update
-        chunks = missing_chunks(self.stage.groups, set(missing), whole, size, interval)
+        interval = self.stage.run.recipe.candidates_per_choice
+        # a choice needs one version for all its candidates
+        first = 0 if self.choices[0].chooses else self.rule.before_first_cut * schedule.prompts_per_update
+        chunks = missing_chunks(self.stage.groups, set(missing), whole, size, interval, first)
         # groups with continued responses are stored one by one, so some groups of a chunk may be stored already
         return [[group for group in chunk if group not in present] for chunk in chunks]
 
     def _take(self) -> None:
-        """Reserve the next chunk for this replica."""
-        number = self.state.take()
-        self.next = self.todo[number] if number < len(self.todo) else None
+        """Reserve the next chunk of which a group can still be chosen for this replica."""
+        self.next = None
+        while self.next is None and (number := self.state.take()) < len(self.todo):
+            self.next = self.todo[number] if self._choice(self.todo[number]).may_be_chosen(self.todo[number]) else None
+
+    def _choice(self, chunk: Sequence[int]) -> Candidates:
+        return self.choices[(chunk[0] - self.stage.groups.start) // self.stage.run.recipe.candidates_per_choice]
+
+    def _count(self, group: Group) -> None:
+        self.stats.add(group)
+        self._choice([group.group_id]).add(group)
 
     def _version(self, chunk: Sequence[int]) -> int | None:
-        """The version to generate a chunk with, by the batch of its last group; None while it is not published."""
+        """The version to generate a chunk with, by the last batch that may have its last group; None while it is not
+        published."""
         newest = self._newest()
-        return None if newest is None else self.rule.version(chunk[-1] // self.schedule.prompts_per_update, newest)
+        update = self.stage.run.recipe.updates_of_group(chunk[-1])[-1]
+        return None if newest is None else self.rule.version(update, newest)
 
     def _newest(self) -> int | None:
         newest = self.state.newest()
@@ -157,6 +194,8 @@ class LiveRolloutWorker:
 
     def _take_now(self) -> Sequence[int] | None:
         """The next chunk, if the loaded version is the right one for it."""
+        if self.next and not self._choice(self.next).may_be_chosen(self.next):
+            self._take()
         if not self.next or self.stop.asked or self._version(self.next) != self.loaded:
             return None
         chunk = self.next

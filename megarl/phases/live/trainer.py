@@ -15,6 +15,7 @@ from megarl.actor import parallel
 from megarl.distributed import Role
 from megarl.errors import UserError
 from megarl.heartbeats import WAITS, beat
+from megarl.phases.candidates import Choice, add_stored
 from megarl.phases.export import Exporter
 from megarl.phases.live.service import serve
 from megarl.phases.live.state import LiveState
@@ -126,29 +127,50 @@ class LiveBatches:
         self.schedule = self.stage.run.recipe.schedule
         make_directory(self.stage.rollouts)
         self.store = RolloutStore(self.stage.rollouts, one_policy=False)
+        self.chosen: list[int] = []  # with rollout.oversample: the groups to train, of the first versions of the stage
+        self.choice: Choice | None = None  # among the candidates of the next one
         self.idle_seconds = self.last_idle = 0.0
         self.start = time.perf_counter()
 
     def read(self, update: int) -> list[Group] | None:
         """Wait until the groups of an update are stored and return them; None if asked to stop. Collective."""
         start = time.perf_counter()
-        wanted = self.stage.groups_of_update(self.stage.groups, update)
-        while not (ready := self._ready(wanted)):
+        while not (ready := self._ready(update)):
             if ready is None:
                 return None
             beat(WAITS, f"wait for the groups of update {self.stage.first_update + update + 1}")
             time.sleep(POLL_SECONDS)
         beat("update", f"update {self.stage.first_update + update + 1}")
-        groups = self.store.read(wanted)
+        groups = self.store.read(self._groups(update))
         self._check_lags(self.stage.first_update + update, groups)
         self.last_idle = time.perf_counter() - start
         self.idle_seconds += self.last_idle
         return groups
 
-    def _ready(self, wanted: Sequence[int]) -> bool | None:
+    def _groups(self, update: int) -> Sequence[int]:
+        """The ids of the groups of an update, as of the last refresh of the store; none as long as they are not chosen.
+
+        The choice depends only on the candidates (`megarl.phases.candidates`), so all ranks and attempts make the same.
+        """
+        recipe, stage = self.stage.run.recipe, self.stage
+        if recipe.rollout.oversample == 1:
+            return stage.groups_of_update(stage.groups, update)
+        while not (groups := stage.groups_of_update(self.chosen, update)):
+            wanted, size = recipe.groups_per_choice, recipe.candidates_per_choice
+            begin = len(self.chosen) // wanted * size
+            self.choice = self.choice or Choice(stage.groups[begin : begin + size], wanted)
+            add_stored(self.choice, self.store)
+            if not self.choice.is_final:
+                break
+            self.chosen += self.choice.chosen()
+            self.choice = None
+        return groups
+
+    def _ready(self, update: int) -> bool | None:
         """Whether all ranks see the groups and it is the trainers' turn; None if a stop was asked for. Collective."""
         self.store.refresh()
-        missing = bool(self.store.missing(wanted))
+        wanted = self._groups(update)
+        missing = not wanted or bool(self.store.missing(wanted))
         if self.schedule.colocate and dist.get_rank() == 0 and not self._our_turn(missing):
             missing = True
         flags = torch.tensor([float(self.stop.asked), float(missing)], device=self.actor.device)

@@ -15,6 +15,7 @@ from typing import Any
 
 from megarl.data.templates import Renderer
 from megarl.errors import UserError
+from megarl.foreign import parse_json
 
 Message = dict[str, Any]
 # tool calls as Qwen's and Hermes' templates ask for them
@@ -137,7 +138,7 @@ def _parsed(message: Message) -> Message:
     for call in message["tool_calls"]:
         arguments = call["function"]["arguments"]
         with contextlib.suppress(ValueError, TypeError):  # the model may have written invalid JSON
-            arguments = json.loads(arguments)
+            arguments = parse_json(arguments)
         calls.append({**call, "function": {**call["function"], "arguments": arguments}})
     return {**message, "tool_calls": calls}
 
@@ -147,10 +148,10 @@ def answer(text: str, tools: list[Any] | None) -> Message:
     calls = []
     for found in _CALL.finditer(text) if tools else ():
         try:
-            call = json.loads(found[1])
+            call = parse_json(found[1])
             arguments = call.get("arguments", {})
             function = {"name": str(call["name"]), "arguments": json.dumps(arguments)}
-        except (ValueError, KeyError, AttributeError, RecursionError):
+        except (ValueError, KeyError, AttributeError):
             continue  # not a valid call: it stays in the text
         calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
         text = text.replace(found[0], "", 1)

@@ -7,7 +7,6 @@ the stage. Agents choose the names of groups and conversations.
 from __future__ import annotations
 
 import re
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data.templates import Renderer
+from megarl.data.templates import Renderer, texts
+from megarl.foreign import bounded
 from megarl.phases.serve.chat import (
     ChatRequest,
     Message,
@@ -117,6 +117,7 @@ class Conversations:
     version: of the policy that answers.
     store: callback that writes a complete group, given with its name; it must be durable when the callback returns.
     stored: {name: id} of the groups that an earlier attempt at the phase has stored.
+    banned: the tokens of prompts that are held out for evaluation.
     """
 
     def __init__(
@@ -128,9 +129,10 @@ class Conversations:
         version: int,
         store: Callable[[str, Group], None],
         stored: dict[str, int],
+        banned: frozenset[tuple[int, ...]],
     ) -> None:
         self._recipe, self._numbers, self._renderer, self._decode = recipe, numbers, renderer, decode
-        self._version, self._store = version, store
+        self._version, self._store, self._banned = version, store, banned
         self._groups = {name: _Group(number, stored=True) for name, number in stored.items()}
         self._missing = len(numbers) - len(stored)  # number of groups that are not stored yet
         self._lock = threading.RLock()
@@ -146,38 +148,67 @@ class Conversations:
         Returns the turn to generate, for which `end` must be called, or the answer if the request repeats the last one.
         """
         request = parse_chat_request(body, self._recipe.rollout.temperature)
+        self._check_length(request)
+        where = f"conversation {name!r}"
         with self._lock:
-            conversation = self._find(group, name)
-            if conversation is None:
-                conversation = self._start(group, name, request)
+            begins = self._find(group, name) is None
+        prompt = self._first_prompt(request, where) if begins else None  # without the lock: others need not wait
+        with self._lock:
+            conversation = self._find(group, name) or self._start(group, name, prompt)
             if conversation.busy:
-                raise Refused(409, f"conversation {name!r} is being answered already")
+                raise Refused(409, f"{where} is being answered already")
             if conversation.rewarded is not None:
-                raise Refused(409, f"conversation {name!r} has its reward and is over: begin another one")
+                raise Refused(409, f"{where} has its reward and is over: begin another one")
             if conversation.last and repeats(conversation.messages, request.messages):
                 return conversation.last
-            context: list[int] = []
-            if conversation.messages:
-                if not continues(conversation.messages, request.messages):
-                    raise Refused(
-                        409,
-                        f"the history of conversation {name!r} was changed: its messages must begin with all those so "
-                        "far, including the model's answers as they were given",
-                    )
-                turn, last = len(conversation.messages) - 1, conversation.tokens[-1]
-                context = further_tokens(self._renderer, request, turn, last, f"conversation {name!r}")
-            longest = self._recipe.rollout.max_response_tokens
-            left = longest - len(conversation.tokens) - len(context)
-            if left < 1:
-                conversation.finish_reason = "length"
+            if conversation.messages and not continues(conversation.messages, request.messages):
                 raise Refused(
-                    400,
-                    f"context_length_exceeded: conversation {name!r} has used up rollout.max_response_tokens = "
-                    f"{longest}; end it by posting its reward",
+                    409,
+                    f"the history of {where} was changed: its messages must begin with all those so far, including the "
+                    "model's answers as they were given",
                 )
             seed = response_seed(self._recipe.run.seed, self._groups[group].number, conversation.sample)
-            seed = continuation_seed(seed, len(conversation.tokens) + len(context))
             conversation.busy = True
+        try:
+            return self._turn(conversation, request, seed, where)
+        except BaseException:
+            conversation.busy = False
+            raise
+
+    def _check_length(self, request: ChatRequest) -> None:
+        """`Refused` for messages of more characters than could fit, before they are tokenised."""
+        recipe = self._recipe
+        tokens = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
+        characters = sum(map(len, texts([request.messages, request.tools])))
+        if characters > tokens * self._renderer.longest_token:
+            raise Refused(400, f"context_length_exceeded: {characters} characters are more than {tokens} tokens")
+
+    def _first_prompt(self, request: ChatRequest, where: str) -> list[int]:
+        """The tokens of a conversation's first messages; `Refused` if it cannot begin with them."""
+        if any(message["role"] in ("assistant", "tool") for message in request.messages):
+            raise Refused(
+                409,
+                f"{where} is unknown, so its first request may only have system and user messages, since answers from "
+                "elsewhere would not be trained; begin it anew",
+            )
+        return first_tokens(self._renderer, request, where)
+
+    def _turn(self, conversation: Conversation, request: ChatRequest, seed: int, where: str) -> Turn:
+        """The next turn of a conversation that this request has made busy. seed: of the conversation."""
+        context: list[int] = []
+        if conversation.messages:
+            turn, last = len(conversation.messages) - 1, conversation.tokens[-1]
+            context = further_tokens(self._renderer, request, turn, last, where)
+        longest = self._recipe.rollout.max_response_tokens
+        left = longest - len(conversation.tokens) - len(context)
+        if left < 1:
+            conversation.finish_reason = "length"
+            raise Refused(
+                400,
+                f"context_length_exceeded: {where} has used up rollout.max_response_tokens = {longest}; end it by "
+                "posting its reward",
+            )
+        seed = continuation_seed(seed, len(conversation.tokens) + len(context))
         return Turn(conversation, request, context, min(left, request.max_tokens or left), seed)
 
     def end(self, turn: Turn, completion: Completion | None) -> Message:
@@ -259,18 +290,18 @@ class Conversations:
             raise Refused(409, f"group {group!r} is complete and stored: use the name of another group")
         return found.conversations.get(name) if found else None
 
-    def _start(self, group: str, name: str, request: ChatRequest) -> Conversation:
-        """Create a conversation, and its group if that is new; `Refused` if there is no place for them."""
-        if any(message["role"] in ("assistant", "tool") for message in request.messages):
-            raise Refused(
-                409,
-                f"conversation {name!r} is unknown, so its first request may only have system and user messages, "
-                "since answers from elsewhere would not be trained; begin it anew",
-            )
-        prompt = first_tokens(self._renderer, request, f"conversation {name!r}")
+    def _start(self, group: str, name: str, prompt: list[int] | None) -> Conversation:
+        """Create a conversation, and its group if that is new; `Refused` if there is no place for them.
+
+        prompt: the tokens of its first messages; None if it was deleted while its request was handled.
+        """
+        if prompt is None:
+            raise Refused(409, f"conversation {name!r} was deleted: begin it anew")
         longest = self._recipe.data.max_prompt_tokens
         if not 0 < len(prompt) <= longest:
             raise Refused(400, f"the first prompt has {len(prompt)} tokens, but data.max_prompt_tokens = {longest}")
+        if tuple(prompt) in self._banned:
+            raise Refused(400, f"group {group!r}: its prompt is held out for evaluation, so it must not be trained")
         found = self._groups.get(group) or _Group(self._free_number(group))
         others = found.conversations.values()
         if len(others) == self._recipe.rollout.responses_per_prompt:
@@ -306,6 +337,7 @@ def _number(body: Any, name: str, optional: bool = False) -> float | None:
     value = body.get(name) if isinstance(body, dict) else None
     if value is None and optional:
         return None
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:
-        raise Refused(400, f"{name}: expected a finite number")
-    return float(value)
+    try:
+        return bounded(value)
+    except ValueError as error:
+        raise Refused(400, f"{name} {error}") from error

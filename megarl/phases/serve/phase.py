@@ -117,6 +117,7 @@ def serve(stage: Stage) -> None:
             stage.first_update,
             store,
             _stored(stage, names),
+            worker.prompts.banned,
         )
         _answer(stage, worker, conversations, stop)
     worker.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
+import socket
 import threading
 import time
 import uuid
@@ -14,12 +15,15 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from megarl.errors import UserError
+from megarl.foreign import parse_json
 from megarl.phases.serve.chat import Message, Refused
 from megarl.phases.serve.conversations import Conversations, LastAnswer, Turn
 from megarl.rollout.engine import Completion
 
 MAX_BODY = 64 << 20  # most bytes of a request's body
-SOCKET_SECONDS = 600.0  # timeout of a client's connection, between requests too
+KEY_SECONDS = 10.0  # from the beginning of a connection until its first request with the key must be there
+SOCKET_SECONDS = 600.0  # timeout of a client's connection after that, between requests too
+MAX_STRANGERS = 64  # connections that have not shown the key yet; beyond that the oldest ones are closed
 Answer = dict[str, Any] | list[dict[str, Any]]  # JSON body; a list: the events of a stream
 Ask = Callable[[Turn], Completion | None]  # blocks until the engine has answered; None if it was interrupted
 
@@ -30,7 +34,35 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, port: int, conversations: Conversations, ask: Ask, key: str, model: str) -> None:
         self.conversations, self.ask, self.key, self.model = conversations, ask, key, model
+        self._strangers: dict[socket.socket, float] = {}  # connections without a key -> when they began, oldest first
+        self._lock = threading.Lock()
         super().__init__(("127.0.0.1", port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._strangers[request] = time.monotonic()
+        super().process_request(request, client_address)
+
+    def admit(self, connection: socket.socket) -> None:
+        """No longer count a connection as a stranger's: it has shown the key, or it has ended."""
+        with self._lock:
+            self._strangers.pop(connection, None)
+
+    def shutdown_request(self, request: Any) -> None:
+        self.admit(request)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Called several times a second, and after each new connection."""
+        with self._lock:
+            late = [one for one, begin in self._strangers.items() if time.monotonic() - begin > KEY_SECONDS]
+            for connection in {*late, *list(self._strangers)[:-MAX_STRANGERS]}:
+                del self._strangers[connection]
+                with contextlib.suppress(OSError):  # it has just ended
+                    connection.shutdown(socket.SHUT_RDWR)  # its thread then closes it
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing about a connection that broke; other errors are answered in `_Handler`."""
 
 
 @contextlib.contextmanager
@@ -57,7 +89,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: _Server
     protocol_version = "HTTP/1.1"
-    timeout = SOCKET_SECONDS
+    timeout = KEY_SECONDS
 
     def log_message(self, *_: Any) -> None:
         """Log nothing: errors are sent to the client, and events.jsonl records what the phase does."""
@@ -85,8 +117,10 @@ class _Handler(BaseHTTPRequestHandler):
                 self.close_connection = True
             kind = "invalid_request_error" if error.status < 500 else "server_error"
             status, found = error.status, {"error": {"message": str(error), "type": kind, "code": error.status}}
-        except UserError as error:  # such as a full disk; the client can repeat the request
-            status, found = 500, {"error": {"message": str(error), "type": "server_error", "code": 500}}
+        except Exception as error:  # such as a full disk; the client can repeat the request
+            message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+            print(f"{self.command} {self.path[:200]!a} failed: {message}", flush=True)
+            status, found = 500, {"error": {"message": message, "type": "server_error", "code": 500}}
         return self._send(status, "application/json", json.dumps(found).encode())
 
     def _send(self, status: int, kind: str, data: bytes) -> None:
@@ -103,14 +137,16 @@ class _Handler(BaseHTTPRequestHandler):
             raise Refused(413, f"a request needs a Content-Length of at most {MAX_BODY >> 20} MiB")
         data = self.rfile.read(int(length))
         try:
-            return json.loads(data) if data else None
-        except (ValueError, RecursionError) as error:
+            return parse_json(data) if data else None
+        except ValueError as error:
             raise Refused(400, f"the request is not JSON: {error}") from error
 
     def _check_key(self) -> None:
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), self.server.key.encode()):
             raise Refused(401, "wrong API key: the right one is in the file serve.key of the run directory")
+        self.server.admit(self.connection)
+        self.connection.settimeout(SOCKET_SECONDS)
 
     def _answer(self, method: str, parts: list[str], body: Any) -> Answer:
         conversations = self.server.conversations

@@ -48,16 +48,15 @@ class Wire:
         try:
             self.requests.write(json.dumps(request).encode() + b"\n")
             self.requests.flush()
-        except BrokenPipeError as error:
+        except OSError as error:
             raise ProgramFailed("it has ended") from error
         return self.answer()
 
     def answer(self) -> Any:
         from values import decode
 
-        line = self.replies.readline(LONGEST)
         try:
-            answer = json.loads(line)
+            answer = json.loads(self.replies.readline(LONGEST))
             if "raise" not in answer:
                 return decode(answer["value"], lambda number: Remote(self, {"object": int(number)}))
             kind, text = getattr(builtins, answer["raise"], None), str(answer["text"])
@@ -108,18 +107,19 @@ def keep(value: Any) -> Any:
 
 def names_of(tests: ast.Module) -> set[str]:
     """The names that the tests use but do not define."""
-    nodes = [node for node in ast.walk(tests) if isinstance(node, ast.Name)]
-    defined = {node.id for node in nodes if not isinstance(node.ctx, ast.Load)}
+    used: set[str] = set()
+    defined: set[str] = set()
     for node in ast.walk(tests):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            defined.add(node.name)
-        elif isinstance(node, ast.Import | ast.ImportFrom):
-            defined |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-        elif isinstance(node, ast.arg):
-            defined.add(node.arg)
-        elif isinstance(node, ast.ExceptHandler) and node.name:
-            defined.add(node.name)
-    return {node.id for node in nodes} - defined
+        match node:
+            case ast.Name(id=name):
+                (used if isinstance(node.ctx, ast.Load) else defined).add(name)
+            case ast.alias(asname=str(name)) | ast.arg(arg=name):
+                defined.add(name)
+            case ast.alias(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                defined.add(name.split(".")[0])
+            case ast.ClassDef(name=name) | ast.ExceptHandler(name=str(name)):
+                defined.add(name)
+    return used - defined
 
 
 def main() -> None:

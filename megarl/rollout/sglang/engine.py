@@ -220,12 +220,12 @@ class SglangEngine(ContinuousEngine):
         threading.Thread(target=self._stream, args=(body, self._events), daemon=True).start()
 
     def _stream(self, body: dict[str, Any], events: queue.Queue[Any]) -> None:
-        """In a thread of its own: put the events of one request, or the exception that ended them, into ``events``."""
+        """In a thread of its own: put the events of one request into ``events``, or its names and what ended them."""
         try:
             for event in self._server.stream("/generate", body):
                 events.put(event)
         except Exception as error:
-            events.put(error)
+            events.put((body["rid"], error))
 
     def _step(self) -> list[tuple[int, Completion]]:
         """Handle the next event, or return after `POLL_SECONDS` without one."""
@@ -238,10 +238,12 @@ class SglangEngine(ContinuousEngine):
                 beat("decoding")
             return []
         beat("decoding")
-        if isinstance(event, Exception):
-            self._running.clear()  # no further events will arrive for the responses of this request
+        if isinstance(event, tuple):
+            names, error = event
+            for name in names:
+                self._running.pop(name, None)  # no further events will arrive for the responses of this request
             with _memory_errors("decoding", self.settings):
-                raise event
+                raise error
         name = event["meta_info"]["id"]
         if event["meta_info"]["finish_reason"]:
             return [self._ended(self._running.pop(name), event)]

@@ -1,7 +1,8 @@
-"""The metrics of an update's responses for metrics.jsonl: rewards, lengths and staleness."""
+"""The metrics of an update's responses for metrics.jsonl: rewards, lengths and staleness, all and by columns."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,8 @@ import numpy as np
 
 from megarl.storage.rollouts import Group
 from megarl.storage.run_dir import Stage
+
+VALUES = 32  # of a column that get metrics of their own
 
 
 def rewards_of(groups: Sequence[Group]) -> np.ndarray:
@@ -30,13 +33,42 @@ def summary(groups: Sequence[Group]) -> dict[str, float]:
     }
 
 
+def by_columns(groups: Sequence[Group], columns: Sequence[str], tokens: np.ndarray | None) -> dict[str, float]:
+    """``by/COLUMN/VALUE/QUANTITY`` for the `VALUES` most frequent values of each column, "none" where it is missing.
+
+    Quantities: ``accuracy``, ``reward``, ``response_tokens`` (means over responses), ``muted_fraction`` (share of the
+    trained tokens without a gradient). tokens: [groups, 2] trained tokens and those without a gradient; None: unknown.
+    """
+    found: dict[str, float] = {}
+    rows = [group.columns for group in groups] if columns else []
+    for column in columns:
+        members: dict[str, list[int]] = {}
+        for number, row in enumerate(rows):
+            members.setdefault(_in_name(row.get(column, "none")), []).append(number)
+        for value in sorted(members, key=lambda value: (-len(members[value]), value))[:VALUES]:
+            place, own = f"by/{_in_name(column)}/{value}", members[value]
+            responses = [response for number in own for response in groups[number].responses]
+            found[f"{place}/accuracy"] = float(np.mean([r.correctness for r in responses]))
+            found[f"{place}/reward"] = float(np.mean([r.reward for r in responses]))
+            found[f"{place}/response_tokens"] = float(np.mean([r.sampled_tokens for r in responses]))
+            trained, muted = (0, 0) if tokens is None else tokens[own].sum(0).tolist()
+            if trained:
+                found[f"{place}/muted_fraction"] = muted / trained
+    return found
+
+
+def _in_name(value: object) -> str:
+    """A value as a part of the name of a metric, which trackers accept."""
+    return re.sub(r"[^\w.+-]", "_", str(value), flags=re.ASCII)[:64] or "_"
+
+
 def ages(stage: Stage, update: int, groups: Sequence[Group]) -> dict[str, Any]:
     """The staleness of the groups that update number ``update`` of the stage, from 0, trains.
 
     If several policies generate a stage: statistics over tokens. With several passes also the number of the ``pass``.
     """
     schedule = stage.run.recipe.schedule
-    repeated = {"pass": update // schedule.updates_per_pass} if schedule.passes > 1 else {}
+    repeated = {"pass": schedule.batch_of(update)[1]} if schedule.passes > 1 else {}
     if stage.run.recipe.mixes_policies:
         return repeated | lags(groups, stage.first_update + update)
     return repeated | {"staleness": update} | older_lags(groups, stage.first_update, update)

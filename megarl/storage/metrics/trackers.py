@@ -111,7 +111,7 @@ class _Wandb:
     def __init__(self, root: Path) -> None:
         import wandb
 
-        identity = _runs(root).get("wandb") or _remember(root, "wandb", _begun_by_name(root) or secrets.token_hex(8))
+        identity = _runs(root).get("wandb") or _remember(root, "wandb", secrets.token_hex(8))
         project = os.environ.get("WANDB_PROJECT") or PROJECT
         self._run = wandb.init(project=project, dir=str(root), name=root.name, id=identity, resume="allow")
         # W&B's own step can only increase, but a policy may be evaluated after later updates were logged
@@ -130,14 +130,6 @@ class _Wandb:
 
     def close(self) -> None:
         self._run.finish()
-
-
-def _begun_by_name(root: Path) -> str | None:
-    """The directory's name if that is the W&B id of the run, as the files in ``wandb/`` show; only without `RUNS`."""
-    if (root / RUNS).exists():
-        return None
-    begun = re.compile(r"(offline-)?run-\d{8}_\d{6}-" + re.escape(root.name))
-    return root.name if any(begun.fullmatch(path.name) for path in (root / "wandb").glob("*")) else None
 
 
 class _Mlflow:

@@ -18,17 +18,18 @@ from megarl.errors import Busy, UserError
 from megarl.recipe.layout import TRAINING_TABLES, is_layout_setting
 from megarl.recipe.load import recipe_diff
 from megarl.recipe.tables import Recipe, RolloutTable
-from megarl.storage.checked_json import JsonTail, append_json
+from megarl.storage.checked_json import JsonTail, append_json, read_checked, write_checked
 from megarl.storage.checkpoints import checkpoints
 from megarl.storage.files import make_directory, remove_directory, write_atomic
 from megarl.storage.ledger import is_sealed, sealed_groups
 from megarl.storage.run_dir.recipes import (
-    check_prompt_files,
+    check_files,
     dump,
     from_next_stage,
     load,
     recipes_by_stage,
-    record_prompt_files,
+    record_files,
+    ways_out,
     write_earlier_recipe,
 )
 
@@ -69,12 +70,17 @@ class RunDir:
                 difference = [line for line in difference if not line.startswith(TRAINING_TABLES)]
             next_stage = cls(root, before)._next_stage()
             changed = from_next_stage(difference, next_stage.directory, before)
+            if next_stage.number == recipe.schedule.stages:  # no stage would use another setting of training
+                changed = [line for line in changed if line.startswith("eval.")]
             difference = [line for line in difference if line not in changed]
             if difference:
+                sealed = [s.number for s in cls(root, before).stages() if s.is_sealed()]
+                latest = max(sealed, default=None) if before.schedule.kind == "staged" else None
                 raise UserError(
                     f"{root} belongs to a run with another recipe (old -> new):\n  "
                     + "\n  ".join(difference)
-                    + "\nuse another --run-dir, or the old settings to continue this one"
+                    + "\nuse the old settings to continue this run, or another --run-dir; "
+                    + ways_out(difference, root, latest, recipe)
                 )
             if longer:
                 _free_result(cls(root, before).final, cls(root, recipe).stage(before.schedule.stages).policy)
@@ -94,7 +100,8 @@ class RunDir:
                 )
             write_atomic(path, dump(recipe))
         run = cls(root, recipe)
-        record_prompt_files(run.prompts, recipe)
+        if files := record_files(run.prompts, recipe, run._unused()):
+            run.log_event("recipe_changed", settings=[f"{file}: another content" for file in files])
         return run
 
     @classmethod
@@ -106,12 +113,12 @@ class RunDir:
 
     @property
     def prompts(self) -> Path:
-        """The file with the checksums of the prompt files with which the run began."""
+        """The file with the checksums of the prompt files and the user's own Python files."""
         return self.root / "prompts.json"
 
     def check_prompts(self) -> None:
-        """`UserError` if a prompt file has changed since the run began."""
-        check_prompt_files(self.prompts, self.recipe)
+        """`UserError` if a prompt file or a Python file of the user's has changed since the run began."""
+        check_files(self.prompts, self.recipe)
 
     @property
     def metrics(self) -> Path:
@@ -266,26 +273,32 @@ class RunDir:
 
     def write_request(self, **request: Any) -> None:
         """Store what a command asks of the phase that it starts in this scratch run directory."""
-        write_atomic(self.root / "request.json", json.dumps(request))
+        write_checked(self.root / "request.json", request)
 
     def read_request(self) -> dict[str, Any]:
         """What `write_request` stored; called by the phase."""
-        request: dict[str, Any] = json.loads((self.root / "request.json").read_text())
-        return request
+        return read_checked(self.root / "request.json", "Start the same command again")
 
     def write_answer(self, records: list[dict[str, Any]]) -> None:
         """Store the phase's answer for the command."""
-        write_atomic(self.root / "answer.json", json.dumps(records))
+        write_checked(self.root / "answer.json", {"records": records})
 
     def read_answer(self) -> list[dict[str, Any]]:
         """What `write_answer` stored; called by the command after the phase has ended."""
-        answer: list[dict[str, Any]] = json.loads((self.root / "answer.json").read_text())
-        return answer
+        return list(read_checked(self.root / "answer.json", "Start the same command again")["records"])
 
     def has_trained(self) -> bool:
         """Whether the run has made updates; always True for live runs, whose rollouts depend on training."""
         live = self.recipe.schedule.kind == "live"
         return live or any(self.root.glob("stages/*/checkpoints/update_*")) or self.end.policy.exists()
+
+    def _unused(self) -> list[str]:
+        """The tables of the recipe with whose own Python files nothing has been made yet."""
+        shards = ("stages/*/rollouts/*.arrow", "evaluations/**/*.arrow")
+        scored = any(any(self.root.glob(pattern)) for pattern in shards)
+        live = self.recipe.schedule.kind == "live"
+        trained = scored if live else self.has_trained()
+        return [table for table, used in (("reward", scored), ("objective", trained)) if not used]
 
     def log_event(self, event: str, **fields: Any) -> None:
         append_json(self.events, {"time": round(time.time(), 3), "event": event, **fields})
@@ -427,7 +440,7 @@ class Stage:
         schedule = self.run.recipe.schedule
         if update >= schedule.updates_per_stage:
             return []
-        size, batch = schedule.prompts_per_update, update % schedule.updates_per_pass
+        size, (batch, _) = schedule.prompts_per_update, schedule.batch_of(update)
         return groups[batch * size : (batch + 1) * size]
 
     @property

@@ -13,9 +13,8 @@ from megarl.storage.checked_json import read_intact_lines
 from megarl.storage.checkpoints import Damaged, checkpoints, read_manifest, read_metrics
 from megarl.storage.files import write_atomic
 from megarl.storage.ledger import check_seal, is_sealed
-from megarl.storage.metrics import NOTHING, Position, agrees
-from megarl.storage.policies import check_policy
-from megarl.storage.run_dir import RunDir, Stage
+from megarl.storage.metrics import NOTHING, agrees
+from megarl.storage.run_dir import RunDir, Stage, sealed
 
 
 def check_run(run: RunDir) -> None:
@@ -35,10 +34,10 @@ def _check_run(run: RunDir) -> None:
     with_policy = [stage for stage in [*run.stages(), run.end] if stage.policy.exists()]
     # only the first and the newest policy are still read
     for stage in {stage.number: stage for stage in with_policy[:1] + with_policy[-1:]}.values():
-        check_policy(stage.policy, _remedy(stage))
+        sealed.check(stage.policy, _remedy(stage))
     for version in run.versions():
         path = run.version(version)
-        check_policy(path, f"Delete {path.parent} and start again: these policies are then exported again")
+        sealed.check(path, f"Delete {path.parent} and start again: these policies are then exported again")
 
 
 def _remedy(stage: Stage) -> str:
@@ -55,7 +54,7 @@ def mend_metrics(run: RunDir) -> None:
     """
     if run.metrics.is_dir():
         raise UserError(f"{run.metrics} is a directory: move it away, then start again")
-    position = _newest_position(run)
+    position = sealed.newest_position(run.root)
     if agrees(run.metrics, position):
         return
     lines = [line for stage in _own_stages(run) for line in _lines_of(stage)]
@@ -71,17 +70,6 @@ def mend_metrics(run: RunDir) -> None:
 def _own_stages(run: RunDir) -> Iterator[Stage]:
     """The stages whose updates this run has made itself, without those of the run that it branched from."""
     return (stage for stage in run.stages() if stage.checkpoints.exists() and not stage.checkpoints.is_symlink())
-
-
-def _newest_position(run: RunDir) -> Position:
-    """The end of metrics.jsonl according to the newest checkpoint that can be read."""
-    for stage in reversed(list(_own_stages(run))):
-        for _, path in reversed(checkpoints(stage.checkpoints)):
-            try:
-                return read_manifest(path).position
-            except Damaged:
-                continue  # the optimize phase will set it aside
-    return NOTHING
 
 
 def _lines_of(stage: Stage) -> list[bytes]:

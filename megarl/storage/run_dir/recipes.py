@@ -6,28 +6,34 @@ stages 0 and 1, and ``recipe.toml`` that of the later ones. Of an earlier recipe
 
 from __future__ import annotations
 
+import json
 import os
 import re
-import zlib
-from collections.abc import Iterable
+import shlex
+from collections.abc import Container, Iterable
 from pathlib import Path
+from typing import Any
 
 from megarl.errors import UserError
-from megarl.recipe.load import dump_recipe, load_recipe
+from megarl.own_file import absolute, is_own
+from megarl.recipe.layout import BATCHES, TRAINING_TABLES
+from megarl.recipe.load import dump_recipe, load_recipe, parse_override, setting
+from megarl.recipe.names import ENGINES
 from megarl.recipe.tables import Recipe
-from megarl.storage.checked_json import read_checked, write_checked
+from megarl.storage.checked_json import HASH, has_checksum, read_checked, with_checksum, write_checked
 from megarl.storage.files import file_sha256, write_atomic
 
-_CHECKSUM = "# checksum of the lines above: "
-_TABLES = ("optimizer", "reward", "eval")
+_REMEDY = "Delete it and start again: the checksums of the present files are then recorded"
+_TABLES = ("objective", "optimizer", "reward", "eval")
 EVALUATION = ("every", "every_updates", "best", "samples", "temperature", "top_p", "greedy", "max_response_tokens")
+# of [rollout]: the engine and the options that are passed through to it
+ENGINE = ("engine:", *(f"{name}." for name, engine in ENGINES.items() if engine.options))
 _NAME = re.compile(r"recipe_until_(\d{3,})\.toml")
 
 
 def dump(recipe: Recipe) -> str:
     """The text of `dump_recipe`, with its checksum in a comment at the end."""
-    text = dump_recipe(recipe)
-    return f"{text}\n{_CHECKSUM}{zlib.crc32(text.encode()):08x}\n"
+    return with_checksum(dump_recipe(recipe), HASH)
 
 
 def load(path: Path) -> Recipe:
@@ -36,8 +42,8 @@ def load(path: Path) -> Recipe:
         recipe = load_recipe(path)
     except UserError as error:
         raise UserError(f"{path}, the recipe of the run, cannot be used; restore it from a copy. {error}") from error
-    text, mark, checksum = path.read_text().rpartition("\n" + _CHECKSUM)
-    if mark and checksum.strip() != f"{zlib.crc32(text.encode()):08x}":
+    data = path.read_bytes()
+    if not has_checksum(data, HASH) and data.rstrip().rpartition(b"\n")[2].lstrip().startswith(b"#"):
         raise UserError(
             f"{path} was changed after the run began: restore it from a copy, or delete its last line, which is a "
             "checksum, if the change was meant"
@@ -49,23 +55,53 @@ def from_next_stage(settings: list[str], stage: Path, before: Recipe) -> list[st
     """Those of ``settings`` ("section.key: old -> new") that may change from the next stage on.
 
     stage: the directory of the next stage, the first that is not trained yet.
-    The reward may change until the stage has rollouts, and the optimizer until it has a checkpoint. The held-out
-    prompts may not change, since training leaves them out. With a token budget a stage also trains groups that earlier
-    stages scored, so the reward cannot change at all. Nothing can change in a branch, which has a single stage.
+    Reward and engine may change until the stage has rollouts, objective and optimizer until it has a checkpoint, and
+    ``[stages.N]`` until stage N has rollouts. The held-out prompts may not change, since training leaves them out. With
+    a token budget a stage also trains groups that earlier stages scored, so the reward cannot change at all. Nothing
+    can change in a branch, which has a single stage.
     """
     if any(path.is_symlink() for path in stage.parent.glob("*/rollouts")):
         return []
     has_scored_groups = before.rollout.token_budget is not None and int(stage.name) > 0
     scored = has_scored_groups or (stage / "rollouts").exists()
     trained = any(stage.glob("checkpoints/update_*"))
-    allowed = [f"eval.{name}" for name in EVALUATION]
+    allowed = [f"eval.{name}:" for name in EVALUATION]
+    if not trained:
+        allowed += ["objective.", "optimizer."]
+    if not scored:
+        allowed.append("reward.")
+    if not (stage / "rollouts").exists():
+        allowed += [f"rollout.{name}" for name in ENGINE]
+    first = int(stage.name) + (stage / "rollouts").exists()
     return [
         line
         for line in settings
-        if line.partition(":")[0] in allowed
-        or (line.startswith("reward.") and not scored)
-        or (line.startswith("optimizer.") and not trained)
+        if line.startswith(tuple(allowed)) or (line.startswith("stages.") and int(line.split(".")[1]) >= first)
     ]
+
+
+def ways_out(refused: list[str], run: Path, stage: int | None, new: Recipe) -> str:
+    """The command that makes a run with the ``refused`` settings ("section.key: old -> new") of the recipe ``new``.
+
+    stage: the newest one with sealed rollouts, if any; a branch of it can have other settings of training, and of the
+    first stage also other batches.
+    """
+    names = [line.partition(":")[0] for line in refused]
+    batches = any(name in BATCHES for name in names)
+    if all(name.startswith((*TRAINING_TABLES, "reward.")) or name in BATCHES for name in names) and stage is not None:
+        values = {name: setting(new, name) for name in names}
+        if "objective.path" in values and values["objective.path"] is not None:
+            values.pop("objective.name", None)
+        # the objective first, because a change of it drops the settings of the one before
+        ordered = sorted(values, key=lambda name: name not in ("objective.name", "objective.path"))
+        given = [f"--set {shlex.quote(f'{key}={_toml(values[key])}')}" for key in ordered if values[key] is not None]
+        command = f"megarl optimize {run} --stage {0 if batches else stage} --output NEW"
+        return f"for the new ones on the same rollouts: {command} {' '.join(given)}"
+    return f"for the new ones from the result of this one: megarl train RECIPE --run-dir NEW --continue-from {run}"
+
+
+def _toml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def write_earlier_recipe(root: Path, before: Recipe, stage: int) -> None:
@@ -87,48 +123,63 @@ def recipes_by_stage(root: Path, now: Recipe) -> list[tuple[int, Recipe]]:
 
 
 def _with_tables(now: Recipe, before: Recipe) -> Recipe:
-    return now.model_copy(update={name: getattr(before, name) for name in _TABLES})
+    engine = {name: getattr(before.rollout, name) for key in ENGINE for name in [key[:-1]]}
+    rollout = now.rollout.model_copy(update=engine)  # the number of its replicas and their GPUs are the present ones
+    return now.model_copy(update={name: getattr(before, name) for name in _TABLES} | {"rollout": rollout})
 
 
-def record_prompt_files(path: Path, recipe: Recipe) -> None:
-    """Write the checksums to ``path``, unless it exists or one of the files is missing."""
-    if not path.exists() and all(map(os.path.isfile, _files(recipe))):
-        write_checked(path, {"files": _sums(recipe)})
+def record_files(path: Path, recipe: Recipe, unused: Container[str]) -> list[str]:
+    """Write the checksums of the files that the recipe names to ``path``, unless one is missing; those of files that it
+    has already stay. Returns the files that have changed.
+
+    unused: tables ("reward", "objective") whose own Python files may change, because nothing was made with them.
+    """
+    if not all(map(os.path.isfile, _files(recipe))):
+        return []
+    began = read_checked(path, _REMEDY)["files"] if path.exists() else {}
+    may_change = {file for file, setting in recipe.own_files().items() if setting.partition(".")[0] in unused}
+    now = _sums(recipe)
+    kept = {name: crc for name, crc in began.items() if name not in may_change}
+    if now | kept != began:
+        write_checked(path, {"files": now | kept})
+    return sorted(name for name in may_change if began.get(name, now[name]) != now[name])
 
 
-def check_prompt_files(path: Path, recipe: Recipe) -> None:
+def check_files(path: Path, recipe: Recipe) -> None:
     """`UserError` if a file has changed since the run began.
 
     The split into training and held-out prompts, and so every accuracy, depends on all rows of the prompt files.
     """
     if not path.exists():
         return
-    root, remedy = path.parent, "Delete it and start again: the checksums of the present files are then recorded"
-    began = read_checked(path, remedy).get("files", {})
-    others = dict.fromkeys(recipe.reward_files(), "reward function in")
-    others |= dict.fromkeys(recipe.template_files(), "chat template")
+    began, own = read_checked(path, _REMEDY).get("files", {}), recipe.own_files()
     for name, found in _sums(recipe).items():
-        if began.get(name, found) != found and name in others:
-            raise UserError(
-                f"the {others[name]} {name} has changed since {root} began: put the old file back, or use "
-                "another --run-dir for the new one"
+        if began.get(name, found) == found:
+            continue
+        kind = "chat template" if name in recipe.template_files() else "prompt file"
+        kind, why = f"{own[name].partition('.')[0]} file" if name in own else kind, ""
+        if kind == "prompt file":
+            why = ", which would change the held-out prompts"
+        remedy = "use another --run-dir for the new one"
+        if name in own:
+            remedy = (
+                f"give the new one another name and branch: megarl optimize {path.parent} --stage 0 --output NEW --set "
+                f"{own[name]}=NEW_FILE.py:NAME"
             )
-        if began.get(name, found) != found:
-            raise UserError(
-                f"the prompt file {name} has changed since {root} began, which would change the held-out prompts: put "
-                "the old file back, or use another --run-dir for the new one"
-            )
+        raise UserError(
+            f"the {kind} {name} has changed since {path.parent} began{why}: put the old file back, or {remedy}"
+        )
 
 
 def _files(recipe: Recipe) -> list[str]:
-    return [*recipe.prompt_files(), *recipe.template_files(), *recipe.reward_files()]
+    return [*recipe.prompt_files(), *recipe.template_files(), *recipe.own_files()]
 
 
 def _sums(recipe: Recipe) -> dict[str, str]:
     try:
         return {name: file_sha256(Path(name)) for name in _files(recipe)}
     except OSError as error:
-        raise UserError(f"cannot read the prompt file {error.filename}: {error.strerror}") from error
+        raise UserError(f"cannot read the file {error.filename}: {error.strerror}") from error
 
 
 def recorded_overrides(root: Path) -> list[str]:
@@ -142,9 +193,15 @@ def recorded_overrides(root: Path) -> list[str]:
 
 def record_overrides(root: Path, overrides: Iterable[str]) -> None:
     """Remember ``overrides``, the last value of each setting, so that the command need not repeat them to continue."""
-    last = {text.partition("=")[0].strip(): text for text in (*recorded_overrides(root), *overrides)}
+    last = {text.partition("=")[0].strip(): _from_anywhere(text) for text in (*recorded_overrides(root), *overrides)}
     if list(last.values()) != recorded_overrides(root):
         write_checked(root / "settings.json", {"settings": list(last.values())})
+
+
+def _from_anywhere(override: str) -> str:
+    """``section.key=FILE.py:NAME`` with the absolute path of the file, since a run is continued from any directory."""
+    key, value = parse_override(override)
+    return f"{key}={absolute(value)}" if isinstance(value, str) and is_own(value) else override
 
 
 def check_continues(before: Recipe, after: Recipe) -> None:

@@ -153,7 +153,7 @@ def removed(stage: Stage) -> PolicyInfo | None:
     if not stage.policy_was_removed():
         return None
     remedy = "Restore it from a copy"
-    record = read_checked(stage.removed_policy, remedy, needs_checksum=True)
+    record = read_checked(stage.removed_policy, remedy)
     try:
         info = PolicyInfo(**record)
     except TypeError as error:
@@ -191,7 +191,7 @@ def _alternative(stage: Stage) -> str:
     run, before = stage.run, stage.previous
     updates = before.run.recipe.schedule.updates_per_stage
     if updates in dict(checkpoints(before.checkpoints)):
-        command = f"megarl export {run.root} --stage {before.number} --update {updates} --output DIR"
+        command = f"megarl export {run.root} --stage {before.number} --update {stage.first_update} --output DIR"
         return f"`{command}` makes it again from a checkpoint; with DIR = {stage.policy} it is restored in place"
     update, path = min(_remaining(run), key=lambda item: abs(item[0] - stage.first_update))
     return f"the nearest that still exists is {path}, after update {update} instead of {stage.first_update}"

@@ -30,9 +30,9 @@ def check_continued(run: RunDir, totals: list[StageTotals]) -> Iterator[str]:
             yield str(error)
             before = []
             continue
-        for entry in stores[1].entries:
-            yield from check_shard(stage, stage.unfinished, entry)
-        with contextlib.suppress(UserError):  # `check_shard` reports it
+        with contextlib.suppress(UserError):  # for a damaged shard, which is named by its checksum
+            for entry in stores[1].entries:
+                yield from check_shard(stage, stage.unfinished, entry)
             yield from _check_groups(stage, stores, before, totals[stage.number])
         knows = stage.number == 0 or (bool(before) and stage.previous.is_sealed())
         yield from _check_seal(stage, stores, knows)

@@ -1,4 +1,4 @@
-"""Policies: checks that they are undamaged, have the right version, and generated their stage's rollouts.
+"""Policies: checks that they have the right version, and generated their stage's rollouts.
 
 For a policy that `megarl.storage.run_dir.retention` removed, version and hash come from the record that it left.
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from megarl.errors import UserError
 from megarl.storage.checked_json import read_intact_lines
-from megarl.storage.policies import PolicyInfo, check_policy, read_info
+from megarl.storage.policies import read_info
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.run_dir.retention import may_be_removed, removed
@@ -26,7 +26,7 @@ def check_policies(run: RunDir, totals: list[StageTotals], notes: list[str]) -> 
     removable = _removable(run, reached)
     for stage in [*run.stages(), run.end]:
         try:
-            info = removed(stage) or _whole(stage)
+            info = removed(stage) or (read_info(stage.policy) if stage.policy.exists() else None)
         except UserError as error:
             yield str(error)
             continue
@@ -71,14 +71,6 @@ def _removable(run: RunDir, reached: int) -> set[int]:
             for setting in filter(None, (_KEEP_POLICIES.match(str(line)) for line in event["settings"])):
                 stages.update(may_be_removed(int(setting[1]), min(begun + 1, reached)))
     return stages
-
-
-def _whole(stage: Stage) -> PolicyInfo | None:
-    """The record of a stage's policy; None if the stage has no policy, `UserError` if it is damaged."""
-    if not stage.policy.exists():
-        return None
-    check_policy(stage.policy, "Restore it from a copy")
-    return read_info(stage.policy)
 
 
 def _has_begun(stage: Stage) -> bool:

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import functools
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
 from megarl.data.prompts import PromptSource, open_prompts
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
-from megarl.rewards import Score, is_scored
-from megarl.rewards.parts import build_verifier, totals
+from megarl.phases.scoring import Scoring, text_of
+from megarl.rewards.parts import build_verifier
 from megarl.rewards.pool import Limits, VerifierPool
 from megarl.rollout.drift import TOLERANCES, hugging_face_reference
 from megarl.storage.ledger import sealed_external
@@ -36,7 +36,7 @@ def check_samples(run: RunDir, count: int, notes: list[str]) -> Iterator[str]:
     except UserError as error:
         notes.append(f"no prompt and no reward was recomputed: {error}")
         return
-    pools: dict[str, VerifierPool] = {}  # by the settings of the reward, which may change from a stage on
+    scorings: dict[str, Scoring] = {}  # by the settings of the reward, which may change from a stage on
     if run.recipe.reward.service:
         notes.append("no reward was recomputed: a service gives them, and its answers may differ now")
     try:
@@ -47,16 +47,21 @@ def check_samples(run: RunDir, count: int, notes: list[str]) -> Iterator[str]:
             else:
                 yield from _check_prompts(stage, groups, prompts)
                 if not run.recipe.reward.service:
-                    name, verifier = repr(recipe.reward), functools.partial(build_verifier, recipe, prompts)
-                    pool = pools.get(name) or VerifierPool(verifier, Limits.of_this_process(recipe))
-                    pools[name] = pool
-                    yield from _check_rewards(stage, groups, prompts, tokenizer, pool)
+                    name = repr((recipe.reward, stage.rollout.max_response_tokens))
+                    scorings[name] = scorings.get(name) or _scoring(stage, prompts, tokenizer)
+                    yield from _check_rewards(stage, groups, prompts, scorings[name])
             yield from _check_logprobs(stage, groups, notes)
     except (UserError, RuntimeError) as error:
         notes.append(f"not all rewards were recomputed: {error}")
     finally:
-        for pool in pools.values():
-            pool.close()
+        for scoring in scorings.values():
+            scoring.close()
+
+
+def _scoring(stage: Stage, prompts: PromptSource, tokenizer: Any) -> Scoring:
+    recipe = stage.run.recipe
+    pool = VerifierPool(lambda: build_verifier(recipe, prompts), Limits.of_this_process(recipe))
+    return Scoring(pool, recipe.reward, text_of(tokenizer), True, stage.rollout.max_response_tokens)
 
 
 def _had_policy(stage: Stage) -> bool:
@@ -80,34 +85,13 @@ def _check_prompts(stage: Stage, groups: Sequence[Group], prompts: PromptSource)
             yield f"group {group.group_id} of stage {stage.number} has another prompt than the data has for this number"
 
 
-def _check_rewards(
-    stage: Stage, groups: Sequence[Group], prompts: PromptSource, tokenizer: object, pool: VerifierPool
-) -> Iterator[str]:
-    table, longest = stage.run.recipe.reward, stage.rollout.max_response_tokens
-    scores = [[Score(0.0)] * len(group.responses) for group in groups]
-    asked: dict[int, tuple[int, int]] = {}
-    for place, group in enumerate(groups):
-        prompt = prompts.train(group.group_id)
-        texts = {
-            number: tokenizer.decode(response.tokens.tolist(), skip_special_tokens=True)  # type: ignore[attr-defined]
-            for number, response in enumerate(group.responses)
-            if is_scored(response.finish_reason, table)
-        }
-        if table.group and texts:
-            keys: Iterable[int] = pool.ask_group(prompt, list(texts.values()))
-        else:
-            keys = [pool.ask(prompt, text) for text in texts.values()]
-        asked |= {key: (place, number) for key, number in zip(keys, texts, strict=True)}
-    while asked:
-        for key, verdict in pool.verdicts(wait=True):
-            place, number = asked.pop(key)
-            scores[place][number] = verdict.found
-    for group, found in zip(groups, scores, strict=True):
-        rewards = totals(found, [len(response.tokens) for response in group.responses], table, longest)
-        for number, (response, now) in enumerate(zip(group.responses, rewards, strict=True)):
-            if now != (response.reward, response.correctness):
+def _check_rewards(stage: Stage, groups: Sequence[Group], prompts: PromptSource, scoring: Scoring) -> Iterator[str]:
+    again = scoring.again(groups, lambda group: prompts.train(group.group_id))
+    for group, scored in zip(groups, again, strict=True):
+        for number, (response, now) in enumerate(zip(group.responses, scored.responses, strict=True)):
+            if (now.reward, now.correctness) != (response.reward, response.correctness):
                 where = f"response {number} of group {group.group_id}"
-                yield f"{where} has reward {response.reward:g}, but its verifier says {now[0]:g}"
+                yield f"{where} has reward {response.reward:g}, but its verifier says {now.reward:g}"
 
 
 def _check_logprobs(stage: Stage, groups: Sequence[Group], notes: list[str]) -> Iterator[str]:

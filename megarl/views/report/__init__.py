@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import html
 import json
-import math
 from pathlib import Path
 
 from megarl.errors import UserError
-from megarl.storage.checked_json import Record
+from megarl.storage.checked_json import HTML, Record, with_checksum
 from megarl.storage.files import write_atomic
+from megarl.views.comparison import difference
 from megarl.views.report.charts import make_charts
 from megarl.views.report.pages import colour, page, table
-from megarl.views.report.pairs import pair_charts, pair_columns
+from megarl.views.report.pairs import pair_charts, pair_columns, why_no_differences
 from megarl.views.report.samples import samples_section
 from megarl.views.run_reader import Run, half_width, read_run
 
@@ -25,7 +25,7 @@ def write_report(run_dirs: list[Path], output: Path) -> Path:
         raise UserError(f"cannot write the report: {output} is a directory")
     output.parent.mkdir(parents=True, exist_ok=True)
     samples = samples_section([(run.name, Path(path)) for run, path in zip(runs, run_dirs, strict=True)])
-    write_atomic(output, render(runs, samples))
+    write_atomic(output, with_checksum(render(runs, samples), HTML))
     return output
 
 
@@ -42,6 +42,8 @@ def short_names(run_dirs: list[Path]) -> list[str]:
 def render(runs: list[Run], samples: str = "") -> str:
     """The page as HTML text. samples: HTML of `samples_section`."""
     first, *others = make_charts(runs)
+    notes = [(run.name, note) for run in runs for note in run.notes]
+    notes += [(", ".join(run.name for run in runs), why) for why in [why_no_differences(runs)] if why]
     recipes = "".join(
         f"<details{' open' * (len(runs) == 1)}><summary>{html.escape(run.name)}/recipe.toml</summary>"
         f"<pre>{html.escape(run.recipe)}</pre></details>"
@@ -49,7 +51,7 @@ def render(runs: list[Run], samples: str = "") -> str:
     )
     return page(
         title=html.escape(", ".join(run.name for run in runs)),
-        notes="".join(f"<li><b>{html.escape(r.name)}</b>: {html.escape(n)}</li>" for r in runs for n in r.notes),
+        notes="".join(f"<li><b>{html.escape(name)}</b>: {html.escape(note)}</li>" for name, note in notes),
         summary=_summary_table(runs),
         charts=[first, *pair_charts(runs), *others],
         below=f"{samples}\n<h3>Recipe</h3>\n{_settings_table(runs)}\n{recipes}",
@@ -91,15 +93,17 @@ def summary(run: Run, pair: dict[str, str] | None = None) -> dict[str, str]:
     final = evaluations[-1] if len(evaluations) > 1 else None
     gain = "-"
     if base and final:
-        # treats the two estimates as independent; they share prompts, so the true interval is narrower
-        half = math.hypot(half_width(base), half_width(final))
-        gain = f"{final['accuracy'] - base['accuracy']:+.3f} ± {half:.3f}"
+        try:
+            suite = next(iter(run.suites))
+            gain = difference(run.root, base["update"], run.root, final["update"], suite).text()
+        except UserError:  # without the stored responses there is no interval
+            gain = f"{final['accuracy'] - base['accuracy']:+.3f}"
     ages = run.column("staleness")[1]
     tokens = sum(run.column("trained_tokens")[1])
     seconds = sum(run.phase_seconds.values())
     return {
         "Run": run.name,
-        "Objective": str(run.settings.get("objective.name", "-")),
+        "Objective": _objective(run),
         "Base accuracy": _estimate(base),
         "Final accuracy": _estimate(final),
         "Gain (95 %)": gain,
@@ -111,6 +115,12 @@ def summary(run: Run, pair: dict[str, str] | None = None) -> dict[str, str]:
         "Tokens trained on": f"{tokens:,.0f}" if tokens else "-",
         **_idle_shares(run),
     }
+
+
+def _objective(run: Run) -> str:
+    """The name of the objective, or its file and class without the folders."""
+    path = run.settings.get("objective.path")
+    return Path(path).name if path else str(run.settings.get("objective.name", "-"))
 
 
 def _idle_shares(run: Run) -> dict[str, str]:

@@ -7,12 +7,12 @@ import re
 from typing import Any
 
 from megarl.storage.checked_json import Record
-from megarl.views.report.curves import CURVES
+from megarl.views.report.curves import BY_COLUMN, CURVES, LOGARITHMIC
 from megarl.views.report.detail import detail_charts
-from megarl.views.report.pages import Chart, colour, error_bars, line
+from megarl.views.report.pages import COLOURS, Chart, colour, error_bars, line
 from megarl.views.run_reader import Run, interval, muted_by
 
-DASHES = ("solid", "dash", "dashdot", "longdash")  # tell suites apart if the page has several runs
+DASHES = ("solid", "dash", "dashdot", "longdash")  # tell suites and values apart if the page has several runs
 PHASE_COLOURS = {"rollout": "#4c8bd6", "optimize": "#e0803a", "evaluate": "#3fa37a"}
 POINTS = 1000  # of a curve at most; longer runs are averaged in bins, still finer than a screen shows
 BARS = 100  # in the chart of times at most; if there are more stages, neighbours share a bar
@@ -27,6 +27,7 @@ def make_charts(runs: list[Run]) -> list[Chart]:
         _reward(runs),
         _ratios(runs),
         _fractions(runs),
+        *_by_columns(runs),
         *(_lines(runs, title, hint, metrics, yaxis=yaxis) for title, hint, metrics, yaxis in CURVES),
     ]
     for chart in curves:
@@ -45,7 +46,9 @@ def _accuracy(runs: list[Run]) -> Chart:
         "Held-out accuracy",
         "avg@k on prompts that are never trained on; bars are 95 % intervals. Gains inside the bars are noise.",
         layout={"yaxis": {"tickformat": ".0%"}},
-        empty="No evaluation has been made yet.",
+        empty="No evaluation has been made yet."
+        if any(run.is_evaluated for run in runs)
+        else "The recipe turns evaluation off: eval.every = 0.",
     )
     for number, run in enumerate(runs):
         for order, (suite, evaluations) in enumerate(run.suites.items()):
@@ -133,7 +136,7 @@ def _ratios(runs: list[Run]) -> Chart:
         "Probability of the trained tokens now, over that when they were generated: median and outer quantiles, "
         "logarithmic. The fan opens with staleness and closes at a stage boundary; if it gets wider from stage to "
         "stage, that is drift.",
-        layout={"yaxis": {"type": "log", "tickvals": [m * 10.0**e for e in range(-9, 10) for m in (1, 2, 5)]}},
+        layout={"yaxis": LOGARITHMIC},
     )
     for number, run in enumerate(runs):
         names = sorted((name for record in run.updates[-1:] for name in record if _quantile(name)), key=_quantile)
@@ -163,9 +166,9 @@ def _fractions(runs: list[Run]) -> Chart:
     causes = muted_by(record for run in runs for record in run.updates)
     return _lines(
         runs,
-        "Tokens without gradient",
-        "Share of the trained tokens that lose their gradient to clip, veto or mask. If it climbs towards 1, nothing "
-        "is left to learn from before the stage is over.",
+        "Clipped, vetoed and masked tokens",
+        "Share of the trained tokens that clip, veto or mask take out; of objectives that bound a weight instead, such "
+        "as minpro, of those with a bounded one. Near 1, little is left to learn from before the stage is over.",
         {
             name: (cause.replace("_", " "), DASHES[order % len(DASHES)])
             for order, (name, cause) in enumerate(causes.items())
@@ -174,13 +177,40 @@ def _fractions(runs: list[Run]) -> Chart:
     )
 
 
-def _lines(runs: list[Run], title: str, hint: str, metrics: dict[str, tuple[str, str]], **layout: Any) -> Chart:
-    """A chart with one curve per run and metric; ``metrics`` maps a name to its label and dash."""
+def _by_columns(runs: list[Run]) -> list[Chart]:
+    """Charts of the metrics by columns of the prompts, ``by/COLUMN/VALUE/QUANTITY``: one for each column and quantity,
+    with a curve for each of the most frequent values."""
+    names = dict.fromkeys(name for run in runs for record in run.updates for name in record if name.startswith("by/"))
+    charts = []
+    for column in dict.fromkeys(name.split("/")[1] for name in names):
+        values = list(dict.fromkeys(name.split("/")[2] for name in names if name.split("/")[1] == column))
+        shown, several = sorted(values[: len(COLOURS)]), len(runs) > 1
+        more = f" The {len(shown)} most frequent of {len(values)} values." if len(values) > len(shown) else ""
+        for quantity, (title, hint, yaxis) in BY_COLUMN.items():
+            curves = {
+                f"by/{column}/{value}/{quantity}": (
+                    html.escape(value),
+                    DASHES[order % len(DASHES)] if several else "solid",
+                )
+                for order, value in enumerate(shown)
+            }
+            charts.append(
+                _lines(runs, f"{title} by {column}", hint + more, curves, window=SHORT_SMOOTHING, yaxis=yaxis)
+            )
+    return charts
+
+
+def _lines(
+    runs: list[Run], title: str, hint: str, metrics: dict[str, tuple[str, str]], window: int = 1, **layout: Any
+) -> Chart:
+    """A chart with one curve per run and metric; ``metrics`` maps a name to its label and dash. window: updates of its
+    moving average."""
     chart = Chart(title, hint, layout=layout)
     for number, run in enumerate(runs):
         for order, (metric, (label, dash)) in enumerate(metrics.items()):
             x, y = _effective_sample_size(run) if metric == "ess" else run.column(metric)
             if x:
+                y = smoothed(x, y, run.updates_per_stage, window) if window > 1 else y
                 curve = line(number, *_thin(x, y))
                 of = colour(number if len(runs) > 1 else order)
                 curve |= {

@@ -4,6 +4,27 @@ from __future__ import annotations
 
 from typing import Any
 
+# With up to 3 ticks asked for, Plotly draws 1, 2 and 5 of each decade if there are about two decades, and powers of ten
+# if there are more; with more ticks, it draws all of 1 to 9, which overlap
+LOGARITHMIC: dict[str, Any] = {"type": "log", "exponentformat": "power", "nticks": 3}
+BY_COLUMN: dict[str, tuple[str, str, dict[str, Any]]] = {  # quantity -> title, hint, y axis
+    "accuracy": (
+        "Training accuracy",
+        "Share of right responses to the prompts with each value of the column, averaged over 5 updates.",
+        {"rangemode": "tozero", "tickformat": ".0%"},
+    ),
+    "reward": ("Training reward", "Mean reward, averaged over 5 updates.", {"rangemode": "tozero"}),
+    "response_tokens": (
+        "Response length",
+        "Mean tokens of a response, averaged over 5 updates.",
+        {"rangemode": "tozero"},
+    ),
+    "muted_fraction": (
+        "Tokens without gradient",
+        "Share of the trained tokens that lose their gradient to clip, veto or mask, averaged over 5 updates.",
+        {"rangemode": "tozero", "tickformat": ".1%"},
+    ),
+}
 CURVES: tuple[tuple[str, str, dict[str, tuple[str, str]], dict[str, Any]], ...] = (
     (
         "Solve rate",
@@ -31,7 +52,7 @@ CURVES: tuple[tuple[str, str, dict[str, tuple[str, str]], dict[str, Any]], ...] 
         "Mean squared log-ratio of the tokens on which a clip can act; the wider the gap, the more the objective takes "
         "out. Growth by orders of magnitude precedes a collapse.",
         {"m2/before": ("before", "solid"), "m2/after": ("after clip and veto", "dot")},
-        {"type": "log", "exponentformat": "power", "dtick": 1, "autorangeoptions": {"minallowed": -6}},
+        LOGARITHMIC | {"autorangeoptions": {"minallowed": -6}},
     ),
     (
         "Effective sample size",
@@ -79,19 +100,39 @@ CURVES: tuple[tuple[str, str, dict[str, tuple[str, str]], dict[str, Any]], ...] 
         "Probability of the tokens' prefixes now, over that when they were generated: median and lowest 1 %, "
         "logarithmic, not below 2e-9. Low values are tokens that the policy is trained on but would not generate.",
         {"prefix_occupancy/q50": ("median", "solid"), "prefix_occupancy/q01": ("lowest 1 %", "dot")},
-        {"type": "log", "exponentformat": "power"},
+        LOGARITHMIC,
     ),
     (
         "Reverse chi-square of the prefixes",
         "Mean of 1 / prefix occupancy - 1, logarithmic: how far the policy has left the prefixes it is trained on.",
         {"prefix/reverse_chi2": ("", "solid")},
-        {"type": "log", "exponentformat": "power"},
+        LOGARITHMIC,
+    ),
+    (
+        "Load of experts",
+        "Choices of the most used expert of a layer, as a multiple of those it had if all were used alike, mean over "
+        "the layers; and share of the experts that no trained token chose. A rise means that routers collapse.",
+        {"experts/largest_load": ("largest load", "solid"), "experts/unused_fraction": ("unused", "dot")},
+        {"rangemode": "tozero"},
+    ),
+    (
+        "Entropy of the routers",
+        "Nats, mean over layers and trained tokens.",
+        {"router/entropy": ("", "solid")},
+        {"rangemode": "tozero"},
+    ),
+    (
+        "Experts that differ from the recorded ones",
+        "Share of the tokens, in a layer, for which the actor's router would choose at least one other expert than "
+        "those it replays; and share of the choices.",
+        {"routing/tokens_differ": ("tokens", "solid"), "routing/disagreement": ("choices", "dot")},
+        {"rangemode": "tozero", "tickformat": ".1%"},
     ),
     (
         "Gradient norm",
         "Before clipping, logarithmic. Look for spikes, and for growth towards the end of a stage.",
         {"grad_norm": ("", "solid")},
-        {"type": "log", "exponentformat": "none"},
+        LOGARITHMIC,
     ),
     (
         "Response length",

@@ -34,8 +34,34 @@ def detail_charts(runs: list[Run]) -> list[Chart]:
                     "probability." + of,
                 ),
                 _muted_tokens(record, of),
+                _loads(record, of),
             ]  # fmt: skip
     return []
+
+
+def _loads(record: Record, of: str) -> Chart:
+    """How often each expert was chosen, for a model with experts."""
+    loads = record.get("experts_load") or {"layers": [], "counts": []}
+    chart = Chart("Choices of each expert", "Share of a layer's choices by trained tokens, times the experts." + of)
+    if loads["counts"]:
+        shares = [[n * len(row) / sum(row) for n in row] for row in loads["counts"]]
+        trace: dict[str, Any] = {
+            "type": "heatmap",
+            "z": [[round(share, 3) for share in row] for row in shares],
+            "y": [str(layer) for layer in loads["layers"]],
+            "customdata": loads["counts"],
+            "colorscale": "Viridis",
+            "zmin": 0,
+            "showlegend": False,
+            "hovertemplate": "layer %{y}, expert %{x}: %{z:.2f} (%{customdata} choices)<extra></extra>",
+        }
+        chart.traces.append(trace)
+        chart.layout = {
+            "hovermode": "closest",
+            "xaxis": {"title": {"text": "expert", "standoff": 6}},
+            "yaxis": {"title": {"text": "layer"}, "type": "category"},
+        }
+    return chart
 
 
 def _last(run: Run) -> Record | None:

@@ -42,10 +42,10 @@ def colour(number: int) -> str:
 
 
 def line(number: int, x: list[Any], y: list[float]) -> dict[str, Any]:
-    """A plotly line in the colour of run ``number``."""
+    """A plotly line in the colour of run ``number``; a single point is drawn as a marker."""
     return {
         "type": "scatter",
-        "mode": "lines",
+        "mode": "lines" if len(x) > 1 else "markers",
         "x": x,
         "y": y,
         "legendgroup": str(number),
@@ -67,18 +67,28 @@ def error_bars(values: Sequence[float], bounds: Iterable[Sequence[float]]) -> di
 
 
 def table(name: str, head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    """An HTML table with the id ``name``; the first cell of each row is its heading. All texts are HTML."""
-    top = "".join(f"<th>{cell}</th>" for cell in head)
-    body = "".join(
-        f"<tr><th>{first}</th>" + "".join(f"<td>{cell}</td>" for cell in cells) + "</tr>" for first, *cells in rows
-    )
-    return f'<div class="scroll"><table id="{name}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    """An HTML table with the id ``name``; the first cell of each row is its heading. All texts are HTML.
+
+    A narrow window shows each row as a list of its cells, each with the heading of its column, without those that are
+    "-".
+    """
+    names = list(head)
+    top = "".join(f"<th>{cell}</th>" for cell in names)
+    body = "".join(f"<tr><th>{first}</th>{''.join(map(_cell, names[1:], cells))}</tr>" for first, *cells in rows)
+    return f'<div class="table"><table id="{name}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+
+
+def _cell(name: str, cell: str) -> str:
+    missing = ' class="missing"' if cell == "-" else ""
+    return f'<td{missing}><span class="head">{name}</span><span>{cell}</span></td>'
 
 
 def page(title: str, notes: str, summary: str, charts: list[Chart], below: str = "") -> str:
     """A self-contained page: notes, summary table, charts, and ``below`` at its end. All texts are HTML."""
     from plotly.offline import get_plotlyjs
 
+    for chart in charts:
+        chart.traces = _visible(chart)
     charts = [chart for chart in charts if chart.traces or chart.empty]
     figures = [{"data": chart.traces, "layout": chart.layout} for chart in charts]
     parts = {
@@ -95,6 +105,20 @@ def page(title: str, notes: str, summary: str, charts: list[Chart], below: str =
     text = Path(__file__).with_name("page.html").read_text()
     pieces = text.split("@@")  # text, name, text, name, ..., text; inserted text is not searched for names again
     return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
+
+
+def _visible(chart: Chart) -> list[dict[str, Any]]:
+    """The traces that have something to draw. On a logarithmic axis numbers that are not above 0 are left out, since
+    they would interrupt a line."""
+    found = []
+    for trace in chart.traces:
+        y = trace.get("y")
+        if y is not None and chart.layout.get("yaxis", {}).get("type") == "log":
+            shown = [n for n, value in enumerate(y) if value > 0]
+            trace = trace | {name: [trace[name][n] for n in shown] for name in ("x", "y")}
+        if len(trace.get("y", trace.get("z", ()))):
+            found.append(trace)
+    return found
 
 
 def _card(number: int, chart: Chart) -> str:

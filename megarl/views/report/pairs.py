@@ -30,7 +30,7 @@ def differences(runs: list[Run], updates: list[int]) -> dict[int, dict[int, Diff
     Runs with other prompts, or whose responses are gone, are left out.
     """
     found: dict[int, dict[int, Difference]] = {}
-    for number, run in enumerate(runs[1:], 1):
+    for number, run in enumerate(runs[1:] if updates else [], 1):
         try:
             suite = next(iter(run.suites))
             found[number] = {update: difference(runs[0].root, update, run.root, update, suite) for update in updates}
@@ -49,9 +49,18 @@ def pair_columns(runs: list[Run]) -> list[dict[str, str]]:
     for number, run in enumerate(runs):
         accuracy = next(event["accuracy"] for event in run.evaluations if event["update"] == last[0])
         one = found.get(number, {}).get(last[0])
-        text = f"{one.mean:+.3f} [{one.ci95[0]:+.3f}, {one.ci95[1]:+.3f}]" if one else "-"
+        text = one.text() if one else "-"
         cells.append({f"At update {last[0]:,}": f"{accuracy:.3f}", f"Difference from {runs[0].name}": text})
     return cells
+
+
+def why_no_differences(runs: list[Run]) -> str:
+    """Why there is no chart of differences between several runs; "" if there is one."""
+    if len(runs) < 2 or _differences(runs).traces:
+        return ""
+    if not equal_updates(runs):
+        return "no differences in accuracy: the runs were never evaluated after the same number of updates of their own"
+    return "no differences in accuracy: the runs were evaluated on other prompts, or their responses are gone"
 
 
 def pair_charts(runs: list[Run]) -> list[Chart]:

@@ -7,9 +7,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.errors import UserError
+from megarl.foreign import escape
 from megarl.storage.rollouts import RolloutStore
 from megarl.views.responses.select import Decode, StoredResponse, decoder, open_shard, stages, title
-from megarl.views.responses.text import escape, shorten
+from megarl.views.responses.text import shorten
 
 BYTES = 250_000  # of all samples on a page, at most
 STAGES, PROMPTS = 12, 3  # stages per run and prompts per stage, spread evenly
@@ -57,7 +58,7 @@ def _chosen(stage: int, directory: Path, store: RolloutStore) -> Iterator[Stored
         group = open_shard(directory, entry).group(prompt)
         order = sorted(range(len(group.responses)), key=lambda sample: group.responses[sample].reward)
         for sample in dict.fromkeys((order[0], order[-1])):
-            yield StoredResponse(stage, prompt, sample, group.prompt_tokens, group.responses[sample])
+            yield StoredResponse(stage, prompt, sample, group.prompt_tokens, group.responses[sample], group.columns)
 
 
 def _spread(items: list[int], count: int) -> list[int]:

@@ -7,6 +7,7 @@ The run may be in progress. This module does not import torch.
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import tomllib
@@ -21,7 +22,7 @@ from megarl.data.tokenizer import load_decoder
 from megarl.errors import UserError
 from megarl.storage.ledger import LedgerEntry, check_size
 from megarl.storage.rollouts import RolloutStore
-from megarl.storage.shards import FINISH_REASONS, UNFINISHED, Response, Shard
+from megarl.storage.shards import FINISH_REASONS, UNFINISHED, Group, Response, Shard
 
 Decode = Callable[[np.ndarray], str]
 
@@ -38,6 +39,12 @@ class Filter:
     longer: int = 0  # tokens, more than this
     shorter: int | None = None  # tokens, fewer than this
     pattern: re.Pattern[str] | None = None  # must match somewhere in the text of the response
+    columns: tuple[tuple[str, str], ...] = ()  # (column of the prompt's row, its value as text)
+
+    def prompt_is_wanted(self, group: Group) -> bool:
+        """Whether the prompt's row meets the conditions on ``columns``."""
+        row = group.columns if self.columns else {}
+        return all(name in row and _text(row[name]) == value for name, value in self.columns)
 
     def rows(self, shard: Shard) -> np.ndarray:
         """[rows of the shard] bool: which rows meet the conditions on reward, length and finish reason."""
@@ -59,6 +66,11 @@ class StoredResponse:
     sample: int
     prompt_tokens: np.ndarray  # [p] int32
     response: Response
+    columns: dict[str, str | float | bool]  # of the prompt's row
+
+
+def _text(value: str | float | bool) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
 
 
 def title(one: StoredResponse) -> str:
@@ -96,7 +108,8 @@ def _tokenizer_of_recipe(path: Path) -> Path:
 def select(root: Path, wanted: Filter, decode: Decode) -> Iterator[StoredResponse]:
     """The responses that meet ``wanted``, in the order of stage, prompt and sample.
 
-    `UserError` if no stage has rollouts, if the wanted stage or prompt has none, or for an unknown finish reason.
+    `UserError` if no stage has rollouts, if the wanted stage or prompt has none, for an unknown finish reason, or
+    for a column that no prompt's row has.
     """
     if wanted.finish not in (None, *FINISH_REASONS):
         raise UserError(f"a response does not end with {wanted.finish!r}, but with {', '.join(FINISH_REASONS)}")
@@ -105,16 +118,24 @@ def select(root: Path, wanted: Filter, decode: Decode) -> Iterator[StoredRespons
         raise UserError(f"{root} has no rollouts yet")
     if wanted.stage is not None and wanted.stage not in there:
         raise UserError(f"stage {wanted.stage} of {root} has no rollouts; those that have: {_numbers(list(there))}")
-    seen = False
+    seen = found = False
     for stage, directory in there.items():
         if wanted.stage is None or wanted.stage == stage:
             directory = directory / "unfinished" if wanted.finish == UNFINISHED else directory
             for entry in RolloutStore(directory, one_policy=False).entries if directory.exists() else ():
                 if wanted.prompt is None or wanted.prompt in entry.groups:
                     seen = True
-                    yield from _of_shard(stage, directory, entry, wanted, decode)
+                    for one in _of_shard(stage, directory, entry, wanted, decode):
+                        found = True
+                        yield one
     if wanted.prompt is not None and not seen:
         raise UserError(f"no stage of {root} has prompt {wanted.prompt}: `megarl samples {root}` lists prompts")
+    if wanted.columns and not found:
+        every = select(root, Filter(wanted.stage, wanted.prompt), decode)
+        known = sorted({name for one in every for name in one.columns})
+        for name, _ in wanted.columns:
+            if name not in known:
+                raise UserError(f"no prompt has a column {name!r}; the columns are: {', '.join(known) or 'none'}")
 
 
 def _numbers(stages: list[int]) -> str:
@@ -131,9 +152,11 @@ def _of_shard(
         for sample, row in enumerate(shard.rows[prompt]):
             if rows[row] and wanted.sample in (None, sample):
                 group = group or shard.group(prompt)
+                if not wanted.prompt_is_wanted(group):
+                    break
                 response = group.responses[sample]
                 if wanted.pattern is None or wanted.pattern.search(decode(response.tokens)):
-                    yield StoredResponse(stage, prompt, sample, group.prompt_tokens, response)
+                    yield StoredResponse(stage, prompt, sample, group.prompt_tokens, response, group.columns)
 
 
 def open_shard(directory: Path, entry: LedgerEntry) -> Shard:

@@ -16,8 +16,9 @@ from rich.table import Table
 from rich.text import Text
 
 from megarl.errors import UserError
+from megarl.foreign import escape
 from megarl.views.responses.select import Decode, Filter, StoredResponse, decoder, select, stages, title
-from megarl.views.responses.text import escape, shorten
+from megarl.views.responses.text import shorten
 
 if TYPE_CHECKING:
     from megarl.views.responses.tokens import Tokens
@@ -105,6 +106,7 @@ def as_record(one: StoredResponse, decode: Decode, tokens: Tokens | None = None)
         "policy_version": response.policy_version,
         "prompt_tokens": len(one.prompt_tokens),
         "response_tokens": len(response.tokens),
+        "row": one.columns,
         "prompt_text": decode(one.prompt_tokens),
         "text": decode(response.tokens),
     }

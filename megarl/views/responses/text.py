@@ -1,34 +1,10 @@
-"""Text for a terminal: what a model wrote is made harmless, and tables are aligned."""
+"""Text for a terminal: long texts are shortened and tables aligned."""
 
 from __future__ import annotations
 
-import unicodedata
 from collections.abc import Collection, Sequence
 
 SHOWN = 1200  # characters that are left of a long text, half of them from its end
-_JOINERS = "\u200c\u200d"  # harmless formatting characters that some scripts and emoji need
-
-
-def escape(text: str, newlines: bool = True) -> str:
-    r"""``text`` with everything written as escapes that could control a terminal or change the order of its text.
-
-    Control characters (also of the C1 set), formatting such as directions, line separators, and surrogates become
-    escapes such as ``\x1b`` or ``\u202e``. newlines: leave line feeds and tabs as they are.
-    """
-    return "".join(_escaped(c, newlines) for c in text) if _may_need_escapes(text) else text
-
-
-def _may_need_escapes(text: str) -> bool:
-    return not (text.isascii() and text.isprintable())
-
-
-def _escaped(character: str, newlines: bool) -> str:
-    if newlines and character in "\n\t":
-        return character
-    category = unicodedata.category(character)
-    if character in _JOINERS or category not in ("Cc", "Cf", "Cs", "Zl", "Zp"):
-        return character
-    return character.encode("unicode_escape").decode()
 
 
 def shorten(text: str, longest: int = SHOWN) -> str:

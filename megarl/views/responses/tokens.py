@@ -17,8 +17,9 @@ import torch
 from megarl.advantages import group_advantages, zero_variance
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
-from megarl.objectives import Objective, WithOptions, build_objective
+from megarl.objectives import Objective, WithOptions, build_objective, frozen_logprobs
 from megarl.recipe.load import override_recipe, recipe_diff
+from megarl.recipe.names import GROUP_ADVANTAGES
 from megarl.recipe.tables import ObjectiveTable, Recipe
 from megarl.rollout.drift import load_model, score_with_entropy
 from megarl.storage.metrics.summary import rewards_of
@@ -90,8 +91,8 @@ def find_policy(run: RunDir, name: str | None, stage: Stage) -> Path:
 def annotate(run: RunDir, found: Sequence[StoredResponse], recipe: Recipe, policy: str | None) -> list[Tokens]:
     """The `Tokens` of each of ``found``, with ``recipe``'s objective. policy: a name for `find_policy`."""
     table = recipe.objective
-    objective = build_objective(table.name, table.fields)
-    whole = objective.needs_statistics or table.advantage == "batch_normalised"
+    objective = build_objective(table.definition, table.fields)
+    whole = objective.needs_statistics or table.advantage not in GROUP_ADVANTAGES
     result: dict[tuple[int, int, int], Tokens] = {}
     for number in dict.fromkeys(one.stage for one in found):
         stage = run.stage(number)
@@ -122,9 +123,10 @@ class _Scorer:
     def __init__(self, stage: Stage, policy: Path, objective: Objective | WithOptions) -> None:
         self._temperature = stage.rollout.temperature
         self._models = {"logprobs": load_model(policy)}
-        if "ref_logprobs" in objective.requires:
+        wanted = frozen_logprobs(objective, stage.run.recipe.schedule.sync_every)
+        if "ref_logprobs" in wanted:
             self._models["ref_logprobs"] = load_model(stage.run.base)
-        if isinstance(objective, WithOptions) and any("old_logprobs" in o.requires for o in objective.options):
+        if "old_logprobs" in wanted:
             self._models["old_logprobs"] = load_model(require_policy(stage))
 
     def score(self, pairs: list[tuple[Group, int]]) -> dict[str, Scores]:

@@ -1,12 +1,11 @@
 """Runs of the tiny recipe whose stages are filled with random responses, without an engine."""
 
 import hashlib
-import tarfile
 from dataclasses import replace
 
 import numpy as np
 
-from megarl.commands.stages.packed import MANIFEST, Manifest, Source
+from megarl.commands.stages.pack import MANIFEST, Manifest
 from megarl.recipe.load import load_recipe
 from megarl.storage.checkpoints import FileSum
 from megarl.storage.policies import copy_policy, read_info
@@ -51,7 +50,7 @@ def make_group(rng, number, size, version=0, masked=False):
 
 def sums(folder):
     """The manifest of a packed directory, with the sizes and checksums that its files have now."""
-    before = Source(folder).manifest
+    before = Manifest.parse((folder / MANIFEST).read_bytes(), folder)
     files = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != MANIFEST}
     files.pop("README.md", None)
     return replace(before, files={name: FileSum.of(path) for name, path in files.items()})
@@ -60,20 +59,6 @@ def sums(folder):
 def agree(folder, manifest: Manifest | None = None):
     """Replace the manifest of a packed directory, by default with one that its files agree with."""
     (folder / MANIFEST).write_bytes((manifest or sums(folder)).dump())
-
-
-def entry(name, data=b"", **fields):
-    """The bytes of a member of a tar file: header and data."""
-    info = tarfile.TarInfo(name)
-    info.size = len(data)
-    for key, value in fields.items():
-        setattr(info, key, value)
-    return info.tobuf(tarfile.GNU_FORMAT) + data + b"\0" * (-len(data) % 512)
-
-
-def archive(path, *entries):
-    path.write_bytes(b"".join(entries) + b"\0" * 1024)
-    return path
 
 
 def sha(path):

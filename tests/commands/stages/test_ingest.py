@@ -9,14 +9,20 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from megarl.commands.one_phase import branch, changed_recipe
 from megarl.commands.stages.ingest import ingest
+from megarl.data.prompts import open_prompts
+from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import UserError
+from megarl.phases.rescore import rescore
+from megarl.recipe.load import load_recipe
 from megarl.rollout.drift import hugging_face_reference
+from megarl.storage.ledger import sealed_external
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
 from tests.commands.stages.made_up import SETTINGS, VOCABULARY
-from tests.helpers import megarl, read_lines
+from tests.helpers import events, megarl, read_lines
 
 GROUPS, SIZE = 8, 4  # groups of a stage, responses of a group
 
@@ -48,8 +54,8 @@ def write(path, rows):
     return path
 
 
-def ingested(recipe, target, *files, settings=(), ignored=()):
-    ingest(recipe, [*SETTINGS, *settings], files, target, ignored)
+def ingested(recipe, target, *files, settings=(), ignored=(), leave_out=False):
+    ingest(recipe, [*SETTINGS, *settings], files, target, ignored, leave_out)
     return RunDir.open(target)
 
 
@@ -69,6 +75,31 @@ def test_rows_are_stored_exactly(recipe, rows, tmp_path):
         np.testing.assert_array_equal(response.rollout_logprobs[mask], np.float32(row["rollout_logprobs"])[mask])
         assert not response.rollout_logprobs[~mask].any() and response.reward == row["reward"]
     assert (run.stage(0).is_sealed(), len(groups)) == (True, GROUPS)
+
+
+def test_rewards_from_outside_can_be_repaired_in_a_branch(recipe, rows, tmp_path, monkeypatch):
+    """The function gets what is known of a group: the text of its prompt, of its responses, and their rewards."""
+    run = ingested(
+        recipe, tmp_path / "run", write(tmp_path / "a.jsonl", [row | {"reward": 900.0, "correct": 1} for row in rows])
+    )
+    (tmp_path / "repair.py").write_text("""
+def score(prompt, responses, row):
+    assert prompt == row["prompt"] and len(prompt) >= 4 and row["rewards"] == [900.0] * len(responses)
+    return [{"score": float("a" in text), "reward": reward / 1000} for text, reward in zip(responses, row["rewards"])]
+""")
+    python = ["reward.kind=python", f"reward.path={tmp_path}/repair.py:score", "reward.group=true"]
+    with pytest.raises(UserError, match=r"came from outside, with prompts that have no answers.* python, http, judge"):
+        changed_recipe(run.stage(0), ["reward.kind=math"])
+    stage = branch(run.stage(0), tmp_path / "branch", changed_recipe(run.stage(0), python))
+    monkeypatch.setenv("RANK", "0")
+    rescore(stage)
+    letter = load_tokenizer(stage.policy).convert_tokens_to_ids("a")
+    for before, after in zip(stored(run), stored(stage.run), strict=True):
+        assert before.prompt_tokens.tolist() == after.prompt_tokens.tolist()
+        assert [response.reward for response in after.responses] == [0.9] * SIZE
+        expected = [float(letter in response.tokens) for response in before.responses]
+        assert [response.correctness for response in after.responses] == expected
+    assert sealed_external(stage.rollouts)  # no prompt and no reward is compared by the audit
 
 
 def test_metrics_of_an_ingested_stage_count_sampled_tokens_only(recipe, rows, tmp_path):
@@ -139,12 +170,17 @@ MISTAKES = {
     "mask value": ({"loss_mask": 1}, r"loss_mask\[0\] is '2'"),
     "reward": ({"reward": "high"}, "reward is 'high', expected a finite number"),
     "infinite reward": ({"reward": float("inf")}, "expected a finite number"),
-    "reward beyond a float": ({"reward": 10**400}, "reward is '1000.*, expected a finite number"),
-    "log-prob beyond a float": ({"rollout_logprobs": 2}, r"rollout_logprobs\[0\] is '-1000"),
+    "reward beyond a float": ({"reward": 10**400}, "is not JSON: an integer does not fit into 64 bits"),
+    "reward beyond the limit": (
+        {"reward": -1e7},
+        r"reward is -10000000.0, expected a finite number of at most 1,000,000",
+    ),
+    "log-prob beyond a float": ({"rollout_logprobs": 2}, "is not JSON: an integer does not fit into 64 bits"),
     "log-prob beyond float32": ({"rollout_logprobs": 3}, r"rollout_logprobs\[0\] is '-1e\+300'"),
     "unfinished": ({"finish_reason": "unfinished"}, "finish_reason is 'unfinished', not one of stop, length, timeout$"),
     "reason": ({"finish_reason": "done"}, "finish_reason is 'done'"),
     "correct": ({"correct": 0.5}, "correct is 0.5"),
+    "no correct": ({"reward": 1.25}, "reward is 1.25: add the column correct, 1 or 0"),
     "version": ({"policy_version": 1}, "0 for the policy with which the stage begins"),
     "weights": ({"weights_hash": "abc"}, "weights_hash is not"),
     "column": ({"loss_msk": [1]}, "column 'loss_msk': did you mean 'loss_mask'?"),
@@ -186,6 +222,37 @@ def test_another_number_of_groups_than_the_recipes_is_refused(recipe, rows, tmp_
         ingested(recipe, tmp_path / "run", write(tmp_path / "b.jsonl", rows + more))
 
 
+def test_groups_with_held_out_prompts_are_refused_or_left_out(recipe, guessing_model, tmp_path):
+    settings = ["schedule.updates_per_stage=16", "eval.every=1"]  # 64 groups of 4 responses
+    _, prompts = open_prompts(load_recipe(recipe, [*SETTINGS, *settings]), guessing_model)
+    heldout = [prompt.tokens for prompt in prompts.heldout()]
+    trained = [prompt.tokens for prompt in prompts.first_epoch(64)]
+    assert (len(heldout), len(trained)) == (16, 64)
+
+    def rows_of(groups):
+        made = {"response_tokens": [3], "rollout_logprobs": [-1.0]}
+        return [
+            {"group_id": f"task {number}", "prompt_tokens": list(tokens), "reward": sample % 2, **made}
+            for number, tokens in enumerate(groups)
+            for sample in range(SIZE)
+        ]
+
+    mixed = [*trained[:10], *heldout[:3], *trained[10:57], *heldout[3:7]]
+    leaking = write(tmp_path / "leaking.jsonl", rows_of(mixed))
+    message = r"7 of 64 groups have prompts that are held out for evaluation, the first is 'task 10' in .*, row 41: .*"
+    with pytest.raises(UserError, match=message + "--leave-out-heldout"):
+        ingested(recipe, tmp_path / "refused", leaking, settings=settings)
+    assert not (tmp_path / "refused").exists()
+    with pytest.raises(UserError, match=r"there are 57 groups .7 more are held out.: the recipe needs 64"):
+        ingested(recipe, tmp_path / "short", leaking, settings=settings, leave_out=True)
+    more = write(tmp_path / "more.jsonl", rows_of([*mixed, *trained[57:]]))
+    run = ingested(recipe, tmp_path / "run", more, settings=settings, leave_out=True)
+    assert [tuple(group.prompt_tokens.tolist()) for group in stored(run)] == trained
+    assert [event["left_out"] for event in events(run, "ingested")] == [7]
+    unevaluated = ingested(recipe, tmp_path / "off", leaking, settings=settings[:1])  # nothing is held out
+    assert len(stored(unevaluated)) == 64
+
+
 def test_unknown_columns_are_refused_unless_ignored_by_name(recipe, rows, tmp_path):
     path = write(tmp_path / "a.jsonl", [row | {"trace": "x"} for row in rows])
     with pytest.raises(UserError, match="Use --ignore trace to skip it"):
@@ -209,7 +276,7 @@ def test_an_ignored_column_is_not_read(recipe, rows, tmp_path):
 
 
 def test_a_line_that_is_too_long_is_refused(recipe, rows, tmp_path, monkeypatch):
-    monkeypatch.setattr("megarl.commands.stages.rows.MAX_LINE", 1000)
+    monkeypatch.setattr("megarl.commands.stages.ingest.MAX_LINE", 1000)
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps(rows[0]) + "\n" + json.dumps(rows[1] | {"finish_reason": "x" * 1000}))
     with pytest.raises(UserError, match=r"a\.jsonl, row 2 is longer than"):

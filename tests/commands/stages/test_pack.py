@@ -9,13 +9,14 @@ import pytest
 import tomli_w
 from safetensors.torch import load_file, save_file
 
-from megarl.commands.stages.pack import pack
-from megarl.commands.stages.packed import Source
+from megarl.commands.stages.pack import MANIFEST, Manifest, pack
 from megarl.commands.stages.unpack import unpack
+from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import UserError
 from megarl.recipe.load import load_recipe, read_tables
 from megarl.storage.ledger import LEDGER
 from megarl.storage.policies import INDEX_FILE, check_policy, weight_files
+from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
 from tests.actor.conftest import make_hf_model
@@ -63,11 +64,11 @@ def updates(run):
 
 def test_an_unpacked_stage_is_optimized_to_the_same_bytes(run, tmp_path, guessing_model):
     optimize(run.root, "--stage", 0, "--output", tmp_path / "a", "--set", "objective.name=grpo")
-    assert pack(run.root, 0, tmp_path / "stage.tar", LICENCE, weights=False, prompts=True).has_weights is False
+    assert pack(run.root, 0, tmp_path / "stage", LICENCE, weights=False, prompts=True).has_weights is False
     hidden = run.recipe.data.train + ".gone"  # the unpacked stage must not need files of the original run
     os.rename(run.recipe.data.train, hidden)
     try:
-        told = megarl("stage", "unpack", tmp_path / "stage.tar", tmp_path / "b", "--model", guessing_model)
+        told = megarl("stage", "unpack", tmp_path / "stage", tmp_path / "b", "--model", guessing_model)
         assert told.returncode == 0, told.stderr
         assert "cc-by-4.0" in told.stdout
         optimize(tmp_path / "b", "--stage", 0, "--output", tmp_path / "d", "--set", "objective.name=grpo")
@@ -99,7 +100,7 @@ def test_packed_recipe_and_card_contain_no_paths_of_this_machine(packed, run):
     text = (packed / "recipe.toml").read_text() + (packed / "README.md").read_text()
     assert str(run.root.parent) not in text and str(run.recipe.model.path) not in text
     card = (packed / "README.md").read_text()
-    manifest = Source(packed).manifest
+    manifest = Manifest.parse((packed / MANIFEST).read_bytes(), packed)
     assert card.startswith("---\nlicense: cc-by-4.0\n")
     assert manifest.weights_hash in card and manifest.files[f"rollouts/{LEDGER}"].sha256 in card
     assert list(manifest.prompts) == [f"{sha(run.root.parent / 'my prompts.jsonl')[:12]}_my_prompts.jsonl"]
@@ -131,7 +132,7 @@ def test_quantised_weights_are_converted_as_in_a_run(quantised, tmp_path):
         run = tmp_path / f"of {model.name}"
         unpack(quantised / "packed", run, model, [])
         policy = run / "stages/000/policy"
-        check_policy(policy, "")
+        check_policy(policy)
         assert {file.name: sha(file) for file in weight_files(policy)} == {
             file.name: sha(file) for file in weight_files(converted)
         }
@@ -210,6 +211,21 @@ def test_only_settings_that_leave_the_rollouts_as_they_are_can_be_set(packed, tm
         unpack(packed, tmp_path / "c", None, [], ["reward.require_stop=false"])
 
 
+def test_a_stage_whose_rollouts_have_held_out_prompts_is_refused(recipe, run, tmp_path):
+    tokenizer = load_tokenizer(run.stage(0).policy)
+    store = RolloutStore(run.stage(0).rollouts)
+    leaked = [tokenizer.decode(group.prompt_tokens).replace(" ", "") for group in store.read(store.group_ids)[:3]]
+    exam = tmp_path / "exam.jsonl"
+    exam.write_text("".join(json.dumps({"prompt": text, "answer": "a"}) + "\n" for text in ["abcde", *leaked]))
+    suite = [f"eval.suite='{exam}'", "eval.prompts=4", "eval.every=1", "data.prompt_template='{prompt}'"]
+    make_run(recipe, tmp_path / "run", *suite)
+    pack(tmp_path / "run", 0, tmp_path / "packed", LICENCE, weights=False, prompts=True)
+    unpack(tmp_path / "packed", tmp_path / "a", None, [], ["eval.every=0"])  # nothing is held out
+    with pytest.raises(UserError, match=r"3 of 8 groups have prompts that are held out for evaluation"):
+        unpack(tmp_path / "packed", tmp_path / "b", None, [])
+    assert not (tmp_path / "b").exists()
+
+
 def test_settings_that_are_refused_can_be_replaced_with_set(copy, tmp_path):
     recipe_with("reward", kind="judge")(copy, tmp_path)
     recipe_with("megatron", fp8_quantizer_factory="os.system")(copy, tmp_path)
@@ -224,7 +240,7 @@ def test_files_of_a_policy_must_be_regular_and_in_its_directory(run, tmp_path):
     (policy / "config.json").unlink()
     os.mkfifo(policy / "config.json")
     with pytest.raises(UserError, match=r"config\.json is not a regular file"):
-        check_policy(policy, "Restore it")
+        check_policy(policy)
     shutil.copy(policy / "model.safetensors", tmp_path)
     (policy / INDEX_FILE).write_text('{"weight_map": {"a": "../model.safetensors"}}')
     with pytest.raises(UserError, match="not the name of a file in the same directory"):
@@ -236,9 +252,9 @@ def test_a_damaged_run_is_not_packed(run, tmp_path):
     path = next((root / "stages/000/rollouts").glob("*.arrow"))
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     with pytest.raises(UserError, match="does not match the checksum"):
-        pack(root, 0, tmp_path / "stage.tar", LICENCE, weights=True, prompts=True)
-    assert not list(tmp_path.glob("*.tar")) and not list(tmp_path.glob(".megarl-pack*"))
+        pack(root, 0, tmp_path / "stage", LICENCE, weights=True, prompts=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_the_helper_sums_gives_the_manifest_of_an_unchanged_pack(packed):
-    assert sums(packed) == Source(packed).manifest
+    assert sums(packed) == Manifest.parse((packed / MANIFEST).read_bytes(), packed)

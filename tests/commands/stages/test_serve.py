@@ -22,7 +22,7 @@ from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
 from tests.commands.stages.agents import CALL, write_agent_model
-from tests.helpers import SGLANG_PYTHON, events, megarl, read_lines, start_megarl, wait_for
+from tests.helpers import SGLANG_PYTHON, events, lines_so_far, megarl, read_lines, start_megarl, wait_for
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 SETTINGS = (
@@ -61,8 +61,7 @@ class Served:
         self.address, self.key = self._addresses()[-1], (self.root / KEY).read_text().strip()
 
     def _addresses(self):
-        path = self.root / "events.jsonl"
-        return [event["url"] for event in read_lines(path) if event["event"] == "serving"] if path.exists() else []
+        return [event["url"] for event in lines_so_far(self.root / "events.jsonl") if event["event"] == "serving"]
 
     def client(self, group, name):
         return openai.OpenAI(base_url=f"{self.address}/{group}/{name}/v1", api_key=self.key, max_retries=0)
@@ -75,8 +74,7 @@ class Served:
         return httpx.request(method, self.address + path, json=body, headers=headers, trust_env=False)
 
     def wait(self):
-        self.command.wait(120)
-        return self.command.returncode
+        return self.command.wait()
 
 
 @pytest.fixture
@@ -128,7 +126,7 @@ def all_converse(served):
         agent.start()
         threads.append(agent)
     for agent in threads:
-        agent.join(60)
+        agent.join()
     return said
 
 
@@ -238,7 +236,7 @@ def test_requests_that_would_change_what_is_trained_are_refused(served):
     status, message = refusal(lambda: ask(model="m", messages=[*messages, first, messages[0]]))
     assert (status, "has its reward" in message) == (409, True)
     assert served.send("POST", "/a/x/reward", {"reward": 0}).status_code == 409
-    for wrong in ("high", 10**400, True):
+    for wrong in ("high", 10**400, 1e308, -1000001):
         assert served.send("POST", "/a/x/reward", {"reward": wrong}).status_code == 400
     assert served.send("GET", "/state").json()["open"] == {"a": {"x": "rewarded"}}
     forgotten = served.client("b", "x").chat.completions.create
@@ -246,6 +244,20 @@ def test_requests_that_would_change_what_is_trained_are_refused(served):
     assert (status, "begin it anew" in message) == (409, True)
     status, message = refusal(lambda: forgotten(model="m", messages=[{**messages[0], "tool_calls": 5}]))
     assert (status, "must be a list" in message) == (400, True)
+
+
+def test_a_conversation_about_a_held_out_prompt_is_refused(recipe, agent_model, tmp_path):
+    exam = tmp_path / "exam.jsonl"
+    exam.write_text(json.dumps({"prompt": "2+3?", "answer": "5"}) + "\n")
+    served = Served(recipe, agent_model, tmp_path / "run", "eval.every=1", "eval.prompts=1", f"eval.suite='{exam}'")
+    try:
+        ask = served.client("a", "x").chat.completions.create
+        status, message = refusal(lambda: ask(model="m", messages=[{"role": "user", "content": "2+3?"}]))
+        assert (status, "held out for evaluation" in message) == (400, True)
+        ask(model="m", messages=[{"role": "user", "content": "3+2?"}])  # the name is free for another prompt
+    finally:
+        served.command.send_signal(signal.SIGKILL)
+        served.command.wait(60)
 
 
 def test_requests_can_be_repeated_after_a_broken_connection(served):
@@ -269,7 +281,7 @@ def test_requests_can_be_repeated_after_a_broken_connection(served):
 def test_only_the_owner_on_this_machine_is_served(served):
     assert served.send("GET", "/state", key="wrong").status_code == 401
     with socket.create_connection(("127.0.0.1", int(served.address.rpartition(":")[2]))) as stranger:
-        stranger.settimeout(10)
+        stranger.settimeout(60)
         stranger.sendall(b"POST /a/x/reward HTTP/1.1\r\nContent-Length: 60000000\r\n\r\n")
         assert stranger.recv(20).split()[1] == b"401"  # before its body is read
     assert (served.root / KEY).stat().st_mode & 0o777 == 0o600

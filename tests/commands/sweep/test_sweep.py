@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import re
 import signal
 
@@ -12,9 +13,13 @@ from safetensors.torch import load_file
 from lab.collect import collect
 from lab.results import load, read
 from megarl.commands.sweep import describe, sweep
+from megarl.commands.sweep.plan import SweepPlan
+from megarl.commands.sweep.results import Estimate, Row, table_text
 from megarl.errors import UserError
-from megarl.estimates import mean_of_replicates
+from megarl.estimates import interval, paired
+from megarl.recipe.sweep import Point, load_sweep
 from megarl.storage.run_dir import RunDir
+from megarl.storage.run_dir.evaluations import SuiteResponses
 from tests.helpers import (
     ROOT,
     events,
@@ -22,7 +27,7 @@ from tests.helpers import (
     metrics,
     processes_with_files_in,
     start_megarl,
-    wait_for,
+    wait_until_held,
     wait_until_nobody_works_on,
 )
 
@@ -50,9 +55,10 @@ def swept(recipe):
     output = recipe.with_name("sweep")
     dry = megarl("sweep", file, "--dry-run")
     assert not output.exists()
-    killed = start_megarl("sweep", file, "--jobs", "1")
-    first = output / "grpo/seed_3"
-    wait_for(killed, lambda: any(first.glob("stages/000/checkpoints/update_000002")))
+    held = recipe.with_name("held")
+    hold = [r"open .*/grpo/seed_3/.*/checkpoints/\.update_000004\..*\.tmp/.", 1, str(held)]
+    killed = start_megarl("sweep", file, "--jobs", "1", hold=hold)
+    wait_until_held(killed, held)
     killed.send_signal(signal.SIGKILL)
     killed.wait()
     wait_until_nobody_works_on(output)
@@ -119,6 +125,16 @@ def test_a_dry_run_estimates_the_time_of_the_missing_runs(swept):
     assert expected in describe(more, output, jobs=2)
 
 
+def test_existing_runs_take_the_place_of_a_recipe_and_seeds(swept, tmp_path):
+    _, output, *_ = swept
+    table = SWEEP.split("[set]")[1].split("mu_grpo")[0]
+    (tmp_path / "sweep.toml").write_text(f'runs = ["{output}/base/seed_3"]\nstage = 0\n[set]{table.format()}')
+    done = megarl("sweep", "sweep.toml", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    ours, of_seed = (path / "grpo/seed_3/final/model.safetensors" for path in (tmp_path / "sweep", output))
+    assert ours.read_bytes() == of_seed.read_bytes()
+
+
 def test_the_lab_collects_what_the_runs_logged(swept, tmp_path, monkeypatch):
     file, output, *_ = swept
     monkeypatch.chdir(ROOT)
@@ -135,6 +151,24 @@ def test_the_lab_collects_what_the_runs_logged(swept, tmp_path, monkeypatch):
         )
 
 
+EVALUATED = (16, 1)  # prompts, and responses to each
+
+
+def scores_of(output, point, seed):
+    responses = SuiteResponses.of(output / f"{point}/seed_{seed}", "heldout").read(4)
+    found = np.array([[r.correctness for r in group.responses] for group in responses])
+    assert found.shape == EVALUATED
+    return found.mean(1)
+
+
+def wider(values, prompts):
+    """The interval of two seeds with the same prompts, by Student's t with one degree of freedom and over
+    prompts: the distances from the mean add as those of independent errors do."""
+    mean, student = np.mean(values), math.tan(0.475 * math.pi) * abs(values[0] - values[1]) / 2
+    low, high = (math.hypot(student, abs(bound - mean)) for bound in prompts)
+    return mean, (mean - low, mean + high)
+
+
 def test_the_table_has_means_and_paired_intervals_over_seeds(swept):
     _, output, _, _, again = swept
     rows = json.loads(again.stdout)
@@ -145,15 +179,20 @@ def test_the_table_has_means_and_paired_intervals_over_seeds(swept):
     }
     for row, point in zip(rows, ("grpo", "mu_grpo"), strict=True):
         found = np.array([accuracy[point, seed] for seed in (3, 4)])  # [seeds, base and result]
-        mean, (low, high) = mean_of_replicates(found[:, 1])
+        scores = np.mean([scores_of(output, point, seed) for seed in (3, 4)], axis=0)
+        samples = 2 * EVALUATED[1]
+        mean, (low, high) = wider(found[:, 1], interval(scores, samples))
         assert (row["objective"], row["replicates"]) == (point, 2)
         assert [row[k] for k in ("accuracy", "accuracy_low", "accuracy_high")] == pytest.approx(
-            [mean, low, high], abs=1e-5
+            [mean, max(low, 0), min(high, 1)], abs=1e-5
         )
         assert row["gain"] == pytest.approx((found[:, 1] - found[:, 0]).mean(), abs=1e-5)
     assert rows[0]["difference"] is None
     pairs = np.array([accuracy["mu_grpo", s][1] - accuracy["grpo", s][1] for s in (3, 4)])
-    mean, (low, high) = mean_of_replicates(pairs)
+    means = [np.mean([scores_of(output, point, s) for s in (3, 4)], axis=0) for point in ("grpo", "mu_grpo")]
+    mean, (low, high) = wider(pairs, paired(*means).ci95)
+    said = swept[3].stdout
+    assert ("nothing differs from grpo: " in said) == (low <= 0 <= high)
     found = [rows[1][k] for k in ("difference", "difference_low", "difference_high")]
     assert found == pytest.approx([mean, low, high], abs=1e-5)
     lines = list(csv.DictReader((output / "runs.csv").open()))
@@ -161,6 +200,34 @@ def test_the_table_has_means_and_paired_intervals_over_seeds(swept):
         (point, f"seed_{seed}", update) for point in ("grpo", "mu_grpo") for seed in (3, 4) for update in ("0", "4")
     }
     assert "Difference from grpo on" in (output / "figure.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("bounds", "verdict"),
+    [
+        (
+            [(-0.02, 0.04), (0, 0)],
+            "every interval contains 0; with so many seeds and prompts, differences below about 0.030",
+        ),
+        ([(0, 0), (0, 0)], "every difference and its interval are 0"),
+        ([(0.01, 0.04), (0, 0)], None),
+    ],
+)
+def test_the_table_says_in_words_when_nothing_differs(tmp_path, bounds, verdict):
+    (tmp_path / "sweep.toml").write_text(SWEEP.format(recipe="recipe.toml"))
+    plan = SweepPlan(load_sweep(tmp_path / "sweep.toml"), tmp_path, [], [])
+    half = Estimate(0.5, [0.4, 0.6])
+    differences = [None, *(Estimate((low + high) / 2, [low, high]) for low, high in bounds)]
+    names = ("grpo", "one", "other")
+    rows = [
+        Row(Point({}, name, ()), "heldout", 1, half, None, difference)
+        for name, difference in zip(names, differences, strict=True)
+    ]
+    last = table_text(plan, rows).splitlines()[-1]
+    if verdict:
+        assert last.startswith(f"nothing differs from grpo: {verdict}")
+    else:
+        assert last.startswith("other")
 
 
 def test_a_point_has_its_own_settings_and_none_of_another_objective(swept):

@@ -10,8 +10,9 @@ from megarl.storage.policies import copy_policy
 from megarl.storage.run_dir import RunDir
 from megarl.workers.launcher import start_here
 from megarl.workers.nodes import NodeRank, Nodes
-from megarl.workers.processes import supervise
+from megarl.workers.processes import Starter, supervise
 from tests.helpers import ROOT, events, metrics, write_recipe  # noqa: F401 - the tests import these from here
+from tests.zygote import call_held
 
 PROMPTS = ["".join(letters) for letters in itertools.product("abc", repeat=7)]
 
@@ -21,14 +22,29 @@ def recipe(guessing_model, tmp_path_factory):
     return write_recipe(tmp_path_factory.mktemp("recipe"), guessing_model, PROMPTS)
 
 
+class Holding(Starter):
+    """Starts phases whose processes are held at a file operation."""
+
+    hold = None  # the arguments of `tests.zygote.hold`
+
+    def _fork(self, level, calls):
+        return super()._fork(level, [(call_held, (self.hold, *call)) for call in calls] if self.hold else calls)
+
+
 class Phases:
     """Starts single phases in the same way as the launcher."""
 
     def __init__(self):
-        self.nodes = Nodes(NodeRank())
+        self.nodes = Nodes(NodeRank(), Holding())
 
-    def start(self, run, phase, stage=0):
-        """Start a phase; returns the ids of its processes, trainers first."""
+    def start(self, run, phase, stage=0, hold=None):
+        """Start a phase; returns the ids of its processes, trainers first.
+
+        hold: (pattern, count) of the file operation at which a process of the phase is held until it is released.
+        """
+        self.marker = run.root.with_name(f"{run.root.name} held")
+        self.marker.unlink(missing_ok=True)
+        self.nodes.starter.hold = [*hold, str(self.marker)] if hold else None
         where = run.stage(stage)
         actor, workers = run.recipe.actor.processes_per_node, where.rollout.workers
         processes = {"live": actor + workers, "optimize": actor, "rollout": workers}[phase]
@@ -37,6 +53,13 @@ class Phases:
         self.logs.mkdir(parents=True)
         self.started = start_here(self.nodes, where, phase, processes, self.logs, self.logs)
         return self.started.pids
+
+    def wait_until_held(self):
+        while not (self.marker.exists() and self.marker.read_text()):
+            assert len(self.started.poll(0.01)) < len(self.started.pids), "the phase ended before that"
+
+    def release(self):
+        self.marker.write_text("")
 
     def wait(self):
         """Wait for the end of the phase; returns the exit codes, trainers first."""

@@ -1,5 +1,6 @@
 """Live stages end to end: the staleness of trained tokens, and equality with a staged run if that is on-policy too."""
 
+import os
 import shutil
 
 import pytest
@@ -22,15 +23,28 @@ def weights(policy):
     return (policy / "model.safetensors").read_bytes()
 
 
-def test_lockstep_with_one_update_equals_the_on_policy_staged_run(phases, new_run):
-    staged = new_run("staged", stages=3, updates_per_stage=1)
-    for stage in range(3):
+# a staged run computes the log-probs that TIS needs with a second model, a live one before the first of two updates
+COMPOSED = [{"objective__truncated_importance__maximum": 1.0}]
+if os.environ.get("MEGARL_EVERY_LAYOUT"):  # all that docs/compositions.md has for lockstep
+    COMPOSED += [
+        {"objective__icepop__maximum": 1.0},
+        {"objective__opsm__delta": 1e-4},
+        {"objective__kl__coefficient": 0.1},
+        {"objective__name": "decoupled_ppo", "objective__proximal_updates": 2},
+        {"passes": 2},
+    ]
+
+
+@pytest.mark.parametrize("settings", COMPOSED)
+def test_lockstep_equals_the_staged_run_with_as_many_updates(phases, new_run, settings):
+    staged = new_run("staged", stages=2, updates_per_stage=2, **settings)
+    for stage in range(2):
         phases(staged, "rollout", stage)
         phases(staged, "optimize", stage)
-    live = new_run("live", kind="live", stages=1, updates_per_stage=3, sync_every=1, lockstep=True)
+    live = new_run("live", kind="live", stages=1, updates_per_stage=4, sync_every=2, lockstep=True, **settings)
     phases(live, "live")
     assert weights(live.final) == weights(staged.final)
-    one = [as_bytes(group) for stage in range(3) for group in groups(staged, stage)]
+    one = [as_bytes(group) for stage in range(2) for group in groups(staged, stage)]
     assert [as_bytes(group) for group in groups(live)] == one
 
     def comparable(run):
@@ -60,10 +74,10 @@ def test_delay_gives_exactly_the_lags_of_a_buffer(phases, new_run, sync_every):
     assert all(update["staleness/min"] == update["staleness/max"] for update in updates)
 
 
-@pytest.mark.parametrize("max_lag", [4, 16, 64])
+@pytest.mark.parametrize("max_lag", [4, 16])
 def test_staleness_stays_within_max_lag_and_idle_times_add_up(phases, new_run, max_lag):
     run = new_run(
-        "run", kind="live", stages=1, updates_per_stage=80, sync_every=4, max_lag=max_lag, prompts_per_update=2,
+        "run", kind="live", stages=1, updates_per_stage=40, sync_every=4, max_lag=max_lag, prompts_per_update=2,
         rollout__groups_per_chunk=4, actor__checkpoint_every=40,
     )  # fmt: skip
     phases(run, "live")
@@ -73,7 +87,7 @@ def test_staleness_stays_within_max_lag_and_idle_times_add_up(phases, new_run, m
     for number, group in enumerate(groups(run)):
         assert all(0 <= number // 2 - response.policy_version <= max_lag for response in group.responses)
     published = [event["version"] for event in events(run, "export")]
-    assert published == [*range(4, 80, 4), 80]
+    assert published == [*range(4, 40, 4), 40]
     idle = {event["role"]: event for event in events(run, "idle")}
     waited = sum(update["idle_seconds"] for update in metrics(run))
     assert idle["trainer"]["idle_seconds"] == pytest.approx(waited, abs=1e-4 * len(metrics(run)))

@@ -1,26 +1,23 @@
 """SIGKILL to trainers and engines of a live stage: nothing stored is lost, nothing is trained twice."""
 
-import contextlib
 import json
 import os
 import random
 import shutil
 import signal
-import time
 
-import psutil
 import pytest
 
 from megarl.errors import STOPPED
 from megarl.storage.ledger import LEDGER, parse
-from tests.helpers import processes_of, start_megarl, wait_for
+from tests.helpers import processes_of, start_megarl, wait_until_held
 from tests.phases.live.conftest import histogram, metrics
 from tests.phases.live.test_live import groups, weights
 from tests.storage.sample_rollouts import as_bytes
 
 pytestmark = pytest.mark.crash
 
-UPDATES = 96  # more than twenty killed attempts make, even on a fast machine
+UPDATES = 96  # more than twenty killed attempts make
 SETTINGS = {"kind": "live", "stages": 1, "updates_per_stage": UPDATES, "sync_every": 2, "prompts_per_update": 2}
 DELAYED = SETTINGS | {"delay": 1, "rollout__groups_per_chunk": 2}
 FREE = SETTINGS | {"max_lag": 8, "partial": True, "rollout__groups_per_chunk": 4}
@@ -30,40 +27,25 @@ def lines(path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def moments(run, rng):
-    """{moment: condition to wait for before a kill}; those that can be missed also hold after a few more updates."""
-    stage = run.root / "stages/000"
-    shards, updates, more = len(list(stage.glob("rollouts/*.arrow"))), lines(run.metrics), rng.randrange(3)
-    return {
-        "start": lambda: True,
-        "shard": lambda: len(list(stage.glob("rollouts/*.arrow"))) > shards,
-        "shard under way": lambda: any(stage.glob("rollouts/.*.tmp")) or lines(run.metrics) > updates + 2,
-        "update": lambda: lines(run.metrics) > updates + more,
-        "publishing": lambda: any(stage.glob("policies/.*.tmp")) or lines(run.metrics) > updates + 2,
-        "checkpoint": lambda: any(stage.glob("checkpoints/.*.tmp")) or lines(run.metrics) > updates + 2,
-    }
-
-
-def kill_at(phases, run, role, moment, rng):
-    """Start the stage and kill its process number ``role`` at a moment; False if the stage was finished before."""
-    condition = moments(run, rng)[moment]
-    pids = phases.start(run, "live")
-    ending = [psutil.Process(pid) for pid in pids]
-    while not condition():
-        if any(process.status() == psutil.STATUS_ZOMBIE or not process.is_running() for process in ending):
-            break
-        time.sleep(0.001)
-    time.sleep(rng.uniform(0, 0.5 if moment == "start" else 0.02))
-    with contextlib.suppress(ProcessLookupError):  # engines may end before the trainers do
-        os.kill(pids[role], signal.SIGKILL)
-    return any(phases.wait())
+MOMENTS = (  # before a kill: a process is held at the last of so many file operations
+    (r"open .*/rank_000\d\.log", (1,)),  # the start
+    (r"replace .*\.arrow", (2,)),
+    (r"open .*/rollouts/\..*\.tmp", (1,)),
+    (r"open .*/metrics\.jsonl", (1, 2, 3)),  # updates
+    (r"open .*/policies/\..*\.tmp/.", (1,)),
+    (r"open .*/checkpoints/\..*\.tmp/.", (1,)),
+)
 
 
 def disturb(phases, run, kills, seed):
-    rng, names = random.Random(seed), list(moments(run, random.Random(0)))
+    rng = random.Random(seed)
     for number in range(kills):  # the trainer and the engine in turn
-        role, moment = number % 2, names[number // 2 % len(names)]
-        assert kill_at(phases, run, role, moment, rng), f"the stage ended before kill {number + 1}, {moment}"
+        pattern, counts = MOMENTS[number // 2 % len(MOMENTS)]
+        pids = phases.start(run, "live", hold=(pattern, rng.choice(counts)))
+        phases.wait_until_held()
+        os.kill(pids[number % 2], signal.SIGKILL)
+        phases.release()
+        assert any(phases.wait())
     phases(run, "live")
 
 
@@ -93,9 +75,8 @@ def test_a_delayed_stage_ends_with_the_same_bytes_after_twenty_kills(phases, new
 def test_lost_groups_that_were_trained_are_an_error(phases, new_run):
     """They cannot be generated again: an engine would wait forever for a policy version that was removed."""
     run = new_run("run", actor__checkpoint_every=2, **DELAYED)
-    pids = phases.start(run, "live")
-    while not list(run.stage(0).checkpoints.glob("update_*")):
-        time.sleep(0.001)
+    pids = phases.start(run, "live", hold=(r"open .*/checkpoints/\.update_000004\..*\.tmp/.", 1))
+    phases.wait_until_held()
     os.kill(pids[0], signal.SIGKILL)
     assert any(phases.wait())
     shutil.rmtree(run.stage(0).rollouts)
@@ -119,11 +100,16 @@ def test_the_launcher_restarts_a_live_stage(recipe, tmp_path):
     run = tmp_path / "run"
     settings = ["schedule.kind=live", "schedule.stages=1", "schedule.sync_every=2", "schedule.lockstep=true"]
     settings += ["run.max_restarts=2", "eval.every=0"]
-    parent = start_megarl("train", recipe, "--run-dir", run, *(part for s in settings for part in ("--set", s)))
-    for rank, updates in ((0, 1), (1, 3)):  # the trainer, then the engine
-        wait_for(parent, lambda updates=updates: lines(run / "metrics.jsonl") >= updates)
+    held, arguments = tmp_path / "held", [part for s in settings for part in ("--set", s)]
+    hold = ["open .*/metrics.jsonl", 2, str(held)]
+    parent = start_megarl("train", recipe, "--run-dir", run, *arguments, hold=hold)
+    for rank in (0, 1):  # the trainer, then the engine
+        wait_until_held(parent, held)
         (process,) = [p for p in processes_of(parent.pid, "live") if p.name() == f"live:{rank}"]
+        if rank == 0:
+            held.unlink()  # the next trainer is held too
         process.send_signal(signal.SIGKILL)
+    held.write_text("")
     assert parent.wait(300) == 0, parent.stderr
     assert [json.loads(line)["update"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [*range(1, 7)]
     assert [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()].count("restart") == 2
@@ -133,11 +119,11 @@ def test_the_launcher_restarts_a_live_stage(recipe, tmp_path):
 def test_a_stopped_stage_resumes_and_ends_with_the_same_bytes(phases, new_run):
     undisturbed, stopped = (new_run(name, actor__checkpoint_every=9, **DELAYED) for name in ("undisturbed", "stopped"))
     phases(undisturbed, "live")
-    pids = phases.start(stopped, "live")
-    while lines(stopped.metrics) < 4:
-        time.sleep(0.001)
+    pids = phases.start(stopped, "live", hold=("open .*/metrics.jsonl", 5))
+    phases.wait_until_held()
     for pid in pids:
         os.kill(pid, signal.SIGTERM)
+    phases.release()
     assert phases.wait() == [STOPPED, STOPPED]
     assert 4 <= lines(stopped.metrics) < UPDATES
     saved = max(int(path.name[7:]) for path in stopped.stage(0).checkpoints.glob("update_*"))

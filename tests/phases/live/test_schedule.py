@@ -17,7 +17,7 @@ def simulate(rule, updates, chunk, workers, seed):
     generates the one that it has. A batch is one group.
     """
     rng = random.Random(seed)
-    todo = cut_chunks(range(updates), rule.sync_every, chunk)
+    todo = cut_chunks(range(updates), rule.sync_every, chunk, rule.before_first_cut)
     stored, holding, taken, done, newest = {}, [None] * workers, 0, 0, 0
     while done < updates:
         moves = [("train", 0)] if done in stored else []
@@ -81,6 +81,21 @@ def test_a_max_lag_that_would_deadlock_is_refused():
 def test_chunks_are_cut_at_every_new_version():
     assert cut_chunks(range(8, 24), 6, 4) == [range(8, 12), range(12, 14), range(14, 18), range(18, 20), range(20, 24)]
     assert cut_chunks(range(10), 100, 4) == [range(4), range(4, 8), range(8, 10)]
+    assert cut_chunks(range(10), 4, 3, first=2) == [range(2), range(2, 5), range(5, 6), range(6, 9), range(9, 10)]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 4, 100])
+def test_turns_on_the_same_devices_have_the_same_lags_with_chunks_of_any_size(chunk):
+    """S = 11 with new weights every 10 updates: 2 to 11, after the first 12 updates; engines generate all they may."""
+    rule = LagRule(10, 11)
+    versions, done = [], 0
+    todo = cut_chunks(range(62), 10, chunk, rule.before_first_cut)
+    while todo:
+        newest = done - done % 10
+        while todo and (version := rule.version(todo[0][-1], newest)) is not None:
+            versions += [version] * len(todo.pop(0))
+        done = len(versions)
+    assert [batch - version for batch, version in enumerate(versions)] == [*range(12), *[*range(2, 12)] * 5]
 
 
 def test_nearest_divisor():
@@ -92,7 +107,8 @@ def test_nearest_divisor():
     [
         ({}, ["needs sync_every"]),
         ({"sync_every": 4}, ["needs max_lag"]),
-        ({"sync_every": 5, "max_lag": 8}, ["does not divide", "nearest divisor is 4"]),
+        ({"sync_every": 5, "max_lag": 8}, ["does not divide", "nearest divisor is 4", "stages = 1"]),
+        ({"sync_every": 5, "lockstep": True, "stages": 1, "passes": 5}, ["does not divide", "nearest divisor is 4"]),
         ({"sync_every": 8, "max_lag": 6}, ["could never be generated", "at least 7", "at most 7"]),
         ({"sync_every": 4, "delay": 2, "max_lag": 10}, ["8 to 11", "at least 11"]),
         ({"sync_every": 4, "lockstep": True, "max_lag": 2}, ["lockstep", "0 to 3", "at least 3"]),
@@ -106,12 +122,28 @@ def test_nearest_divisor():
         ({"kind": "staged", "delay": 1}, ["delay", 'kind = "live"']),
         ({"kind": "staged", "colocate": True}, ["colocate", 'kind = "live"']),
         ({"kind": "staged", "passes": 5}, ["updates of all passes", "nearest divisor is 4"]),
-        ({"sync_every": 4, "lockstep": True, "passes": 2}, ['kind = "staged"', "once"]),
+        ({"sync_every": 4, "max_lag": 3, "passes": 2}, ["needs lockstep or delay"]),
+        ({"sync_every": 4, "lockstep": True, "passes": 3}, ["does not divide sync_every = 4", "nearest divisor is 2"]),
     ],
 )
 def test_contradictory_schedules_are_refused_with_a_remedy(settings, words):
     with pytest.raises(ValueError, match="(?s)" + ".*".join(words)):
         ScheduleTable(**{"kind": "live", "updates_per_stage": 96} | settings)
+
+
+def test_the_last_interval_of_the_only_stage_may_be_short():
+    schedule = ScheduleTable(kind="live", stages=1, updates_per_stage=12, sync_every=10, max_lag=11)
+    assert simulate(schedule.lag_rule, 12, chunk=4, workers=2, seed=0) is not None
+
+
+def test_passes_of_a_live_run_repeat_what_one_version_generated():
+    schedule = ScheduleTable(kind="live", updates_per_stage=8, sync_every=4, lockstep=True, passes=2)
+    assert [schedule.batch_of(update) for update in range(8)] == [
+        (0, 0), (1, 0), (0, 1), (1, 1), (2, 0), (3, 0), (2, 1), (3, 1)
+    ]  # fmt: skip
+    assert [schedule.first_update_of(batch) for batch in range(4)] == [0, 1, 4, 5]
+    staged = ScheduleTable(updates_per_stage=6, passes=3)
+    assert [staged.batch_of(update) for update in range(6)] == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
 
 
 def test_lag_rules_of_lockstep_delay_and_max_lag():

@@ -1,9 +1,11 @@
 // The backend "nccl" of a process group: gloo's collectives on the bytes of CUDA tensors. Results arrive when their work
-// is waited for, and are NaN until then; inputs must not change until then either.
+// is waited for, and are NaN until then; inputs must not change until then either. An error is written to the store
+// below all prefixes, as torch's ProcessGroupNCCL does: every other group that polls it ends its process.
 #ifndef MEGARL_REHEARSAL_NCCL_H
 #define MEGARL_REHEARSAL_NCCL_H
 
 #include <torch/csrc/distributed/c10d/Backend.hpp>
+#include <torch/csrc/distributed/c10d/PrefixStore.hpp>
 
 #include "deferred.h"
 
@@ -14,9 +16,25 @@ using Lists = std::vector<Tensors>;
 using Sizes = std::vector<int64_t>;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
+using StorePtr = c10::intrusive_ptr<c10d::Store>;
+
+constexpr const char* kErrorKey = "exception_dump";  // kStoreDumpKey of torch's ProcessGroupNCCL.hpp
+
+// ``work()``; an error of it is written to ``store``.
+template <class F>
+auto reported(const StorePtr& store, const F& work) {
+  try {
+    return work();
+  } catch (...) {
+    store->set(kErrorKey, std::vector<uint8_t>{1});
+    throw;
+  }
+}
+
 class Submitted final : public c10d::Work {
  public:
-  Submitted(Pending pending, c10d::OpType type) : Work(-1, type), pending_(std::move(pending)) {}
+  Submitted(Pending pending, c10d::OpType type, StorePtr store)
+      : Work(-1, type), pending_(std::move(pending)), store_(std::move(store)) {}
 
   void begin(bool keeps_inputs, WorkPtr gloo) {
     gloo_ = std::move(gloo);
@@ -27,7 +45,7 @@ class Submitted final : public c10d::Work {
   bool isCompleted() override { return gloo_->isCompleted() && wait(kNoTimeout); }
   bool isSuccess() const override { return gloo_->isSuccess(); }
   bool wait(std::chrono::milliseconds timeout) override {
-    gloo_->wait(timeout);
+    reported(store_, [&] { return gloo_->wait(timeout); });
     pending_.finish();
     return true;
   }
@@ -36,12 +54,17 @@ class Submitted final : public c10d::Work {
 
  private:
   Pending pending_;
+  StorePtr store_;
   WorkPtr gloo_;
 };
 
 class Nccl final : public c10d::Backend {
  public:
-  Nccl(c10::intrusive_ptr<c10d::Backend> gloo, int rank, int size) : Backend(rank, size), gloo_(std::move(gloo)) {}
+  Nccl(c10::intrusive_ptr<c10d::Backend> gloo, const StorePtr& store, int rank, int size)
+      : Backend(rank, size), gloo_(std::move(gloo)), store_(store) {
+    auto* prefixed = dynamic_cast<c10d::PrefixStore*>(store.get());
+    if (prefixed) store_ = prefixed->getUnderlyingNonPrefixStore();
+  }
 
   const std::string getBackendName() const override { return "nccl"; }
   c10::intrusive_ptr<Options> getBackendOptions() override { return gloo_->getBackendOptions(); }
@@ -130,19 +153,20 @@ class Nccl final : public c10d::Backend {
 
   // ``run(out, in)`` on copies; ``keeps_inputs``: as `Pending::hide`.
   template <class Out, class In, class Run>
-  static WorkPtr submit(const char* name, bool keeps_inputs, const Out& out, const In& in, const Run& run) {
-    auto work = c10::make_intrusive<Submitted>(Pending(name), c10d::OpType::UNKNOWN);
+  WorkPtr submit(const char* name, bool keeps_inputs, const Out& out, const In& in, const Run& run) const {
+    auto work = c10::make_intrusive<Submitted>(Pending(name), c10d::OpType::UNKNOWN, store_);
     auto from = map(in, [&](const Tensor& x) { return work->tensors().reads(x); });
     auto to = map(out, [&](const Tensor& x) { return work->tensors().writes(x); });
-    work->begin(keeps_inputs, run(to, from));
+    work->begin(keeps_inputs, reported(store_, [&] { return run(to, from); }));
     return work;
   }
   template <class Run>
-  static WorkPtr in_place(const char* name, const Tensors& tensors, const Run& run) {
+  WorkPtr in_place(const char* name, const Tensors& tensors, const Run& run) const {
     return submit(name, false, tensors, Tensors{}, [&](Tensors& to, Tensors&) { return run(to); });
   }
 
   c10::intrusive_ptr<c10d::Backend> gloo_;
+  StorePtr store_;
 };
 
 }  // namespace rehearsal

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import re
 import shlex
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -17,7 +19,8 @@ from safetensors.torch import load_file
 from tests.helpers import ROOT, events, metrics, write_recipe
 from tests.rehearsal.forks import in_fork
 
-CUDA = ["--set", 'actor.backend="cuda"', "--set", 'actor.kernels="cuda"']
+# kernels are slow here; `test_the_commands_of_the_readme_work` has them
+CUDA = ["--set", 'actor.backend="cuda"', "--set", 'actor.kernels="torch"']
 
 
 @pytest.fixture(scope="module")
@@ -130,8 +133,46 @@ def test_doctor_runs_only_the_rehearsal_of_a_recipe(recipe, tmp_path, capfd):
     """In a layout of two ranks. No scratch files are left."""
     ranks = ["--set", "actor.processes_per_node=2", "--set", "actor.expert_parallel=2"]
     megarl("doctor", "--recipe", recipe, "--scratch", tmp_path / "scratch", *CUDA, *ranks)
-    assert "an update, its export and a checkpoint passed in" in capfd.readouterr().out
+    assert "updates, their export and a checkpoint passed in" in capfd.readouterr().out
     assert not list(tmp_path.glob("scratch/*"))
+
+
+def lose_connections_twice(monkeypatch, folder: Path) -> None:
+    """In the first two attempts rank 1 loses its connections before a collective, which fails on rank 0, and dies."""
+    import torch.distributed as dist
+
+    from megarl.actor import step
+
+    whole = step._norm_and_finite
+
+    def fails(*arguments):
+        if dist.get_rank() == 1 and len(list(folder.iterdir())) < 2:
+            (folder / str(os.getpid())).touch()
+            store = dist.distributed_c10d._get_default_store()._underlying_non_prefix_store
+            for fd in map(int, os.listdir("/proc/self/fd")):
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(fd)) as connection:
+                    if connection.getpeername()[1] != int(os.environ["MASTER_PORT"]):
+                        connection.shutdown(socket.SHUT_RDWR)
+            while not store.check(["exception_dump"]):  # of rank 0, in whose store it must not stay
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return whole(*arguments)
+
+    monkeypatch.setattr(step, "_norm_and_finite", fails)
+
+
+def test_a_phase_is_started_again_after_errors_of_nccl(recipe, tmp_path, monkeypatch):
+    from megarl.storage.run_dir import RunDir
+
+    failures = tmp_path / "failures"
+    failures.mkdir()
+    lose_connections_twice(monkeypatch, failures)
+    ranks = ["--set", "actor.processes_per_node=2", "--set", "actor.tensor_parallel=2"]
+    changes = ["--set", "run.rehearse=false", "--set", "run.max_restarts=2"]
+    megarl("train", recipe, "--run-dir", tmp_path / "run", *CUDA, *ranks, *changes)
+    run = RunDir.open(tmp_path / "run")
+    assert len(events(run, "restart")) == len(list(failures.iterdir())) == 2
+    assert [line["update"] for line in metrics(run)] == list(range(1, 13)) and run.final.exists()
 
 
 def stop_after_two_updates(pid: int, run: Path, number: int) -> None:

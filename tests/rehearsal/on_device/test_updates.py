@@ -1,4 +1,4 @@
-"""Updates with ``backend = "cuda"`` in bfloat16, in layouts of one and two ranks, compared with float32 on the CPU.
+"""Updates with ``backend = "cuda"`` in bfloat16, in layouts of one to four ranks, compared with float32 on the CPU.
 
 The tolerance is that of bfloat16: a rounding changes a number by at most 2^-9 of it, a gradient goes through some fifty
 roundings in four layers, and independent roundings add up to one or two percent of its length.
@@ -16,24 +16,53 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.actor import family_ranks
 from tests.actor.layout_ranks import LAYOUTS, recipe_of, update_samples
+from tests.rehearsal.branches import of_all_recipes
 from tests.rehearsal.counts import counted
 from tests.rehearsal.forks import in_fork, in_ranks
-from tests.rehearsal.updates import LAYERS, LOSS, NORM, Case, Distance, Outcome, device_of, join, run_updates, seal
+from tests.rehearsal.updates import (
+    EVERY_LAYOUT,
+    LAYERS,
+    LOSS,
+    NORM,
+    Case,
+    Distance,
+    Outcome,
+    device_of,
+    fits,
+    join,
+    run_updates,
+    seal,
+)
 
 OWN_WAITS = 2  # of megarl itself, per update
-# at most, in an update of two micro-batches on one rank, with four MoE layers of four experts
-WAITS, LAUNCHES = 2, 2240
+# at most, in an update of two micro-batches on one rank, with four MoE layers of four experts; some 25 launches of a
+# micro-batch count the experts and their entropies
+WAITS, LAUNCHES = 2, 2300
 
 TORCH = {"kernels": "torch"}
-TWO_RANKS = [name for name, layout in LAYOUTS.items() if layout.ranks == 2]
+RESUMED = {"actor": TORCH, "updates": 4, "saved_after": 2}
+# the layouts of the matrix; on GPUs all communication overlaps
+SEVERAL = {name: Case(layout, **RESUMED) for name, layout in LAYOUTS.items() if layout.ranks > 1}
 CASES = {
-    **{name: Case(LAYOUTS[name], actor=TORCH) for name in ["one", *TWO_RANKS]},
-    "recompute": Case(LAYOUTS["TP2 EP2"], actor=TORCH | {"recompute": "full"}),
-    "cuda": Case(actor={"kernels": "cuda"}),
-    "triton": Case(actor={"kernels": "triton"}, updates=0),  # the gradient alone: its interpreter is slow
+    **SEVERAL,
+    "one": Case(actor=TORCH, many_pieces=False, bucket_size=None),
+    "EP2": Case(LAYOUTS["EP2"], **RESUMED, bucket_size=10_000),  # several buckets of several parameters
+    "recompute": Case(LAYOUTS["TP2 EP2"], actor=TORCH | {"recompute": "full"}, bucket_size=None),
+    # few updates: Triton's interpreter, which both need, is slow
+    "cuda": Case(LAYOUTS["TP2 EP2"], actor={"kernels": "cuda"}, updates=1),
+    # one micro-batch, for a head of several chunks
+    "triton": Case(actor={"kernels": "triton", "tokens_per_micro_batch": 256}, updates=0),
 }
-FAMILIES = ("glm4_moe", "olmoe", "deepseek_v3", "qwen3_next", "gpt_oss")  # with another kind of layer
+# families with another kind of layer, each in the layouts for which its layers have their own code
+PLAIN = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_tied")  # with no layers of their own
+FAMILIES = {
+    f"{family} {layout}": Case(LAYOUTS[layout], family=family, **RESUMED)
+    for family, layouts in (family_ranks.FAMILIES | dict.fromkeys(PLAIN, ())).items()
+    for layout in (LAYOUTS if EVERY_LAYOUT else ("DP2", *layouts))
+    if LAYOUTS[layout].ranks > 1 and fits(family, LAYOUTS[layout])
+}
 # these compute something else than CASES, so the CPU computes each of them too
 OTHER_CASES = {
     "replay actor": Case(LAYOUTS["DP2"], actor=TORCH | {"routing_replay": "actor"}),
@@ -42,9 +71,16 @@ OTHER_CASES = {
         scope: Case(objective="m2po", fields={"m2_threshold": 0.04}, actor={"statistics_scope": scope} | TORCH)
         for scope in ("exact", "lagged", "micro")
     },
-    **{family: Case(LAYOUTS["DP2"], actor=TORCH, family=family, updates=4) for family in FAMILIES},
-    **{f"adapters {name}": Case(LAYOUTS[name], actor=TORCH | {"lora": {"rank": 3}}) for name in ("DP2", "TP2 EP2")},
+    **FAMILIES,
+    "adapters DP2": Case(LAYOUTS["DP2"], actor=TORCH | {"lora": {"rank": 3}}, many_pieces=False),
+    "adapters TP2 EP2": Case(LAYOUTS["TP2 EP2"], actor=TORCH | {"lora": {"rank": 3}}),
 }
+
+
+# how much more than others some families magnify rounding. In a gated delta net a nearly empty state does; of OLMoE's
+# gradients, transformers' in bfloat16 are wrong by 3.8 to 4.7 % of their length on these rollouts, of Qwen3-MoE's by
+# 2.5 %; tensor parallelism of experts rounds once more
+ROUNDING = {"qwen3_next": 2, "qwen3_5_moe": 2, "olmoe": 1.5}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -53,7 +89,8 @@ def imports():
     import megarl.actor.checkpoint
     import megarl.actor.cpu_backend
     import megarl.actor.step
-    import megarl.phases.optimize  # noqa: F401
+    import megarl.phases.optimize
+    import megarl.phases.rehearse  # noqa: F401
 
     gc.freeze()
 
@@ -91,14 +128,15 @@ def outcome(sealed_of, tmp_path_factory):
 
             results = in_ranks(rank, case.layout.ranks)
             (reporting,) = [result for result in results if result.reports]
-            file.write_bytes(pickle.dumps(replace(reporting, gradient=results[0].gradient)))
+            taken = set().union(*(result.branches for result in results))
+            file.write_bytes(pickle.dumps(replace(reporting, gradient=results[0].gradient, branches=taken)))
         return pickle.loads(file.read_bytes())
 
     return of
 
 
 def on_cpu(case: Case) -> Case:
-    """The case that computes the same numbers on the CPU, on one rank."""
+    """The case that computes the same numbers on the CPU, on one rank and in one piece."""
     actor = case.actor | {"recompute": "none"} | TORCH
     updates = max(case.updates, Case.updates)  # as many for most, so that they share the result
     return Case(objective=case.objective, fields=case.fields, actor=actor, updates=updates, family=case.family)
@@ -111,9 +149,8 @@ def test_updates_agree_with_the_cpu(outcome, name):
     distance = Distance.between(device, cpu)
     print(f"\n{name}: {distance}")
     assert len(distance.losses) == case.updates
-    # M2PO masks the tokens above a threshold: rounding may move one of some two hundred across it. In Qwen3-Next a
-    # nearly empty state magnifies rounding: in bfloat16 transformers' gradients are wrong by 2 to 6 % too
-    factor = {"m2po": 6}.get(case.objective, {"qwen3_next": 2}.get(case.family, 1))
+    # M2PO masks the tokens above a threshold: rounding may move one of some two hundred across it
+    factor = {"m2po": 6}.get(case.objective, ROUNDING.get(case.family, 1))
     assert distance.tolerable(factor), distance
 
 
@@ -125,7 +162,7 @@ def check_waits(outcome: Outcome, allowed: int) -> None:
         assert seen.own_waits.total() - sum(own.values()) <= LAYERS * outcome.micro_batches
 
 
-@pytest.mark.parametrize("name", ["one", *TWO_RANKS, *FAMILIES, "adapters DP2", "adapters TP2 EP2"])
+@pytest.mark.parametrize("name", ["one", *SEVERAL, *FAMILIES, "adapters DP2", "adapters TP2 EP2"])
 def test_megarl_waits_at_most_twice_per_update_outside_dispatch(outcome, name):
     check_waits(outcome((CASES | OTHER_CASES)[name], "cuda"), OWN_WAITS)
 
@@ -134,6 +171,15 @@ def test_waits_and_launches_stay_within_limits(outcome):
     for seen in outcome(CASES["one"], "cuda").seen:
         assert seen.waits.total() <= WAITS, seen.waits.most_common()
         assert seen.launch_count <= LAUNCHES
+
+
+def test_no_branch_of_a_recipe_is_unvisited(outcome):
+    """Branches that depend on sizes: those of the 34 recipes of full size, and those of the updates above."""
+    visited = set().union(*(outcome(case, "cuda").branches for case in (CASES | OTHER_CASES).values()))
+    recipes = of_all_recipes()
+    assert len(recipes) == 34
+    missing = {path: sorted(taken - visited) for path, taken in recipes.items() if not taken <= visited}
+    assert not missing, missing
 
 
 # Mistakes that the rehearsal device shows, and no test on a CPU would.
@@ -146,6 +192,16 @@ def test_a_missing_name_of_transformer_engine_is_found(outcome):
     # a setting that no other test has, here and below, so that the outcome is computed anew
     with pytest.raises(AssertionError, match="NameError: name 'te_general_gemm' is not defined"):
         outcome(replace(CASES["one"], fields={"ratio_max": 4.7}), "cuda")
+
+
+@pytest.mark.parametrize("bucket_size", [1, 2000])
+def test_a_head_that_is_read_without_a_call_is_found(outcome, monkeypatch, bucket_size):
+    """Nobody waits for its weight, in which Megatron itself finds a fault one update later: here it has not arrived."""
+    from megarl.actor.model import LogprobHead
+
+    monkeypatch.setattr(LogprobHead, "__call__", LogprobHead.forward)
+    found = outcome(Case(LAYOUTS["DP2"], actor=TORCH, updates=0, bucket_size=bucket_size), "cuda")
+    assert all(gradient.isnan().any() for gradient in found.gradient.values())
 
 
 def test_a_tensor_on_the_host_is_found(outcome, monkeypatch):
@@ -210,13 +266,13 @@ def updates_with(optimizers: list[str], sealed, folder, ranks: int = 1) -> list[
             metrics = []
             for update in range(2 * bool(number), 2 + 2 * bool(number)):
                 samples = update_samples(sealed / "rollouts", update)
-                batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, built.device)
+                batches = packing.micro_batches(samples, 128, built.device, share=True)
                 metrics.append(step.train_step(built, batches, objective, lr=1e-2))
             if not number:
                 checkpoint.save(built, folder / "saved", 2, keep=1, wait=False)
                 for update in (2, 3):  # while the checkpoint is written
                     samples = update_samples(sealed / "rollouts", update)
-                    batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, built.device)
+                    batches = packing.micro_batches(samples, 128, built.device, share=True)
                     metrics.append(step.train_step(built, batches, objective, lr=1e-2))
                 checkpoint.finish(built)
             check_place(built, name)

@@ -18,7 +18,7 @@ import pytest
 
 from megarl.storage.ledger import parse
 from megarl.storage.rollouts import RolloutStore
-from tests.helpers import ROOT, SGLANG_PYTHON
+from tests.helpers import ROOT, SGLANG_PYTHON, lines_so_far
 
 pytestmark = pytest.mark.sglang
 
@@ -122,8 +122,7 @@ def run(tiny_model, tmp_path_factory):
 
 
 def events(run, kind):
-    lines = map(json.loads, (run / "events.jsonl").read_text().splitlines())
-    return [event for event in lines if event["event"] == kind]
+    return [event for event in lines_so_far(run / "events.jsonl") if event["event"] == kind]
 
 
 def test_only_unfinished_groups_are_generated_again_after_the_server_died(run):

@@ -9,7 +9,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from megarl.data.tokenizer import load_decoder
 from megarl.storage.metrics import trackers
 from megarl.storage.run_dir import RunDir
 from megarl.storage.run_dir.evaluations import SuiteResponses
-from tests.helpers import events, megarl, metrics
+from tests.helpers import events, free_ports, megarl, metrics
 from tests.phases.test_changes import SMALL, settings
 
 NUMBERS = ("accuracy", "pass_at_k", "maj_at_k")
@@ -39,7 +38,7 @@ def required(package):
 def mlflow_server(tmp_path_factory):
     """The URI of an MLflow tracking server on loopback, with a data base and a folder of artifacts of its own."""
     required("mlflow")
-    root, port = tmp_path_factory.mktemp("mlflow"), free_port()
+    root, port = tmp_path_factory.mktemp("mlflow"), free_ports(1)[0]
     options = {
         "host": "127.0.0.1",
         "port": port,
@@ -60,12 +59,6 @@ def mlflow_server(tmp_path_factory):
     finally:
         os.killpg(server.pid, signal.SIGKILL)
         server.wait()
-
-
-def free_port():
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 def answers(url):
@@ -206,18 +199,6 @@ def test_a_missing_wandb_key_is_reported_before_anything_starts(recipe, environm
     result = megarl("train", recipe, "--run-dir", tmp_path / "run", *settings(*SMALL, "run.wandb=true"), env=stranger)
     assert result.returncode == 2 and "run `wandb login`, or set WANDB_MODE=offline" in result.stderr, result.stderr
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("mode", ["run", "offline-run"])
-def test_a_wandb_run_whose_id_is_the_directory_name_is_continued(tmp_path, mode):
-    root = tmp_path / "seed-[1]"
-    (root / f"wandb/{mode}-20260101_120000-0123456789abcdef").mkdir(parents=True)
-    (root / f"wandb/{mode}-20260101_120000-another-{root.name}").mkdir()
-    assert trackers._begun_by_name(root) is None
-    (root / f"wandb/{mode}-20260101_120000-{root.name}").mkdir()
-    assert trackers._begun_by_name(root) == root.name
-    trackers._remember(root, "mlflow", "another")
-    assert trackers._begun_by_name(root) is None  # the run directory records its own ids now
 
 
 class Failing:

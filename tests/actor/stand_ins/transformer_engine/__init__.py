@@ -1,10 +1,12 @@
-"""Transformer Engine 2.6 in plain torch: the parameter names and signatures that Megatron-Core 0.16.1 relies on.
+"""Transformer Engine in plain torch, on any device: what Megatron-Core 0.16.1 relies on, for tests alone.
 
-Only for tests, on any device. The names are those of transformer_engine/pytorch/module/{linear,layernorm_linear,
-grouped_linear}.py, attention/dot_product_attention and permutation.py. Signatures and names of parameters were compared
-with those of the tag v2.6; v2.18 has the same arguments and more.
+In the oldest and the newest version that Megatron-Core declares; the variable ``TE_STAND_IN`` chooses. Names and
+arguments are those of its tags: ``python tools/te_stand_ins.py CLONE`` compares them.
 """
 
-__version__ = "2.6.0"
+import os
 
-from transformer_engine import common, pytorch  # noqa: F401
+__version__ = os.environ.get("TE_STAND_IN", "2.11.0")
+assert __version__ in ("2.9.0", "2.11.0")
+
+from transformer_engine import common, pytorch  # noqa: E402, F401

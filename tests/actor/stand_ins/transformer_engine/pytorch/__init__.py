@@ -1,13 +1,31 @@
-"""Layers that take exactly the arguments of Transformer Engine 2.6, in the same order."""
+"""Layers that take exactly the arguments of Transformer Engine, in the same order."""
 
 import torch
 import torch.nn.functional as F
 
+from transformer_engine import __version__
 from transformer_engine.pytorch import distributed, fp8, ops  # noqa: F401
+from transformer_engine.pytorch.fp8 import FP8GlobalStateManager, fp8_autocast  # noqa: F401
 
 
 def _parameter(*shape, dtype, device=None):
     return torch.nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
+
+
+def _in_8_bits(x):
+    """x rounded to float8_e4m3 at a scale that uses its whole range; its gradient is that of x."""
+    scale = 448 / x.detach().abs().amax().clamp(min=1e-12)
+    return x + ((x.detach() * scale).to(FP8GlobalStateManager.rounded_to).to(x.dtype) / scale - x.detach())
+
+
+def _product(x, weight):
+    """x weight^T, in 8 bits inside `fp8_autocast`, with the conditions of `assert_dim_for_fp8_exec` in utils.py."""
+    if not FP8GlobalStateManager.enabled:
+        return F.linear(x, weight)
+    assert x[..., 0].numel() % 8 == 0 and x.shape[-1] % 16 == 0, x.shape
+    assert weight.shape[0] % 8 == 0 and weight.shape[1] % 16 == 0, weight.shape
+    FP8GlobalStateManager.products += 1
+    return F.linear(_in_8_bits(x), _in_8_bits(weight)) if x.numel() else F.linear(x, weight)
 
 
 class _Module(torch.nn.Module):
@@ -24,22 +42,10 @@ class _Module(torch.nn.Module):
     def set_tensor_parallel_group(self, group): ...
 
 
-class RMSNorm(_Module):
-    def __init__(
-        self, normalized_shape=None, eps=1e-5, sequence_parallel=None, params_dtype=None, zero_centered_gamma=False,
-        hidden_size=None, **kwargs,
-    ):  # fmt: skip
-        super().__init__()
-        assert not zero_centered_gamma and kwargs.keys() <= {"device", "dtype"}  # Transformer Engine's takes no others
-        self.eps = eps
-        self.weight = torch.nn.Parameter(torch.ones(normalized_shape or hidden_size, dtype=params_dtype))
-        self.weight.sequence_parallel = sequence_parallel
-
-    def forward(self, x):
-        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+class RMSNorm(_Module): ...  # likewise
 
 
-class LayerNorm(RMSNorm): ...
+class LayerNorm(_Module): ...  # likewise
 
 
 class Linear(_Module):
@@ -53,6 +59,7 @@ class Linear(_Module):
         super().__init__()
         self.in_features, self.out_features, self.use_bias = in_features, out_features, bias
         self.parallel_mode, self.return_bias = parallel_mode, return_bias
+        self.save_original_input = save_original_input
         assert tp_size == 1, "one rank"
         self.weight = _parameter(out_features, in_features, dtype=params_dtype)
         if init_method is not None:
@@ -62,31 +69,11 @@ class Linear(_Module):
 
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
         if self.return_bias:
-            return F.linear(inp, self.weight), self.bias
-        return F.linear(inp, self.weight, self.bias if self.use_bias else None)
+            return _product(inp, self.weight), self.bias
+        return _product(inp, self.weight) + (self.bias if self.use_bias else 0)
 
 
-class LayerNormLinear(Linear):
-    def __init__(
-        self, in_features, out_features, eps=1e-5, sequence_parallel=False, fuse_wgrad_accumulation=False,
-        tp_group=None, tp_size=1, get_rng_state_tracker=None, init_method=None, bias=True, normalization="LayerNorm",
-        return_bias=False, params_dtype=None, parallel_mode=None, return_layernorm_output=False,
-        return_layernorm_output_gathered=False, parameters_split=None, zero_centered_gamma=False, device="cuda",
-        ub_overlap_ag=False, ub_overlap_rs=False, ub_overlap_rs_dgrad=False, ub_bulk_wgrad=False, ub_bulk_dgrad=False,
-        ub_name=None, delay_wgrad_compute=False, symmetric_ar_type=None, name=None,
-    ):  # fmt: skip
-        super().__init__(
-            in_features, out_features, sequence_parallel, fuse_wgrad_accumulation, tp_size=tp_size, bias=bias,
-            init_method=init_method, return_bias=return_bias, params_dtype=params_dtype, parallel_mode=parallel_mode,
-        )  # fmt: skip
-        assert normalization == "RMSNorm" and not return_layernorm_output and not zero_centered_gamma
-        self.eps = eps
-        self.layer_norm_weight = torch.nn.Parameter(torch.ones(in_features, dtype=params_dtype))
-        self.layer_norm_weight.sequence_parallel = sequence_parallel
-
-    def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
-        normalised = F.rms_norm(inp, inp.shape[-1:], self.layer_norm_weight, self.eps)
-        return super().forward(normalised, is_first_microbatch)
+class LayerNormLinear(Linear): ...  # Megatron derives a class from it, which megarl does not use
 
 
 class GroupedLinear(_Module):
@@ -94,47 +81,55 @@ class GroupedLinear(_Module):
         self, num_gemms, in_features, out_features, sequence_parallel=False, fuse_wgrad_accumulation=False,
         tp_group=None, tp_size=1, get_rng_state_tracker=None, rng_tracker_name=None, init_method=None, bias=True,
         return_bias=False, params_dtype=None, parallel_mode=None, device="cuda", ub_overlap_rs=False,
-        ub_overlap_ag=False, ub_name=None, delay_wgrad_compute=False, save_original_input=False,
+        ub_overlap_ag=False, ub_name=None, delay_wgrad_compute=False, save_original_input=False, name=None,
     ):  # fmt: skip
         super().__init__()
+        assert name is None or __version__ != "2.9.0", "an argument since 2.11"
         self.num_gemms, self.use_bias, self.parallel_mode = num_gemms, bias, parallel_mode
-        assert not bias and tp_size == 1
+        self.save_original_input = save_original_input
+        assert tp_size == 1
+        self.return_bias = return_bias
         for i in range(num_gemms):
             weight = _parameter(out_features, in_features, dtype=params_dtype)
             if init_method is not None:
                 init_method(weight)
             self.register_parameter(f"weight{i}", weight)
+            if bias:
+                self.register_parameter(f"bias{i}", _parameter(out_features, dtype=params_dtype))
 
     def forward(self, inp, m_splits, is_first_microbatch=None):
         assert isinstance(m_splits, list) and len(m_splits) == self.num_gemms
         parts = inp.split(m_splits)
-        return torch.cat([part @ getattr(self, f"weight{i}").t() for i, part in enumerate(parts)])
+        products = [_product(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)]
+        if not self.use_bias:
+            return torch.cat(products)
+        biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
+        if self.return_bias:
+            return torch.cat(products), biases
+        return torch.cat([product + bias for product, bias in zip(products, biases, strict=True)])
 
 
-class DotProductAttention(_Module):
-    def __init__(
-        self, num_attention_heads, kv_channels, num_gqa_groups=None, attention_dropout=0.0, qkv_format="sbhd",
-        attn_mask_type="causal", window_size=None, sequence_parallel=False, tp_size=1, get_rng_state_tracker=None,
-        tp_group=None, layer_number=None, attention_type="self", cp_group=None, cp_global_ranks=None, cp_stream=None,
-        cp_comm_type="p2p", softmax_scale=None,
-    ):  # fmt: skip
+class Fp8Padding(torch.nn.Module):
+    """Pads each expert's rows with zeros to a multiple of 16."""
+
+    def __init__(self, num_gemms, align_size=None):
         super().__init__()
-        assert attention_dropout == 0 and tp_size == 1 and attention_type == "self"
-        self.scale = softmax_scale or kv_channels**-0.5
 
-    def forward(
-        self, query_layer, key_layer, value_layer, attention_mask=None, qkv_format=None, cu_seqlens_q=None,
-        cu_seqlens_kv=None, cu_seqlens_q_padded=None, cu_seqlens_kv_padded=None, max_seqlen_q=None, max_seqlen_kv=None,
-        attn_mask_type=None, window_size=None, checkpoint_core_attention=False, core_attention_bias_type="no_bias",
-        core_attention_bias=None, alibi_slopes=None, fast_zero_fill=True, inference_params=None, pad_between_seqs=None,
-    ):  # fmt: skip
-        assert qkv_format == "thd" and attn_mask_type == "padding_causal", (qkv_format, attn_mask_type)
-        assert cu_seqlens_q.dtype == cu_seqlens_kv.dtype == torch.int32
-        lengths = cu_seqlens_q.diff().tolist()
-        assert (max_seqlen_q, max_seqlen_kv) == (max(lengths), max(lengths)) and sum(lengths) == len(query_layer)
-        outputs = []
-        for q, k, v in zip(*(x.split(lengths) for x in (query_layer, key_layer, value_layer)), strict=True):
-            q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
-            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=True)
-            outputs.append(out[0].transpose(0, 1).flatten(1))
-        return torch.cat(outputs)
+    def forward(self, inp, m_splits):
+        padded = [-(-rows // 16) * 16 for rows in m_splits]
+        parts = zip(inp.split(m_splits), padded, strict=True)
+        return torch.cat([F.pad(part, (0, 0, 0, rows - len(part))) for part, rows in parts]), padded
+
+
+class Fp8Unpadding(torch.nn.Module):
+    """Removes the rows that `Fp8Padding` added."""
+
+    def __init__(self, num_gemms, align_size=None):
+        super().__init__()
+
+    def forward(self, inp, m_splits):
+        padded = inp.split([-(-rows // 16) * 16 for rows in m_splits])
+        return torch.cat([part[:rows] for part, rows in zip(padded, m_splits, strict=True)])
+
+
+class DotProductAttention(_Module): ...  # likewise

@@ -8,9 +8,9 @@ class CudaRNGStatesTracker:
         self.states_ = {}
 
 
-def checkpoint(
-    function, *args, distribute_saved_activations=False, get_rng_state_tracker=None, tp_group=None, **kwargs
-):
+def checkpoint(function, *args, **kwargs):
+    for name in ("distribute_saved_activations", "get_rng_state_tracker", "tp_group"):
+        kwargs.pop(name, None)
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **kwargs)
 
 
@@ -18,5 +18,6 @@ def is_fp8_activation_recompute_enabled():
     return False
 
 
-def activation_recompute_forward(activation_recompute=False, recompute_phase=False):
-    return contextlib.nullcontext()
+class activation_recompute_forward(contextlib.nullcontext):
+    def __init__(self, activation_recompute=False, recompute_phase=False):
+        super().__init__()

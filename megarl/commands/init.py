@@ -1,0 +1,43 @@
+"""``megarl init``: a recipe to begin with, from those that megarl is shipped with."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+from megarl.errors import UserError, nearest
+from megarl.recipe.load import shipped
+from megarl.storage.files import write_atomic
+
+
+def init(name: str, folder: Path) -> str:
+    """Copy the shipped recipe ``name`` into ``folder``; returns the lines to print, with the names of all of them.
+
+    `UserError` if there is no such recipe, or the file exists."""
+    examples = shipped("examples")
+    recipes = {str(path.relative_to(examples).with_suffix("")): path for path in sorted(examples.rglob("*.toml"))}
+    if name not in recipes:
+        close = nearest(name, recipes)
+        raise UserError(f"there is no recipe {name!r}; did you mean {close or 'starter'!r}? all: {', '.join(recipes)}")
+    target = folder / f"{name.replace('/', '-')}.toml"
+    if target.exists():
+        raise UserError(f"{target} exists already")
+    beside = recipes[name].parent
+    text = re.sub(rf"examples/({beside.name}/\w+\.py)", rf"{examples}/\1", recipes[name].read_text())
+    write_atomic(target, text)
+    made = re.findall(r'"(.+)"  # made by (\w+\.py)', text)
+    steps = [f"python {beside}/{script}  # makes {path} in this directory" for path, script in made]
+    steps += [f"megarl data show {target}"]
+    if tomllib.loads(text).get("actor", {}).get("backend") != "cpu":
+        steps += [f"megarl plan {target} --gpu h200"]
+    steps += [f"megarl train {target} --run-dir runs/a"]
+    return "\n".join(
+        [
+            f"wrote   {target}{'' if made else ': set [model] path and [data] in it'}",
+            f"beside  {beside}  # the config.json of its model for a plan, and scripts that it names",
+            f"others  {', '.join(other for other in recipes if other != name)}",
+            f"docs    {shipped('docs')}",
+            "next    " + "\n        ".join(steps),
+        ]
+    )

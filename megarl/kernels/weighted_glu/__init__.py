@@ -1,0 +1,40 @@
+"""The activation of an expert and its weight in one operation: act(gate) (up + offset) p, for rows of gate and up.
+
+`in_torch` is the definition. The Triton kernels read gate and up once and write the result once, forward; backward
+they read them once more and write their gradient, where the definition goes through memory some ten times.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from megarl.kernels.weighted_glu.definition import Glu, in_torch
+
+
+def weighted_glu(gate_up: torch.Tensor, probs: torch.Tensor, glu: Glu, backend: str = "torch") -> torch.Tensor:
+    """gate_up [n, 2 F], columns of gate before those of up, and probs [n] -> [n, F] in the dtype of gate_up.
+
+    backend: "torch", or "triton", which computes in float32 and needs a GPU or Triton's interpreter.
+    """
+    if backend == "torch":
+        return in_torch(gate_up, probs, glu)
+    return _Fused.apply(gate_up, probs, glu)
+
+
+class _Fused(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: torch.Tensor, probs: torch.Tensor, glu: Glu) -> torch.Tensor:
+        from megarl.kernels.weighted_glu import triton_backend
+
+        gate_up, ctx.glu = gate_up.contiguous(), glu
+        ctx.save_for_backward(gate_up, probs)
+        return triton_backend.forward(gate_up, probs, glu)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        from megarl.kernels.weighted_glu import triton_backend
+
+        gate_up, probs = ctx.saved_tensors
+        return *triton_backend.backward(gradient.contiguous(), gate_up, probs, ctx.glu), None

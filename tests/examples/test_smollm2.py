@@ -1,0 +1,134 @@
+"""A pretrained language model, SmolLM2-135M-Instruct: its texts, two updates of it, its export, faults in its weights.
+
+`examples/smollm2/make_base.py` has fetched it (``make test-slow WHAT=examples``).
+"""
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from megarl.data.prompts import open_prompts
+from megarl.data.tokenizer import stop_token_ids
+from megarl.errors import UserError
+from megarl.recipe.load import load_recipe
+from megarl.rollout.builtin import BuiltinEngine
+from megarl.rollout.drift import hugging_face_reference, judge
+from megarl.rollout.engine import Request, Sampling, answers
+from megarl.storage.policies import read_reference
+from megarl.storage.rollouts import RolloutStore
+from megarl.storage.run_dir import RunDir
+from tests.helpers import ROOT, events, megarl, metrics
+
+EXAMPLE = ROOT / "examples/smollm2"
+BASE = EXAMPLE / "base"
+START, END = 1, 2  # <|im_start|>, <|im_end|>
+SETTINGS = ("schedule.stages=1", "schedule.updates_per_stage=2", "schedule.prompts_per_update=4", "eval.every=0")
+LAYER = "model.layers.12."
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    root = tmp_path_factory.mktemp("smollm2") / "run"
+    settings = [word for setting in SETTINGS for word in ("--set", setting)]
+    result = megarl("train", EXAMPLE / "sums.toml", "--run-dir", root, *settings)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return RunDir.open(root)
+
+
+@pytest.fixture(scope="module")
+def engine(run):
+    """The built-in engine with the policy after the two updates."""
+    return BuiltinEngine(run.stage(1).policy, 2)
+
+
+def test_prompts_have_the_chat_template_once_and_responses_end_with_its_end(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    subprocess.run([sys.executable, EXAMPLE / "tasks.py"], check=True)
+    tokenizer, prompts = open_prompts(load_recipe(EXAMPLE / "instructions.toml"), BASE)
+    prompt = prompts.train(0)
+    told = tokenizer.decode(prompt.tokens)
+    assert told == (
+        "<|im_start|>system\nYou are a helpful AI assistant named SmolLM, trained by Hugging Face<|im_end|>\n"
+        f"<|im_start|>user\n{prompt.entry['question']}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert [token for token in prompt.tokens if token in (START, END)] == [START, END, START, END, START]
+    assert stop_token_ids(tokenizer, BASE) == (END,)
+
+
+def test_each_digit_is_a_token():
+    tokenizer = AutoTokenizer.from_pretrained(BASE)
+    assert tokenizer.convert_ids_to_tokens(tokenizer("a  12+345")["input_ids"]) == ["a", "ĠĠ", *"12+345"]
+
+
+def test_the_export_loads_in_transformers_and_still_answers(run, engine):
+    """Transformers decodes greedily what the built-in engine does, with a stop token at the end."""
+    path = run.stage(1).policy
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    messages = [{"role": "user", "content": "What is the capital of France?"}]
+    tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+    (ours,) = answers(engine, Request([tokens], Sampling(0.0, 16, 1, stop_token_ids(tokenizer, path), (0,))))
+    model = AutoModelForCausalLM.from_pretrained(path)
+    theirs = model.generate(torch.tensor([tokens]), max_new_tokens=16, do_sample=False)[0, len(tokens) :]
+    assert ours.tokens.tolist() == theirs.tolist()
+    assert tokenizer.decode(theirs) == "The capital of France is Paris.<|im_end|>"
+    assert ours.finish_reason == "stop"
+
+
+def test_the_first_update_is_on_policy_and_groups_teach(run):
+    first, second = metrics(run)
+    assert 0 < first["reward/mean"] < 1 and first["zero_variance_fraction"] < 1 and second["grad_norm"] > 0
+    assert first["staleness"] == 0 and first["m2/all"] < 1e-9  # mean square of actor's minus engine's log-probs
+    (drift,) = events(run, "weight_drift")
+    assert drift["max"] < 1e-4
+    # and each stored log-prob is that of transformers
+    (*_, group) = RolloutStore(run.stage(0).rollouts).read([0])
+    prompt = group.prompt_tokens.tolist()
+    sequences = [[*prompt, *response.tokens.tolist()] for response in group.responses]
+    expected = hugging_face_reference(BASE, sequences).logprobs
+    for response, logprobs in zip(group.responses, expected, strict=True):
+        np.testing.assert_allclose(response.rollout_logprobs, logprobs[len(prompt) - 1 :], rtol=0, atol=1e-4)
+
+
+def stale_layer(weights, before):
+    return {name: before[name] for name in weights if name.startswith(LAYER)}
+
+
+def swapped_tensors(weights, before):
+    names = LAYER + "self_attn.k_proj.weight", LAYER + "self_attn.v_proj.weight"
+    return {name: weights[other] for name, other in zip(names, reversed(names), strict=True)}
+
+
+def bfloat16_tensor(weights, before):
+    name = LAYER + "mlp.down_proj.weight"
+    return {name: weights[name].bfloat16().float()}
+
+
+def test_the_right_weights_pass(run, engine):
+    reference = read_reference(run.stage(1).policy)
+    assert judge(engine.score(reference.sequences), reference, engine.precision).max < 1e-4
+
+
+@pytest.mark.parametrize("fault", [stale_layer, swapped_tensors, bfloat16_tensor])
+def test_a_fault_in_one_layers_weights_is_found(run, engine, fault):
+    """The stale layer has the weights of two updates earlier."""
+    reference = read_reference(run.stage(1).policy)
+    weights = {name: weight.clone() for name, weight in engine._model.state_dict().items()}
+    before = AutoModelForCausalLM.from_pretrained(BASE).state_dict()
+    engine._model.load_state_dict(weights | fault(weights, before))
+    try:
+        with pytest.raises(UserError, match="weights are not the policy's"):
+            judge(engine.score(reference.sequences), reference, engine.precision)
+    finally:
+        engine._model.load_state_dict(weights)

@@ -1,0 +1,178 @@
+"""The recipe of every row of examples/README.md starts on files of the published schema, also with empty answers.
+
+The files have the columns of the data sets and a few rows; a tokenizer of characters stands in for the models' own.
+"""
+
+import json
+import shutil
+import warnings
+from pathlib import Path
+
+import pytest
+
+from examples.quickstart.make_base import write_random_moe
+from megarl.data.prompts import build_prompts, check_data
+from megarl.data.tokenizer import load_tokenizer
+from megarl.recipe.load import load_recipe
+from megarl.rewards.parts import build_verifier, check_reward
+from megarl.rewards.pool import Limits, VerifierPool
+from megarl.storage.run_dir import RunDir
+from tests.data.prompt_sources import CHARACTERS, char_tokenizer
+from tests.data.test_formats import DAPO, SKYWORK, chat, write
+from tests.helpers import ROOT, megarl, read_lines
+from tests.recipe.test_examples import TRAINED, recipe_of
+
+TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}="
+
+
+def question(n):
+    return f"what is {n} + {n}?"
+
+
+def sums(prompt, answer="answer", **other):
+    """Rows whose first answer is empty and whose second one is no mathematics."""
+    golds = ["", "$$", *(str(2 * n) for n in range(2, 12))]
+    return [{prompt: question(n), answer: gold, **other} for n, gold in enumerate(golds)]
+
+
+def chats(row, gold):
+    """Rows like ``row`` with other questions."""
+    text = row["prompt"][0]["content"]
+    return [
+        row | {"prompt": chat(text.replace("What is $3^2$?", question(n))), "reward_model": {"ground_truth": gold(n)}}
+        for n in range(40)
+    ]
+
+
+CONTEST = {
+    "public_tests": {"input": ["1 2\n"], "output": ["3\n"]},
+    "private_tests": {"input": [], "output": []},
+    "generated_tests": {"input": [], "output": []},
+}
+CASES = json.dumps([{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}])
+FILES = {
+    "deepscaler.json": [{"problem": question(n), "answer": str(2 * n), "solution": ""} for n in range(100, 140)],
+    "dapo-math-17k.parquet": chats(DAPO, lambda n: str(2 * n)) * 3,  # as published, with repeated rows
+    "skywork_or1_math.parquet": chats(SKYWORK, lambda n: json.dumps([str(2 * n), f"{2 * n}.0"])),
+    "code_contests.parquet": [{"description": f"add {n}", "name": "", "difficulty": 1, **CONTEST} for n in range(40)],
+    "aime24.parquet": sums("problem", id=1, solution=r"\boxed{}", url="", year="2024"),
+    "aime-2024.parquet": chats(DAPO, lambda n: "" if n == 0 else str(2 * n)),
+    "aime25.jsonl": sums("problem", id="1", solution="none \\boxed{}"),
+    "amc23.parquet": sums("question", id=1, url=""),
+    "amc24.parquet": sums("problem"),
+    "math500.jsonl": sums("problem", solution=r"\boxed{}", subject="Algebra", level=1, unique_id="x"),
+    "minerva.parquet": sums("question"),
+    "gaokao.jsonl": sums("question", source="2023BJ", lang="en"),
+    "olympiad.parquet": [
+        {"id": n, "question": row["question"], "final_answer": [row["answer"]]}
+        for n, row in enumerate(sums("question"))
+    ],
+    "gsm8k.parquet": [{"question": question(n), "answer": f"so\n#### {2 * n}"} for n in range(9)],
+    "livecodebench.jsonl": [
+        {"question_content": "add", "public_test_cases": CASES, "private_test_cases": CASES, "metadata": "{}"}
+    ],
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """data/ with all files, and a tokenizer of characters with a chat template."""
+    path = tmp_path_factory.mktemp("published")
+    (path / "data").mkdir()
+    for name, rows in FILES.items():
+        write(path / "data" / name, rows)
+    char_tokenizer(path / "tokenizer", chat_template=TEMPLATE)
+    return path
+
+
+def test_no_row_changes_the_data_of_its_recipe():
+    """So that one row of each recipe is enough to test."""
+    described = (" data.", " reward.", " eval.suites.", " eval.data.")
+    assert not [name for name, command in TRAINED if any(key in command for key in described)]
+
+
+def model_of(recipe, folder, config):
+    """models/NAME of the recipe: the configuration ``config`` with the tokenizer of characters."""
+    path = folder / recipe.model.path
+    if not path.exists():
+        shutil.copytree(folder / "tokenizer", path)
+        shutil.copy(config, path / "config.json")
+    return json.loads((path / "config.json").read_text())
+
+
+@pytest.mark.parametrize("command", {command.split()[2]: command for _, command in TRAINED}.values())
+def test_a_row_starts_on_files_of_the_published_schema(folder, monkeypatch, command):
+    monkeypatch.chdir(folder)
+    recipe = recipe_of(command)
+    hf = model_of(recipe, folder, (ROOT / command.split()[2]).parent / "config.json")
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        check_data(recipe, hf)
+        check_reward(recipe)
+        prompts = build_prompts(recipe, load_tokenizer(recipe.model.tokenizer_path))
+    unread = [str(one.message) for one in said if "cannot be read" in str(one.message)]
+    programs = recipe.reward.kind == "code"
+    readable = {"math": ("gsm8k",), "dapo": ("gsm8k",), "code": ("livecodebench",)}[recipe.reward.kind]
+    assert len(unread) == len([suite for suite in recipe.suites if suite.name not in readable])
+    assert any("Answer:" in prompts.train(n).text for n in range(3)) == (recipe.reward.kind == "dapo")
+    if not programs:
+        asked = {"Answer:" if recipe.reward.kind == "dapo" else "\\boxed{"}
+        assert all(mark in prompt.text for mark in asked for prompt in prompts.heldout())
+
+
+def test_responses_to_questions_without_an_answer_are_wrong(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    recipe = load_recipe(ROOT / "examples/qwen3_8b/m2po.toml")
+    model_of(recipe, folder, ROOT / "examples/qwen3_8b/config.json")
+    prompts = build_prompts(recipe, load_tokenizer(recipe.model.tokenizer_path))
+    verifiers = VerifierPool(lambda: build_verifier(recipe, prompts), Limits.of_this_process(recipe))
+    try:
+        exam = prompts.heldout("gaokao")
+        numbers = [verifiers.ask(prompt, f"\\boxed{{{prompt.answer}}}") for prompt in exam]
+        found = {}
+        while len(found) < len(numbers):
+            found |= dict(verifiers.verdicts(wait=True))
+    finally:
+        verifiers.close()
+    assert [found[number].value for number in numbers] == [float(prompt.answer.isdigit()) for prompt in exam]
+    assert sorted(prompt.answer for prompt in exam)[:2] == ["", "$$"]
+
+
+@pytest.mark.parametrize("example", ["qwen3_8b/m2po", "qwen3_8b/prefix_ratio_grpo", "deepseek_7b/bapo"])
+def test_a_toy_run_on_published_files_counts_every_question(folder, tmp_path, example):
+    model = folder / "toy"
+    if not model.exists():
+        write_random_moe(model, len(CHARACTERS) + 2, max_position_embeddings=1024)
+        char_tokenizer(model, chat_template=TEMPLATE)
+    live = {} if "prefix" in example else {"schedule.sync_every": 1}
+    changes = {
+        "model.path": json.dumps(str(model)),
+        "data.max_prompt_tokens": 512,
+        "rollout.engine": '"builtin"',
+        "rollout.workers": 1,
+        "rollout.tensor_parallel": 1,
+        "rollout.max_response_tokens": 4,
+        "rollout.responses_per_prompt": 2,
+        "schedule.stages": 1,
+        "schedule.updates_per_stage": 2,
+        "schedule.prompts_per_update": 2,
+        "actor.backend": '"cpu"',
+        "actor.processes_per_node": 1,
+        "actor.tensor_parallel": 1,
+        "actor.recompute": '"none"',
+        "eval.every": 1,
+        "run.tensorboard": "false",
+        **live,
+    }
+    if "m2po" in example:
+        changes["schedule.delay"] = 1
+    recipe = load_recipe(ROOT / f"examples/{example}.toml")
+    changes["data.train"] = json.dumps(str(folder / "data" / Path(recipe.data.train).name))
+    for suite in recipe.suites:  # commands run in the root of the repository
+        changes[f"eval.suites.{suite.name}.suite"] = json.dumps(str(folder / "data" / Path(suite.data.train).name))
+    words = [word for key, value in changes.items() for word in ("--set", f"{key}={value}")]
+    run = tmp_path / "run"
+    result = megarl("train", str(ROOT / f"examples/{example}.toml"), "--run-dir", str(run), *words)
+    assert result.returncode == 0, result.stderr
+    counted = [event for event in read_lines(RunDir.open(run).events) if event["event"] == "evaluation"]
+    assert counted and counted[0]["accuracy"] < 1

@@ -1,0 +1,157 @@
+"""Mistakes in reward functions of the user's own: one line each, before any process where it can be known."""
+
+from __future__ import annotations
+
+import functools
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.errors import UserError
+from megarl.recipe.load import load_recipe
+from megarl.rewards import python
+from megarl.rewards.parts import check_reward
+from megarl.rewards.pool import Limits
+from megarl.storage.run_dir import RunDir
+from tests.helpers import megarl
+
+RIGHT = 'def score(prompt, response, row):\n    return float(response.strip() == row["answer"])\n'
+
+
+def reward(path: object, *more: str) -> list[str]:
+    settings = ["reward.kind=python", f"reward.path={path}", *more]
+    return [part for setting in settings for part in ("--set", setting)]
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(RIGHT)
+    return path
+
+
+BEFORE = {  # the function's body or the path: what is said before the run begins
+    "no file": (None, "there is no file"),
+    "no function": ("def scores(prompt, response, row): return 1", "has no 'score'"),
+    "arguments": ("def score(response): return 1", "must take (prompt, response, row)"),
+    "not a function": ("score = 3", "score is not a function"),
+    "import": ("import no_such_module", "No module named 'no_such_module'"),
+    "exit": ("raise SystemExit(3)", "SystemExit: 3 (mine.py, line 1)"),
+    "column": (RIGHT.replace('"answer"', '"gold"'), "KeyError: 'gold' (mine.py, line 2)"),
+    "exception": (RIGHT.replace(".strip()", ".stripped()"), "has no attribute 'stripped' (mine.py, line 2)"),
+    "range": (RIGHT.replace("float(", "3 * float("), "the score 3, but scores are from 0 to 1"),
+    "nothing": (RIGHT.replace("return", "value ="), "returned a score or reward that is None; is a return missing?"),
+    "nothing if wrong": (RIGHT.replace("return", "if response.strip() == row['answer']: return 1 #"), "that is None"),
+    "empty": (RIGHT.replace("return", "return response[0] ==  1 #"), "with response '': IndexError"),
+    "no score": (RIGHT.replace("return", 'return {"reward": 1} #'), 'returned a dictionary without "score"'),
+    "exit in it": (RIGHT.replace("return", "raise SystemExit(3) #"), "SystemExit: 3 (mine.py, line 2)"),
+    "hard exit": (RIGHT.replace("return", "import os; os._exit(0) #"), "ends its process on the first prompt"),
+    "key": (RIGHT.replace("return", 'return {"scroe": 1} #'), "returned the key 'scroe'"),
+    "async": (f"async {RIGHT}", "score is not a function, or one with async"),
+    "not a number": (RIGHT.replace("return", "return float('nan') #"), "on prompt "),
+    "waits": ("import time\ndef score(prompt, response, row): time.sleep(100)", "waits without using the CPU for"),
+    "endless": (RIGHT.replace("return", "while True: pass\n    return"), "exceeds its limit (CPU time)"),
+}
+
+
+@pytest.mark.parametrize("mistake", BEFORE)
+def test_a_mistake_is_one_line_of_the_check_of_the_data_and_of_the_run(
+    mistake: str, recipe: Path, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mistake == "endless":
+        monkeypatch.setattr(python, "Limits", functools.partial(Limits, seconds=0.5))
+    if mistake == "waits":
+        monkeypatch.setattr(python, "PATIENCE", 0.5)
+    text, message = BEFORE[mistake]
+    own.unlink() if text is None else own.write_text(text)
+    with pytest.raises(UserError) as found:
+        check_reward(load_recipe(recipe, ["reward.kind=python", f"reward.path={own}:score"]))
+    assert message in str(found.value) and "\n" not in str(found.value)
+    if mistake in ("column", "range"):
+        run = megarl("train", recipe, "--run-dir", tmp_path / "run", *reward(f"{own}:score"))
+        assert run.returncode == 2 and message in run.stderr and not (tmp_path / "run").exists()
+        checked = megarl("data", "check", recipe, *reward(f"{own}:score"))
+        assert checked.returncode == 1 and message in checked.stdout
+
+
+def test_an_item_of_a_generator_is_tried_too(recipe: Path, own: Path) -> None:
+    own.write_text(RIGHT.replace('"answer"', '"gold"'))
+    settings = ["data.source=reasoning_gym", "data.train=spell_backward", "reward.kind=python"]
+    with pytest.raises(UserError, match="KeyError: 'gold'"):
+        check_reward(load_recipe(recipe, [*settings, f"reward.path={own}:score"]))
+
+
+@pytest.mark.parametrize("number", ["numpy.float32", "torch.tensor", "numpy.bool_"])
+def test_numbers_of_numpy_and_torch_are_taken(number: str, recipe: Path, own: Path) -> None:
+    own.write_text(f"import numpy, torch\n{RIGHT}".replace("float(", f"{number}("))
+    check_reward(load_recipe(recipe, ["reward.kind=python", f"reward.path={own}:score"]))
+
+
+def test_scores_of_a_declared_range_are_taken_and_others_refused(recipe: Path, own: Path) -> None:
+    own.write_text(RIGHT.replace("float(", "3 * float("))
+    settings = ["reward.kind=python", f"reward.path={own}:score"]
+    check_reward(load_recipe(recipe, [*settings, "reward.scores=[-1, 3]", "reward.correct_above=2.5"]))
+    for wrong, message in (
+        ("reward.scores=[-1, 2]", "scores are from -1 to 2"),
+        ("reward.scores=[3, -1]", "the least and the largest"),
+        ("reward.correct_above=2", "more than the largest score"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_reward(load_recipe(recipe, [*settings, wrong]))
+
+
+LATE = """
+def score(prompt, response, row):
+    if response not in (row["answer"], "a response", ""):
+        BODY
+    return 1.0
+"""
+
+
+def test_what_only_a_models_response_shows_ends_with_exit_code_2_and_may_be_mended(recipe: Path, own: Path) -> None:
+    """And responses over the verifier's limits are counted on the screen."""
+    root = own.parent / "run"
+    # the policy of the base model is not evaluated, so that nothing was scored when the function fails
+    command = ["train", recipe, "--run-dir", root, "--until", "rollout:0", *reward(f"{own}:score", "eval.every=0")]
+    own.write_text(LATE.replace("BODY", 'return row["gold"]'))
+    failed = megarl(*command)
+    assert failed.returncode == 2 and "KeyError: 'gold' (mine.py, line 4)" in failed.stderr
+    assert "starting again may help" not in failed.stderr
+    own.write_text(LATE.replace("BODY", 'memory = bytearray(8 << 30) if response[:1] == "b" else ""\n        return 0'))
+    mended = megarl(*command)
+    assert mended.returncode == 0, mended.stderr
+    assert "responses scored 0 because the verifier reached its limits" in mended.stdout
+    own.write_text(RIGHT)
+    refused = megarl(*command)
+    assert refused.returncode == 2 and f"the reward file {own} has changed" in refused.stderr
+
+
+def test_an_objective_that_fails_in_training_ends_with_exit_code_2(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        """
+from dataclasses import dataclass
+from megarl.objectives import OBJECTIVES
+
+@dataclass(frozen=True)
+class Mine(OBJECTIVES["grpo"]):
+    def terms(self, batch, statistics):
+        if len(batch.logprobs) > 8:
+            batch.logprobs[:4] + batch.logprobs[:5]
+        return super().terms(batch, statistics)
+
+    fused = False
+"""
+    )
+    settings = [f"objective.path={tmp_path}/mine.py:Mine", "schedule.stages=1", "eval.every=0"]
+    found = megarl("train", recipe, "--run-dir", tmp_path / "run", *(p for s in settings for p in ("--set", s)))
+    assert found.returncode == 2 and "(mine.py, line 9)" in found.stderr
+    assert RunDir.open(tmp_path / "run").stage(0).is_sealed()
+
+
+def test_fewer_rows_than_prompts_is_said_in_one_line(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "exam.jsonl").write_text("".join(json.dumps({"prompt": c, "answer": c}) + "\n" for c in "abc"))
+    setting = f"eval.suite={tmp_path}/exam.jsonl"
+    run = megarl("train", recipe, "--run-dir", tmp_path / "run", "--until", "rollout:0", "--set", setting)
+    assert "megarl: note: evaluation uses only the 3 distinct prompts" in run.stdout + run.stderr
+    assert "Warning" not in run.stderr and "prompts.py" not in run.stderr

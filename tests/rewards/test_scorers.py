@@ -1,0 +1,106 @@
+"""The named scorers give the verdicts of the programs that they are named after.
+
+scorers.jsonl has answers of five suites, for each another writing and a wrong answer, and what the originals said of
+the five responses below: 1 for right. verl 0.7.0: math_dapo and prime_math; Qwen2.5-Math: parser and grader of its
+evaluation, with the suite "math".
+"""
+
+import importlib
+import json
+from pathlib import Path
+
+import pytest
+
+from megarl.data.prompts import Prompt
+from megarl.recipe.names import VERIFIERS
+from megarl.recipe.tables import RewardTable
+from megarl.rewards.answers import COMPARED, answer_of
+
+ROWS = [json.loads(line) for line in Path(__file__).with_name("scorers.jsonl").read_text().splitlines()]
+WRITINGS = (
+    "So we get $\\boxed{GOLD}$.",
+    "Therefore\nAnswer: GOLD",
+    "Answer: $\\boxed{GOLD}$",
+    "It follows that the answer is $OTHER$.",
+    "The answer is \\boxed{WRONG}\nAnswer: WRONG",
+)
+
+
+def scorer(kind):
+    return importlib.import_module(VERIFIERS[kind]).build(RewardTable(kind=kind), None)
+
+
+@pytest.mark.parametrize("kind", ["dapo", "prime_math", "qwen_math"])
+def test_a_named_scorer_agrees_with_its_original(kind):
+    verifier, differences = scorer(kind), []
+    for row in ROWS:
+        prompt = Prompt(0, "?", (1,), row["gold"], {})
+        for writing, verdict in zip(WRITINGS, row[kind], strict=True):
+            response = writing.replace("GOLD", row["gold"]).replace("OTHER", row["other"])
+            response = response.replace("WRONG", row["wrong"])
+            if verifier.score(prompt, response) != float(verdict):
+                differences.append((row["gold"], response, verdict))
+    assert len(ROWS) >= 300
+    assert len(differences) <= 0.01 * len(ROWS) * len(WRITINGS), differences
+
+
+@pytest.mark.parametrize(
+    ("kind", "gold", "response", "right"),
+    [
+        ("qwen_math", "1/3", "\\boxed{0.33333}", True),
+        ("qwen_math", "50", "\\boxed{0.5}", True),
+        ("qwen_math", "(1,2)", "\\boxed{1,2}", True),
+        ("qwen_math", "(1,2)", "\\boxed{[1,2]}", True),
+        ("qwen_math", "(1,2)", "\\boxed{(2,1)}", False),
+        ("qwen_math", "x^2-1", "\\boxed{(x-1)(x+1)}", True),
+        ("qwen_math", "B", "the answer is (B)", True),
+        ("qwen_math", "7", "first 5, then 7", True),
+        ("qwen_math", "7", "\\boxed 7$", True),
+        ("prime_math", "7", "the value of x is 7", True),
+        ("prime_math", "7", "7 is the answer", True),
+        ("prime_math", "\\frac{1}{2}", "the final answer is \\boxed{0.5}", True),
+        ("prime_math", "5", "\\boxed{5\\text{ cm}}", True),
+        ("prime_math", "7", "\\boxed{8}", False),
+    ],
+)
+def test_what_the_lenient_scorers_forgive(kind, gold, response, right):
+    assert scorer(kind).score(Prompt(0, "?", (1,), gold, {}), response) == float(right)
+
+
+LONG = "+".join(f"x_{{{number}}}" for number in range(300))
+
+
+@pytest.mark.parametrize(
+    ("gold", "response", "right"),
+    [
+        ("x-4", "Therefore, the answer is $x-4$.", True),
+        ("1 / 6", "Therefore, the answer is $1 / 6$.", True),
+        ("-2,10", "Let $n = 4$.\n\nAnswer: $-2,10$", True),
+        ("35,000", "Let $n = 4$.\n\nAnswer: $35,000$", True),
+        ("5.3e3", "Hence the answer is $5.3e3$ meters.\nAnswer: $5.3e3$ meters", True),
+        ("x=9", "Let $n = 4$.\n\nAnswer: $x=9$", False),
+        ("4^{\\circ}", "Therefore, the answer is $4^{\\circ}$.", False),
+        ("\\frac{\\cos (2 t)}{15}", "Therefore, the answer is $\\frac{\\cos (2 t)}{15}$.", False),
+        (LONG, f"\\boxed{{{LONG}}}", True),
+        (LONG, f"\\boxed{{{LONG}+1}}", False),
+    ],
+)
+def test_prime_math_reads_sentences_and_dollars_as_the_original_does(gold, response, right):
+    """Some of its verdicts are mistakes."""
+    assert scorer("prime_math").score(Prompt(0, "?", (1,), gold, {}), response) == float(right)
+
+
+@pytest.mark.parametrize("kind", ["prime_math", "qwen_math"])
+def test_garbage_is_wrong_and_nothing_is_evaluated(kind, tmp_path):
+    trace = tmp_path / "trace"
+    attack = f"\\boxed{{__import__('pathlib').Path('{trace}').write_text('x')}}"
+    for response in ("", "\x00", "\\boxed{", "(" * 3000, "1e999", "nan", "\ud800", "," * 3000, attack):
+        assert scorer(kind).score(Prompt(0, "?", (1,), "42", {}), response) == 0.0
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("kind", ["prime_math", "qwen_math"])
+def test_the_answers_of_responses_can_be_counted_for_majorities(kind):
+    assert kind in COMPARED
+    assert answer_of(kind, "so it is \\boxed{\\dfrac12}") == answer_of(kind, "the answer is \\boxed{1/2}") is not None
+    assert answer_of(kind, "") is None

@@ -1,0 +1,115 @@
+"""Every file of a finished run is sealed: a flipped bit in any of them is named, and nothing damaged is published."""
+
+import itertools
+import random
+import re
+import shutil
+
+import pytest
+
+from megarl.errors import UserError
+from megarl.storage.run_dir.sealed import check, damages
+from megarl.views.audit import audit
+from tests.helpers import megarl
+
+PLACES = 200
+NEVER_READ_AGAIN = ("logs", ".lock")
+
+
+@pytest.fixture(scope="module")
+def finished(recipe):
+    """A run of two stages with evaluations, best/, final/, and an earlier recipe, since its samples changed."""
+    run = recipe.parent / "run"
+    begins = megarl("train", recipe, "--run-dir", run, "--until", "optimize:0", "--set", "actor.checkpoint_every=3")
+    ends = megarl("train", recipe, "--run-dir", run, "--set", "actor.checkpoint_every=3", "--set", "eval.samples=2")
+    assert (begins.returncode, ends.returncode) == (0, 0), begins.stderr + ends.stderr
+    return run
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    """A copy of the run without hard links between its files."""
+    return shutil.copytree(finished, tmp_path / "run", symlinks=True)
+
+
+def files_of(run):
+    found = (path for path in sorted(run.rglob("*")) if path.is_file() and not path.is_symlink())
+    return [path for path in found if path.relative_to(run).parts[0] not in NEVER_READ_AGAIN]
+
+
+def flip(path, place, bit):
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1 << bit
+    path.write_bytes(data)
+
+
+def test_a_flipped_bit_in_any_file_is_named_by_the_audit(copy):
+    """A policy is named as a whole if its weights differ, since it has one checksum of all of them."""
+    assert audit(copy, 0).problems == []
+    random_places, files = random.Random(0), files_of(copy)
+    assert {"best", "evaluations", "final", "stages", "report.html", "recipe_until_001.toml"} <= {
+        path.relative_to(copy).parts[0] for path in files
+    }
+    unnamed = []
+    for number, path in enumerate(itertools.islice(itertools.cycle(files), max(PLACES, len(files)))):
+        place, bit = random_places.randrange(path.stat().st_size), random_places.randrange(8)
+        flip(path, place, bit)
+        # further places in the same files by the audit's own check of files alone, which takes a fraction of its time
+        problems = audit(copy, 0).problems if number < len(files) else damages(copy)
+        found = [problem for problem in problems if str(path.parent) in problem]
+        if not any(path.name in problem or f"weights in {path.parent} do not" in problem for problem in found):
+            unnamed.append((path.relative_to(copy), place, bit))
+        flip(path, place, bit)
+    assert unnamed == []
+    assert audit(copy, 0).problems == []
+
+
+@pytest.mark.parametrize(
+    "name", ["recipe.toml", "events.jsonl", "settings.json", "stages/000/reference.json", "stages/000/rollouts/SEALED"]
+)
+def test_no_change_of_one_byte_passes(copy, name):
+    """White space that parses as before, too; every byte becomes every one of some others."""
+    path = copy / name
+    data = path.read_bytes()
+    ends = range(max(0, len(data) - 400), len(data))  # with the checksums
+    for place, other in itertools.product(ends, b" \t\n\r\x0b#0a,}"):
+        if data[place] != other:
+            path.write_bytes(data[:place] + bytes([other]) + data[place + 1 :])
+            assert list(damages(path if path.name != "SEALED" else path.parent)), (place, other)
+
+
+def test_logs_and_the_lock_are_never_read_again(finished, tmp_path):
+    """Which is why they have no checksum: without them the audit, a report and a further start say the same."""
+    run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
+    shutil.rmtree(run / "logs")
+    (run / ".lock").unlink()
+    assert audit(run, 4).problems == []
+    before = {path: path.read_bytes() for path in files_of(run)}
+    again = megarl("train", finished.parent / "recipe.toml", "--run-dir", run)
+    assert again.returncode == 0, again.stderr
+    assert {path for path in before if path.read_bytes() != before[path]} <= {run / "events.jsonl", run / "report.html"}
+
+
+def test_flipped_weights_of_the_best_policy_are_not_evaluated(copy):
+    path = copy / "best/model.safetensors"
+    flip(path, path.stat().st_size // 2, 3)
+    result = megarl("eval", copy / "best", "--recipe", copy / "recipe.toml")
+    assert result.returncode == 2
+    assert re.search("the weights in .*best do not match their checksum", result.stderr)
+    with pytest.raises(UserError, match="do not match"):
+        check(copy / "best", "")
+
+
+def test_a_flipped_seal_is_one_finding_and_no_traceback(copy):
+    flip(copy / "stages/001/rollouts/SEALED", 20, 0)
+    result = megarl("audit", copy)
+    assert result.returncode == 1 and "Traceback" not in result.stderr
+    assert len(re.findall(r"does not agree: .*stages/001/rollouts/SEALED is damaged", result.stdout)) == 1
+
+
+@pytest.mark.parametrize("name", ["stages/000/checkpoints/update_000006/common.pt", "stages/001/policy/config.json"])
+def test_a_damaged_stage_is_not_packed(copy, name, tmp_path):
+    flip(copy / name, 30, 0)
+    result = megarl("stage", "pack", copy, "1", tmp_path / "packed", "--license", "other")
+    assert result.returncode == 2 and not (tmp_path / "packed").exists()
+    assert f"{name.rpartition('/')[2]} does not match its checksum" in result.stderr

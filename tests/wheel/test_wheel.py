@@ -1,0 +1,129 @@
+"""The wheel in an environment with neither a compiler nor a clone: first alone, then with its extra ``train``."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import venv
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, broken_links
+
+Command = Callable[..., subprocess.CompletedProcess[str]]
+FIRST_LOSS = """
+import torch
+
+from megarl.objectives.padded import padded_terms
+from megarl.objectives.m2po import M2Po
+
+logprobs = torch.tensor([[-0.5, -1.0, -2.0], [-0.1, -0.2, 0.0]], requires_grad=True)
+mask = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
+old = torch.full((2, 3), -1.0)
+loss = padded_terms(M2Po(), logprobs, old, torch.tensor([1.0, -1.0]), mask).loss
+loss.sum().backward()
+import megarl
+print(megarl.__file__, logprobs.grad.abs().sum().item() > 0)
+"""
+
+
+PROGRAMS = """
+from megarl.data.prompts import Prompt
+from megarl.recipe.tables import RewardTable
+from megarl.rewards.code import Code
+
+prompt = Prompt(0, "?", (1,), "", {"metadata": {"tests": {"inputs": ["1 2"], "outputs": ["3"]}}})
+for sign in "+-":
+    program = f"```python\\na, b = map(int, input().split())\\nprint(a {sign} b)\\n```"
+    print(Code(RewardTable(kind="code")).score(prompt, program).value)
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel() -> Path:
+    """Without CUDA kernels, which take a minute and have no use here."""
+    environment = os.environ | {"SKBUILD_CMAKE_DEFINE": "MEGARL_CUDA=OFF"}
+    subprocess.run([sys.executable, "tools/make_wheel.py"], cwd=ROOT, env=environment, check=True, timeout=600)
+    return next((ROOT / "dist").glob("megarl_core-*.whl"))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("elsewhere")
+
+
+@pytest.fixture(scope="module")
+def run(wheel: Path, folder: Path) -> Command:
+    """Runs a program of the environment in a folder of its own; nothing but that environment is on PATH."""
+    venv.create(folder / "env", with_pip=True)
+    environment = {"PATH": f"{folder}/env/bin", "HOME": str(folder)}
+    environment |= {name: value for name, value in os.environ.items() if name.startswith("PIP_")}
+
+    def call(program: str, *arguments: str, code: int = 0) -> subprocess.CompletedProcess[str]:
+        command = [str(folder / "env/bin" / program), *arguments]
+        done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+        assert done.returncode == code, done.stdout + done.stderr
+        return done
+
+    install(call, "torch")  # first and alone: the small CPU build is taken where pip finds one
+    install(call, str(wheel))
+    return call
+
+
+def install(run: Command, *requirements: str) -> None:
+    where = ("-c", str(ROOT / "constraints.txt"), "--find-links", str(ROOT / "dist"))
+    run("python", "-m", "pip", "install", "-q", *where, *requirements)
+
+
+@pytest.fixture(scope="module")
+def trained(run: Command, wheel: Path) -> Command:
+    """`run` with the extra ``train`` installed."""
+    install(run, f"{wheel}[train]")
+    return run
+
+
+def test_the_wheel_is_for_many_distributions_and_the_sources_are_beside_it(wheel: Path) -> None:
+    assert re.fullmatch(r"megarl_core-[\d.]+-py3-none-manylinux_2_\d+_x86_64\.whl", wheel.name)
+    assert len(list((ROOT / "dist").glob("megarl_core-*.tar.gz"))) == 1
+
+
+def test_the_links_of_its_pages_lead_somewhere(wheel: Path, tmp_path: Path) -> None:
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    assert broken_links(list(tmp_path.rglob("*.md"))) == []
+
+
+def test_objectives_need_torch_and_numpy_alone(run: Command, folder: Path) -> None:
+    installed = {package["name"] for package in json.loads(run("python", "-m", "pip", "list", "--format=json").stdout)}
+    assert installed & {"transformers", "pydantic", "megatron-core"} == set()
+    path, has_gradient = run("python", "-c", FIRST_LOSS).stdout.split()
+    assert Path(path).is_relative_to(folder)
+    assert has_gradient == "True"
+
+
+def test_a_command_without_its_packages_names_the_extra(run: Command, folder: Path) -> None:
+    (folder / "recipe.toml").write_text("")
+    message = run("megarl", "train", "recipe.toml", "--run-dir", "run", code=2).stderr
+    assert re.fullmatch(r"megarl: this needs the package \w+, which the extra train of megarl installs: .*\n", message)
+
+
+def test_the_quickstart_is_trained_and_reported(trained: Command, folder: Path) -> None:
+    script = next((folder / "env/lib").glob("python*/site-packages/megarl")) / "examples/quickstart/run.py"
+    done = trained("python", str(script), "--set", "schedule.stages=1")
+    assert re.search(r"accuracy|\+0?\.\d", done.stdout), done.stdout
+    assert (folder / "runs/quickstart/final/model.safetensors").exists()
+    trained("megarl", "report", "runs/quickstart", "--output", "report.html")
+    assert (folder / "report.html").stat().st_size > 10_000
+
+
+def test_a_program_is_scored_in_the_sandbox(trained: Command, folder: Path) -> None:
+    (folder / "score.py").write_text(PROGRAMS)
+    assert trained("python", "score.py").stdout.split() == ["1.0", "0.0"]
+    found = json.loads(trained("megarl", "doctor", "--json").stdout)
+    assert found["sandbox"] == "can run programs"
+    assert found["cpu kernels"].startswith(str(folder))
