@@ -82,7 +82,11 @@ def _missing_extra(error: ModuleNotFoundError) -> str | None:
     import importlib.metadata
 
     module = (error.name or "").partition(".")[0]
-    for requirement in importlib.metadata.requires("megarl-core") or []:
+    try:
+        requirements = importlib.metadata.requires("megarl-core") or []
+    except importlib.metadata.PackageNotFoundError:  # a clone on PYTHONPATH
+        return None
+    for requirement in requirements:
         package = re.split(r"[^\w-]", requirement)[0].replace("-", "_")
         extra = re.search(r"extra == ['\"]([\w-]+)", requirement)
         if extra and package in (module, f"{module}_core"):

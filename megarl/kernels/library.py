@@ -54,7 +54,7 @@ def torch_needs_triton() -> bool:
 
     transformers' rotary embedding has such a product, so the built-in engine then needs Triton.
     """
-    return importlib.util.find_spec("torch._native.ops.bmm_outer_product") is not None
+    return (Path(torch.__file__).parent / "_native/ops/bmm_outer_product").exists()
 
 
 def triton_lacks() -> str | None:
