@@ -3,7 +3,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 KERNELS := CMakeLists.txt $(shell find csrc megarl/objectives -type f -not -name "*.pyc")
-.PHONY: quickstart smollm2 test test-slow faults lint bench gpu launch wheel
+.PHONY: quickstart smollm2 test gate test-slow faults lint gpu launch wheel
 
 quickstart: .venv/.stamp
 	$(RUN) examples/quickstart/run.py
@@ -16,9 +16,10 @@ smollm2: .venv/.stamp
 	    --run-dir runs/smollm2-$(or $(TASK),sums)
 
 test: .venv/.stamp  # all that needs neither vLLM, SGLang nor Slurm, on the CPU's path
-	$(RUN) -m pytest -q -n 4 --dist worksteal --durations=15 --ignore=tests/launch --ignore=tests/rehearsal \
-	    --ignore=tests/gpu --ignore=tests/wheel --ignore=tests/examples --ignore=tests/kernels/test_cuda_resources.py --ignore=tests/kernels/test_triton_aot.py \
-	    -m "not vllm and not sglang and not crash and not layouts"
+	$(RUN) -m tests.suites test
+
+gate: .venv/.stamp  # what a change has to pass; GATE_BASE=REV: with the suites of what has changed since then
+	$(RUN) -m tests.suites --gate
 
 test-slow: .venv/.stamp  # WHAT="layouts crashes": these suites of tests/suites.py instead of all
 	$(RUN) -m tests.suites $(WHAT)
@@ -30,9 +31,6 @@ lint: .venv/.stamp
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
-
-bench: .venv/.stamp
-	for benchmark in $(filter-out benchmarks/common.py,$(wildcard benchmarks/*.py)); do $(RUN) $$benchmark || exit; done
 
 # checks and benchmarks on this machine's GPUs, with a .venv or without: STEPS="checks", "actor token_pass" ..
 gpu:

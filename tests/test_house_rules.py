@@ -221,5 +221,5 @@ def test_contributing_has_every_make_target_and_suite_in_its_table() -> None:
     targets = re.findall(r"(?m)^([a-z][\w-]*):", (ROOT / "Makefile").read_text())
     table = (ROOT / "CONTRIBUTING.md").read_text()
     assert sorted(re.findall(r"(?m)^\| `make ([\w-]+)` \|", table)) == sorted(targets)
-    assert re.findall(r"(?m)^\| - `WHAT=([\w-]+)` \|", table) == list(SUITES)
+    assert re.findall(r"(?m)^\| - `WHAT=([\w-]+)` \|", table) == [name for name in SUITES if name != "test"]
     assert len(targets) <= 10

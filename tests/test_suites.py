@@ -1,0 +1,79 @@
+"""What `tests/suites.py` says of tests that fail, on small files of tests."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests import suites
+from tests.suites import GATE, SUITES, Suite, of_the_gate, run
+
+FAILS_ONCE = """
+from pathlib import Path
+
+def test_fails_once():
+    mark = Path(__file__).with_suffix(".ran")
+    if not mark.exists():
+        mark.touch()
+        raise AssertionError("the first time")
+
+def test_passes():
+    with open(Path(__file__).with_suffix(".count"), "a") as file:
+        file.write("ran ")
+"""
+
+
+@pytest.fixture
+def suite(tmp_path, monkeypatch):
+    def add(text: str, jobs: int) -> Path:
+        file = tmp_path / "test_small.py"
+        file.write_text(text)
+        monkeypatch.setattr(suites, "BUILD", tmp_path / "build")
+        monkeypatch.setitem(SUITES, "small", Suite((str(file), "-c", "/dev/null", "-p", "no:randomly"), jobs=jobs))
+        return file
+
+    return add
+
+
+@pytest.mark.parametrize("jobs", [1, 2])
+def test_what_passes_alone_is_said_to_be_flaky(suite, capfd, jobs):
+    file = suite(FAILS_ONCE, jobs)
+    assert run("small", retry=True)
+    assert [line for line in capfd.readouterr().out.splitlines() if line.startswith("FLAKY")] == [
+        "FLAKY test_small.py::test_fails_once"
+    ]
+    assert file.with_suffix(".count").read_text() == "ran "  # only what failed runs again
+
+
+def test_a_test_that_always_fails_does(suite, capfd):
+    suite("def test_fails():\n    assert False\n", jobs=1)
+    assert not run("small", retry=True)
+    assert "FLAKY" not in capfd.readouterr().out
+
+
+def test_without_a_retry_one_failure_is_enough(suite):
+    suite(FAILS_ONCE, jobs=1)
+    assert not run("small")
+
+
+@pytest.mark.parametrize(
+    "text", ["import does_not_exist_anywhere\n", "def test_crashes():\n    import os; os._exit(9)\n"]
+)
+def test_neither_a_broken_file_nor_a_crash_passes(suite, text):
+    suite(text, jobs=2)
+    assert not run("small", retry=True)
+
+
+def test_a_change_joins_the_suites_of_its_files(monkeypatch):
+    class Result:
+        stdout = "megarl/rollout/vllm.py\ndocs/faq.md\n"
+
+    monkeypatch.setattr(suites.subprocess, "run", lambda *_, **__: Result)
+    assert of_the_gate("some commit") == [*GATE, "engines"]
+    assert of_the_gate(None) == list(GATE)
+
+
+def test_the_paths_of_suites_are_there():
+    root = suites.ROOT
+    assert all((root / path).exists() for suite in SUITES.values() for path in suite.paths)
