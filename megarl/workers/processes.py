@@ -17,13 +17,14 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import send_handle
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from megarl.errors import STOP_SIGNALS, PhaseFailed
 from megarl.phases import PHASES
-from megarl.workers.warm import CHECK, GENERATION, TRAINING, Call, run_phase_process
+from megarl.workers.warm import CHECK, GENERATION, LAST_WORDS, TRAINING, Call, run_phase_process
 from megarl.workers.watch import FIRST, Stall, Watch
 
 if TYPE_CHECKING:
@@ -61,9 +62,10 @@ class Processes:
         try:
             ended = self._parent.ended(left, seconds)
         except OSError:  # the warm process has ended, and the kernel kills its forks with it
+            assert isinstance(self._parent, WarmProcess)
             for pid in left:
                 _signal(pid, signal.SIGKILL, group=True)
-            ended = dict.fromkeys(left, -signal.SIGKILL)
+            ended = self._parent.ended_before_it(left)
         self._codes |= {self.pids.index(pid): code for pid, code in ended.items()}
         return self._codes
 
@@ -120,8 +122,13 @@ class WarmProcess:
 
     def __init__(self, module: str = "megarl.workers.warm") -> None:
         self._connection, theirs = Pipe()
+        self._last_words, writer = os.pipe()
+        os.set_blocking(self._last_words, False)
         self.process = self._start(theirs, module)
         theirs.close()
+        with contextlib.suppress(OSError):  # it has ended: `fork` will notice
+            send_handle(self._connection, writer, self.process.pid)
+        os.close(writer)
         self._forked: list[list[int] | None] = []
         self._codes: dict[int, int] = {}
         self._recipe: Recipe | None = None  # for which it was told to prepare
@@ -148,6 +155,7 @@ class WarmProcess:
 
         Raises OSError if the warm process has ended, or does not answer within ``patience`` seconds.
         """
+        self._heard()  # no more than the forks of one order may be in the pipe, or a fork could not end
         self._connection.send(("fork", level, list(calls)))
         waited = 0.0
         while not self._forked:
@@ -164,6 +172,19 @@ class WarmProcess:
         if self._codes.keys().isdisjoint(pids):
             self._receive(seconds)
         return {pid: self._codes.pop(pid) for pid in pids if pid in self._codes}
+
+    def ended_before_it(self, pids: Sequence[int]) -> dict[int, int]:
+        """{pid: exit code} once the warm process has ended: of those that it did not kill with it, their own."""
+        codes = self._heard() | self._codes
+        return {pid: codes.get(pid, -signal.SIGKILL) for pid in pids}
+
+    def _heard(self) -> dict[int, int]:
+        """What forks have written since the last call, as {pid: exit code}."""
+        written = b""
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(self._last_words, 1 << 16):
+                written += part
+        return dict(LAST_WORDS.iter_unpack(written))
 
     def _receive(self, seconds: float) -> None:
         while self._connection.poll(seconds):
@@ -182,6 +203,7 @@ class WarmProcess:
 
     def close(self) -> None:
         self._connection.close()
+        os.close(self._last_words)
         self.process.kill()
         self.process.wait()
 

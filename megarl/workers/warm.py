@@ -17,11 +17,13 @@ import importlib
 import itertools
 import os
 import signal
+import struct
 import sys
 import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,7 @@ from megarl.phases.entry import hide_gpus_from_cpu_runs, run_process
 if TYPE_CHECKING:
     from megarl.recipe.tables import Recipe
 
+LAST_WORDS = struct.Struct("ii")  # process id and exit code, so short that writes to a pipe do not mix
 POLL_SECONDS = 0.005  # between two looks whether forks have ended
 CHECK, GENERATION, TRAINING = range(3)  # levels of imports: what the recipe's check needs, phases with engines, others
 # an order waits for the import in progress, so Megatron's, of 1.5 s, is done in parts; some torch versions lack one
@@ -78,8 +81,11 @@ def serve(agent: Connection, imports: Imports) -> None:
 
     Orders are ("prepare", recipe); ("started",): a phase was started without this process; and ("fork", level, calls),
     which is answered by ("forked", process ids), None instead of these if forks could not use CUDA or an import failed,
-    and by ("ended", process id, exit code) as each of them ends.
+    and by ("ended", process id, exit code) as each of them ends. Forks themselves write `LAST_WORDS`, in case that this
+    process dies before it reports an end; the agent first sends the descriptor for it.
     """
+    last_words = recv_handle(agent)
+    os.set_inheritable(last_words, False)
     children: set[int] = set()
     level = GENERATION  # training is imported once a phase runs: usually the first one generates
     while True:
@@ -105,20 +111,20 @@ def serve(agent: Connection, imports: Imports) -> None:
                 pass
             if needed > CHECK:
                 level = TRAINING
-            pids = None if imports.failed else _fork_all(agent, calls)
+            pids = None if imports.failed else _fork_all(agent, last_words, calls)
             children.update(pids or ())
             agent.send(("forked", pids))
 
 
-def _fork_all(agent: Connection, calls: list[Call]) -> list[int] | None:
+def _fork_all(agent: Connection, last_words: int, calls: list[Call]) -> list[int] | None:
     torch = sys.modules.get("torch")
     if torch is not None and torch.cuda.is_initialized():
         return None
     gc.freeze()  # imported objects stay: collections in forks need not traverse them, which would copy their pages
-    return [_fork(agent, *call) for call in calls]
+    return [_fork(agent, last_words, *call) for call in calls]
 
 
-def _fork(agent: Connection, function: Callable[..., int], arguments: tuple[Any, ...]) -> int:
+def _fork(agent: Connection, last_words: int, function: Callable[..., int], arguments: tuple[Any, ...]) -> int:
     if pid := os.fork():
         return pid
     code = 1
@@ -132,6 +138,7 @@ def _fork(agent: Connection, function: Callable[..., int], arguments: tuple[Any,
         with contextlib.suppress(Exception):
             sys.stdout.flush()
             sys.stderr.flush()
+        os.write(last_words, LAST_WORDS.pack(os.getpid(), code))
         os._exit(code)  # without the cleanup handlers that were inherited from the warm process
 
 

@@ -1,5 +1,6 @@
 """How a node starts the processes of a phase, warm and cold, supervises them and ends them."""
 
+import fcntl
 import json
 import os
 import signal
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from megarl.errors import UserError
+from megarl.linux import state_of
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.storage.policies import copy_policy
 from megarl.storage.run_dir import RunDir
@@ -231,6 +233,37 @@ def test_the_exit_codes_of_forks_that_end_together_are_all_reported(warm):
         while len(ended) < 8:
             ended |= warm.ended(pids, 10)
         assert [ended[pid] for pid in pids] == list(range(8))
+
+
+@pytest.mark.parametrize("reaped", [True, False])
+def test_an_end_is_no_kill_because_the_warm_process_dies_before_it_is_heard(warm, tmp_path, reaped):
+    """Neither if the report arrives together with the end of the connection, nor if there was none."""
+    go = tmp_path / "go"
+    script = f"until test -e {go}; do sleep 0.01; done; exit $0"
+    calls = [(subprocess.call, (["sh", "-c", script, code],)) for code in "05"]
+    pids = warm.fork(CHECK, [*calls, (subprocess.call, (["sleep", "600"],))], 60)
+    if not reaped:
+        warm.process.send_signal(signal.SIGSTOP)
+        while state_of(warm.process.pid) != "T":
+            time.sleep(0.01)
+    go.touch()
+    while any(state_of(pid) != ("" if reaped else "Z") for pid in pids[:2]):
+        time.sleep(0.01)
+    warm.process.kill()
+    warm.process.wait()
+    started, codes = processes.Processes(pids, warm), {}
+    while len(codes) < 3:
+        codes = started.poll(0.01)
+    assert codes == {0: 0, 1: 5, 2: -signal.SIGKILL}
+
+
+def test_thousands_of_phases_fill_no_pipe(warm):
+    """It holds the last words of 8,192 forks."""
+    fcntl.fcntl(warm._last_words, fcntl.F_SETPIPE_SZ, 4096)
+    for _ in range(20):
+        pids, ended = fork(warm, *[0] * 32), {}
+        while len(ended) < 32:
+            ended |= warm.ended(pids, 10)
 
 
 def test_an_error_in_a_fork_before_the_phase_begins_is_printed(warm, tmp_path):
