@@ -18,7 +18,7 @@ smollm2: .venv/.stamp
 test: .venv/.stamp  # all that needs neither vLLM, SGLang nor Slurm, on the CPU's path
 	$(RUN) -m tests.suites test
 
-gate: .venv/.stamp  # what a change has to pass; GATE_BASE=REV: with the suites of what has changed since then
+gate: .venv/.stamp  # what a change has to pass
 	$(RUN) -m tests.suites --gate
 
 test-slow: .venv/.stamp  # WHAT="layouts crashes": these suites of tests/suites.py instead of all

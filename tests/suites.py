@@ -195,7 +195,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(SUITES)}")
     parser.add_argument("--gate", action="store_true")
-    parser.add_argument("--base", metavar="REV", default=os.environ.get("GATE_BASE"))
+    parser.add_argument("--base", metavar="REV", help="default: none")
     options = parser.parse_args()
     if unknown := [name for name in options.names if name not in SUITES]:
         parser.error(f"no suite {unknown[0]!r}; there are {', '.join(SUITES)}")

@@ -26,8 +26,9 @@ SETTINGS = (*EASY, "schedule.stages=1", "actor.tokens_per_micro_batch=40", "eval
 SETTINGS += ("run.seed=4",)  # with which nearly every update has a gradient
 SETTINGS += ("actor.checkpoint_every=6",)  # only a signal makes a checkpoint before the end
 BLINK_SECONDS = 3.0  # TCP sends again up to twice as late; an agent counts as dead after 15 s
-SECOND_UPDATE = (0, "open .*/metrics.jsonl", 2)  # of six
-A_SHARD = (r"replace .*\.arrow", 1)  # a node's first
+LEADER, BOTH = (0,), (0, 1)
+SECOND_UPDATE = (LEADER, "open .*/metrics.jsonl", 2)  # of six
+A_SHARD = (BOTH, r"replace .*\.arrow", 1)  # of the node that generates it; the other one finds nothing to do
 SILENT = "or hangs: no heartbeat for 16 s"  # as docs/running.md says; it counts its checks, two per second
 
 
@@ -39,17 +40,18 @@ class TwoNodes:
     """The agents of ``megarl train`` on two nodes; each phase has one process per node.
 
     network: where the nodes are, instead of on the loopback interface.
-    hold: (node, pattern, count) of a file operation at which a process of a phase is held there (`tests.zygote.hold`).
+    hold: (nodes, pattern, count) of a file operation at which a process of a phase is held there (`tests.zygote.hold`).
     """
 
-    def __init__(self, recipe, run, *options, network=None, hold=None):
+    def __init__(self, recipe, run, *options, network=None, hold=((), "", 0)):
         shared = {**os.environ, "NNODES": "2", "MASTER_ADDR": "127.0.0.1"}
-        self.run, self.held = run, run.with_name(f"{run.name} held")
+        nodes, *operation = hold
+        self.run, self.held = run, {rank: run.with_name(f"{run.name} held {rank}") for rank in nodes}
         arguments = ("train", recipe, "--run-dir", run, *settings(), *options)
         self.agents = []
         for rank in (0, 1):
             environment = shared | (network.environment(rank) if network else {}) | {"NODE_RANK": str(rank)}
-            held = [*hold[1:], str(self.held)] if hold and hold[0] == rank else None
+            held = [*operation, str(self.held[rank])] if rank in nodes else None
             self.agents.append(start_megarl(*arguments, env=environment, hold=held))
 
     def wait(self, timeout=900):
@@ -63,7 +65,11 @@ class TwoNodes:
             time.sleep(0.005)
 
     def wait_until_held(self):
-        self.wait_for(lambda run: self.held.exists() and self.held.read_text())
+        self.wait_for(lambda run: any(held.exists() and held.read_text() for held in self.held.values()))
+
+    def release(self):
+        for held in self.held.values():
+            held.write_text("")
 
     def children(self, rank, phase):
         return processes_of(self.agents[rank].pid, phase)
@@ -211,7 +217,7 @@ def test_killed_or_stopped_follower_fails_the_run_with_the_cause(number, recipe,
 
 
 def test_killed_leader_ends_the_others(recipe, tmp_path):
-    with TwoNodes(recipe, tmp_path / "run", hold=(1, *A_SHARD)) as two:
+    with TwoNodes(recipe, tmp_path / "run", hold=A_SHARD) as two:
         two.wait_until_held()
         two.agents[0].send_signal(signal.SIGKILL)
         _, (code, output) = two.wait(LEADER_LOST_SECONDS)  # less than a request to a leader that does not answer
@@ -223,7 +229,7 @@ def test_killed_leader_ends_the_others(recipe, tmp_path):
 def test_sigterm_to_one_agent_saves_between_checkpoints_and_the_run_continues(recipe, two_nodes, sealed):
     with TwoNodes(recipe, sealed, hold=SECOND_UPDATE) as two:
         two.wait_until_held()
-        stop_and_release(two.agents[1], signal.SIGTERM, two.held)
+        stop_and_release(two.agents[1], signal.SIGTERM, two.held[0])
         (code, output), _ = two.wait()
     assert code == 130 and "start the same command again" in complaint(output), output
     (saved,) = (sealed / "stages/000/checkpoints").glob("update_*")
@@ -240,10 +246,12 @@ def test_sigterm_to_one_agent_saves_between_checkpoints_and_the_run_continues(re
 
 def test_dead_process_of_one_node_restarts_the_phase_on_both(recipe, two_nodes, tmp_path):
     run = tmp_path / "run"
-    with TwoNodes(recipe, run, "--until", "rollout:0", hold=(1, *A_SHARD)) as two:
+    with TwoNodes(recipe, run, "--until", "rollout:0", hold=A_SHARD) as two:
         two.wait_until_held()
+        two.wait_for(lambda _: two.children(1, "rollout"))
         (worker,) = two.children(1, "rollout")
         worker.send_signal(signal.SIGKILL)
+        two.release()
         for code, output in two.wait():
             assert code == 0, output
     (restart,) = events(run, "restart")
@@ -259,7 +267,7 @@ def test_a_stopped_process_of_one_node_is_named_and_all_ranks_are_listed(recipe,
         two.wait_until_held()
         (rank,) = two.children(1, "optimize")
         rank.suspend()
-        two.held.write_text("")
+        two.release()
         (code, output), _ = two.wait()
     assert code == 1
     message = complaint(output)
@@ -289,7 +297,7 @@ def test_nodes_on_a_slow_link_survive_a_moment_without_it_and_end_in_time_once_i
     run.mkdir()
     (run / "leader.json").write_text(json.dumps({"address": "10.77.0.9", "port": 1}))
     with Network("8mbit") as network:
-        with TwoNodes(recipe, run, network=network, hold=(0, "open .*/metrics.jsonl", 4)) as two:
+        with TwoNodes(recipe, run, network=network, hold=(LEADER, "open .*/metrics.jsonl", 4)) as two:
             two.wait_for(lambda run: lines(run / "metrics.jsonl") >= 1)
             network.cut(True)
             time.sleep(BLINK_SECONDS)
