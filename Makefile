@@ -32,7 +32,7 @@ lint: .venv/.stamp
 	$(RUN) -m ruff format --check .
 	$(RUN) -m mypy
 
-# checks and benchmarks on this machine's GPUs, with a .venv or without: STEPS="checks", "actor token_pass" ..
+# checks and benchmarks on this machine's GPUs, with a .venv or without: STEPS=first, STEPS=numbers, STEPS="actor token_pass" ..
 gpu:
 	@$(or $(wildcard $(RUN)),$(PYTHON)) -W ignore -m tests.gpu $(STEPS)
 

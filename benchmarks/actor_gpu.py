@@ -5,22 +5,28 @@ as fits on one GPU with gradients, master weights and Adam's moments. Weights an
 arithmetic is relative to a product of large matrices in the same run, and recomputation does not count as work. Without
 a GPU every figure is "not measured".
 
-    python benchmarks/actor_gpu.py
+    python benchmarks/actor_gpu.py [--operators]
+
+With --operators: how long the kernels of one update take, by what they do, and how long the device waits.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
+import re
 import statistics
 import tempfile
 import time
+from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from common import NOT_MEASURED, ROOT, write_table
+from common import NOT_MEASURED, ROOT, in_own_process, write_table
 from linear_logprob import matmul_ceiling
 
 from megarl.actor import parallel
@@ -92,31 +98,92 @@ def make_samples(rng: np.random.Generator, vocabulary: int, responses: int, long
     return [one() for _ in range(responses)]
 
 
-def measure(folder: Path, responses: int, longest: int, way: dict[str, Any], product: float) -> dict[str, Any]:
-    """Medians over updates, which include the upload of their batches. product: FLOP/s of a matrix product."""
-    from megarl.actor import packing, step
+class Update:
+    """Updates of a new actor, each with other samples."""
 
-    recipe, hf = make_recipe(folder, longest, way), read_hf_config(folder)
-    torch.cuda.empty_cache()
+    def __init__(self, folder: Path, responses: int, longest: int, way: dict[str, Any]) -> None:
+        from megarl.actor import step
+
+        self.recipe, self.hf = make_recipe(folder, longest, way), read_hf_config(folder)
+        self.size, self.objective = (responses, longest), build_objective("mu_grpo", {})
+        become_single_process()
+        parallel.initialize(self.recipe)
+        self.actor = step.Actor.build(self.recipe, folder, torch.device("cuda", torch.cuda.current_device()))
+
+    def run(self, update: int) -> list[Any]:
+        """Upload the samples of an update and make it; returns the samples."""
+        from megarl.actor import packing, step
+
+        samples = make_samples(np.random.default_rng(update), self.hf["vocab_size"], *self.size)
+        torch.cuda.synchronize()
+        batches = packing.micro_batches(samples, self.recipe.actor.tokens_per_micro_batch, self.actor.device)
+        step.train_step(self.actor, batches, self.objective, lr=1e-6)
+        torch.cuda.synchronize()
+        return samples
+
+
+def measure(folder: Path, responses: int, longest: int, way: dict[str, Any], side: int) -> dict[str, Any]:
+    """Medians over updates, which include the upload of their batches. side: see `rows`."""
+    product, updates = matmul_ceiling(side), Update(folder, responses, longest, way)
+    active = active_parameters(updates.hf, sum(p.numel() for chunk in updates.actor.models for p in chunk.parameters()))
     torch.cuda.reset_peak_memory_stats()
-    actor = step.Actor.build(recipe, folder, torch.device("cuda", torch.cuda.current_device()))
-    objective = build_objective("mu_grpo", {})
-    active = active_parameters(hf, sum(p.numel() for chunk in actor.models for p in chunk.parameters()))
     seconds, tokens, rates = [], [], []
     for update in range(WARM_UP + UPDATES):
-        samples = make_samples(np.random.default_rng(update), hf["vocab_size"], responses, longest)
-        torch.cuda.synchronize()
         start = time.perf_counter()
-        batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, actor.device)
-        step.train_step(actor, batches, objective, lr=1e-6)
-        torch.cuda.synchronize()
+        samples = updates.run(update)
         if update >= WARM_UP:
             seconds.append(time.perf_counter() - start)
             tokens.append(sum(map(len, samples)) / seconds[-1])
-            rates.append(3 * sum(forward_flops(hf, active, len(s)) for s in samples) / seconds[-1])
+            rates.append(3 * sum(forward_flops(updates.hf, active, len(s)) for s in samples) / seconds[-1])
     rate = statistics.median(rates)
     values = (statistics.median(seconds), statistics.median(tokens), rate / 1e12, rate / product)
     return dict(zip(COLUMNS, (*values, torch.cuda.max_memory_allocated() / 2**30), strict=True))
+
+
+# What a kernel does by its name, which torch, cuBLAS, CUTLASS and Triton give it; the first that fits.
+GROUPS = {
+    "attention": "flash|fmha|attention",
+    "lm head": "logprob|lm_head|linear_log",
+    "experts' products": "group",
+    "other products": "gemm|nvjet|cutlass|xmma|splitK",
+    "SwiGLU": "glu|silu",
+    "token pass": "token_pass|megarl|segment",
+    "optimizer and gradient norm": "multi_tensor|adam|l2norm",
+    "sorts, gathers, scatters": "sort|radix|index|gather|scatter|embedding|scan|cumsum",
+    "copies and fills": "memcpy|memset|copy|fill",
+    "sums and norms": "reduce|norm|softmax",
+    "element by element": "elementwise|vectorized",
+}
+
+
+def kernel_times(folder: Path, responses: int, longest: int, way: dict[str, Any]) -> list[dict[str, Any]]:
+    """Milliseconds of an update by `GROUPS`, of each kernel that takes a hundredth of it, and without any kernel."""
+    updates = Update(folder, responses, longest, way)
+    for update in range(WARM_UP):
+        updates.run(update)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        start = time.perf_counter()
+        updates.run(WARM_UP)
+        whole = 1e3 * (time.perf_counter() - start)
+    times: Counter[str] = Counter()
+    launches: Counter[str] = Counter()
+    for event in profile.events():
+        if event.device_type is torch.autograd.DeviceType.CUDA:
+            for name in (event.name, _group(event.name)):
+                times[name] += event.time_range.elapsed_us() / 1e3
+                launches[name] += 1
+    groups = [name for name in (*GROUPS, "other") if launches[name]]
+    single = [name for name, time in times.most_common() if name not in groups and time > whole / 100]
+    busy = sum(times[name] for name in groups)
+    rows = [("an update, profiled", whole, 0), ("no kernel", whole - busy, 0)]
+    rows += [(name, times[name], launches[name]) for name in groups]
+    rows += [(f"{_group(name)}: {name[:90]}", times[name], launches[name]) for name in single]
+    return [{"what": what, "ms": ms, "launches": n, "share": ms / whole} for what, ms, n in rows]
+
+
+def _group(kernel: str) -> str:
+    return next((name for name, pattern in GROUPS.items() if re.search(pattern, kernel, re.IGNORECASE)), "other")
 
 
 def missing(way: dict[str, Any]) -> str:
@@ -126,30 +193,55 @@ def missing(way: dict[str, Any]) -> str:
     return "the CUDA kernels are not installed" if way["kernels"] == "cuda" and not find_library("cuda") else ""
 
 
-def rows(models: dict[str, tuple[dict[str, Any], int, int]], ways: list[str], side: int = 8192) -> list[dict[str, Any]]:
-    """A row per model and way. side: of the square matrices whose product measures the GPU's arithmetic."""
+def rows(models: dict[str, Any], ways: list[str], side: int = 8192) -> Iterator[dict[str, Any]]:
+    """A row per model and way, each measured in a process of its own.
+
+    side: of the square matrices whose product measures the GPU's arithmetic.
+    """
     found = torch.cuda.is_available()
-    if found:
-        product = matmul_ceiling(side)
-        become_single_process()
-        parallel.initialize(make_recipe(ROOT, 1, {}))
-    table = []
     for name, (config, responses, longest) in models.items():
         with tempfile.TemporaryDirectory() as folder:
             if found:
                 write_model(config, Path(folder))
+                torch.cuda.empty_cache()
             for title in ways:
-                way = WAYS[title]
                 row = {"model": name, "layers, kernels": title} | dict.fromkeys(COLUMNS, NOT_MEASURED)
-                row["note"] = missing(way) if found else "no GPU"
+                row["note"] = missing(WAYS[title]) if found else "no GPU"
                 if not row["note"]:
-                    try:
-                        row |= measure(Path(folder), responses, longest, way, product)
-                    except Exception as error:  # the other rows are measured nevertheless
-                        row["note"] = f"{type(error).__name__}: {error}".partition("\n")[0]
-                table.append(row)
-    return table
+                    child = dict(folder=folder, responses=responses, longest=longest, way=WAYS[title], side=side)
+                    row |= in_own_process(__file__, ["--child", json.dumps(child)])
+                yield row
+
+
+def operator_rows(
+    config: dict[str, Any], responses: int, longest: int, way: str = "torch, triton"
+) -> list[dict[str, Any]]:
+    if not torch.cuda.is_available():
+        return [{"what": "an update, profiled", "ms": NOT_MEASURED, "note": "no GPU"}]
+    with tempfile.TemporaryDirectory() as folder:
+        write_model(config, Path(folder))
+        return kernel_times(Path(folder), responses, longest, WAYS[way])
+
+
+def child(folder: str, **arguments: Any) -> dict[str, Any]:
+    try:
+        return measure(Path(folder), **arguments)
+    except Exception as error:  # the other rows are measured nevertheless
+        return {"note": f"{type(error).__name__}: {error}".partition("\n")[0]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--operators", action="store_true")
+    parser.add_argument("--child", type=json.loads, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.child:
+        print(json.dumps(child(**options.child)))
+    elif options.operators:
+        write_table("operators_gpu", operator_rows(*MODELS["Qwen3-30B-A3B, 2 layers"]))
+    else:
+        write_table("actor_gpu", list(rows(MODELS, list(WAYS))))
 
 
 if __name__ == "__main__":
-    write_table("actor_gpu", rows(MODELS, list(WAYS)))
+    main()

@@ -28,11 +28,18 @@ def write_table(name: str, rows: list[dict[str, Any]], directory: Path = RESULTS
     The columns are the keys in order of first appearance; a row without a key has an empty cell. Floats get four
     significant digits. Each line of the CSV also has the columns of `origin`.
     """
-    columns = list(dict.fromkeys(key for row in rows for key in row))
-    cells = [[_cell(row.get(column, "")) for column in columns] for row in rows]
+    columns, cells = _cells(rows)
     widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
     for line in (columns, *cells):
         print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+    path = write_csv(name, rows, directory)
+    print(f"written to {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}", flush=True)
+    return path
+
+
+def write_csv(name: str, rows: list[dict[str, Any]], directory: Path) -> Path:
+    """As `write_table`, and prints nothing."""
+    columns, cells = _cells(rows)
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}.csv"
     facts = origin()
@@ -40,8 +47,12 @@ def write_table(name: str, rows: list[dict[str, Any]], directory: Path = RESULTS
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow([*columns, *facts])
         writer.writerows([*line, *facts.values()] for line in cells)
-    print(f"written to {path.relative_to(ROOT) if path.is_relative_to(ROOT) else path}", flush=True)
     return path
+
+
+def _cells(rows: list[dict[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    columns = list(dict.fromkeys(key for row in rows for key in row))
+    return columns, [[_cell(row.get(column, "")) for column in columns] for row in rows]
 
 
 def origin() -> dict[str, str]:

@@ -9,6 +9,7 @@ is "not measured".
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from typing import Any
 
 import linear_logprob
@@ -31,22 +32,26 @@ def ceilings() -> list[dict[str, Any]]:
     return [{"ceiling": name, "value": run() / unit if found else NOT_MEASURED} for name, run, unit in rows]
 
 
-def pass_rows(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
+def pass_rows(sizes: list[int], repeats: int) -> Iterator[dict[str, Any]]:
     cases = [(size, name) for size in sizes for name in token_pass.CASES]
     if not torch.cuda.is_available():
         columns = [f"{way} ms" for way in ("torch", *BACKENDS, "compile")]
         columns += [f"{backend} share of copy bandwidth" for backend in BACKENDS]
-        return [{"objective": name, "tokens": size} | dict.fromkeys(columns, NOT_MEASURED) for size, name in cases]
-    return [token_pass.measure(name, size, DEVICE, BACKENDS, repeats) for size, name in cases]
+        yield from ({"objective": name, "tokens": size} | dict.fromkeys(columns, NOT_MEASURED) for size, name in cases)
+        return
+    for size, name in cases:
+        yield token_pass.measure(name, size, DEVICE, BACKENDS, repeats)
 
 
-def selection_rows(sizes: list[int], repeats: int) -> list[dict[str, Any]]:
+def selection_rows(sizes: list[int], repeats: int) -> Iterator[dict[str, Any]]:
     """Rows of batch statistics; the backend triton uses torch's for them."""
     cases = [(name, size) for name in ("m2po", "bapo") for size in sizes]
     if not torch.cuda.is_available():
         columns = ("torch ms", "cuda ms", "sort + cumsum ms")
-        return [{"statistics": name, "tokens": size} | dict.fromkeys(columns, NOT_MEASURED) for name, size in cases]
-    return [selection.measure(name, size, DEVICE, ["cuda"], repeats, size <= LOOP_TOKENS) for name, size in cases]
+        yield from ({"statistics": name, "tokens": size} | dict.fromkeys(columns, NOT_MEASURED) for name, size in cases)
+        return
+    for name, size in cases:
+        yield selection.measure(name, size, DEVICE, ["cuda"], repeats, size <= LOOP_TOKENS)
 
 
 def main() -> None:
@@ -55,9 +60,9 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     arguments = parser.parse_args()
     write_table("ceilings_gpu", ceilings())
-    write_table("token_pass_gpu", pass_rows(arguments.tokens, arguments.repeats))
-    write_table("selection_gpu", selection_rows([LOOP_TOKENS, *arguments.tokens], arguments.repeats))
-    write_table("linear_logprob_gpu", linear_logprob.gpu_rows())
+    write_table("token_pass_gpu", list(pass_rows(arguments.tokens, arguments.repeats)))
+    write_table("selection_gpu", list(selection_rows([LOOP_TOKENS, *arguments.tokens], arguments.repeats)))
+    write_table("linear_logprob_gpu", list(linear_logprob.gpu_rows()))
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ import argparse
 import json
 import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -172,11 +172,10 @@ def gpu_row(head: str, shape: dict[str, int], flops: float, bytes_per_second: fl
 MEASURED = ("peak_mib", "forward_ms", "forward_tflops", "forward_of_roof", "both_ms", "both_tflops", "both_of_roof")
 
 
-def gpu_rows() -> list[dict[str, Any]]:
+def gpu_rows() -> Iterator[dict[str, Any]]:
     """Every head on one shard of the vocabulary for each tensor-parallel size, without the two all-reduces."""
     available = torch.cuda.is_available()
     flops, copied = (matmul_ceiling(), copy_ceiling()) if available else (0.0, 0.0)
-    rows = []
     for tp in (1, 2, 4, 8):
         shape = QWEN3 | {"vocabulary": QWEN3["vocabulary"] // tp}
         for head in HEADS:
@@ -188,8 +187,7 @@ def gpu_rows() -> list[dict[str, Any]]:
             if available:
                 found, failed = attempt({head: partial(gpu_row, head, shape, flops, copied)})
                 row |= found.get(head, {"note": failed.get(head)})
-            rows.append(row)
-    return rows
+            yield row
 
 
 def main() -> None:

@@ -41,10 +41,18 @@ class NonFiniteUpdate(UserError):
 
 
 def non_finite_update(
-    logs: list[MicroBatchLog], objective: Objective | WithOptions, metrics: dict[str, float], norm: float, group: Any
+    models: list[Any],
+    logs: list[MicroBatchLog],
+    objective: Objective | WithOptions,
+    metrics: dict[str, float],
+    norm: float,
+    group: Any,
 ) -> NonFiniteUpdate:
-    """The error that all ranks raise together. Collective over ``group``, the ranks that hold the batch."""
-    what = f"gradient norm is {norm}"
+    """The error that all ranks raise together. Collective over ``group``, the ranks that hold the batch.
+
+    models: this rank's chunks of the model, with their gradients.
+    """
+    what = f"gradient norm is {norm}{_where(models)}"
     if "loss" in metrics:
         what = f"loss is {metrics['loss']}, {what}"
     if not logs:
@@ -70,6 +78,13 @@ def non_finite_update(
         f" ({len(offenders)} such sequences)",
         offenders,
     )
+
+
+def _where(models: list[Any]) -> str:
+    """The parameters of this rank whose gradient is not finite, for a message."""
+    every = [(name, p.main_grad) for model in models for name, p in model.named_parameters() if p.requires_grad]
+    bad = [name for name, gradient in every if not bool(torch.isfinite(gradient).all())]
+    return f", not finite in {len(bad)} of {len(every)} parameters, the first being {bad[0]}" if bad else ""
 
 
 def _examine(batch: TokenBatch, objective: Objective | WithOptions) -> list[tuple[int, str, list[int], Any, bool]]:

@@ -90,7 +90,7 @@ def train_step(
     logs, metrics = compute_gradients(actor, micro_batches, objective, detail, samples)
     norm, finite = _norm_and_finite(actor.optimizer, metrics.get("loss", 0.0), actor.device)
     if not finite:
-        raise non_finite_update(logs, objective, metrics, norm, _batch_group())
+        raise non_finite_update(actor.models, logs, objective, metrics, norm, _batch_group())
     if actor.recipe.optimizer.ess_scaling:
         lr *= math.sqrt(_effective_share(metrics, actor.device))
     _apply_gradients(actor.optimizer, norm, lr)

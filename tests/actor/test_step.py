@@ -209,6 +209,21 @@ def test_non_finite_updates_are_not_applied(tensor, tmp_path):
     assert train_step(actor, batches, objective, 1e-3) == train_step(build(tmp_path / "in"), batches, objective, 1e-3)
 
 
+def test_a_gradient_that_is_not_finite_by_itself_is_named_by_its_parameter(tmp_path):
+    from megarl.actor.nonfinite import NonFiniteUpdate
+    from megarl.actor.packing import micro_batches
+    from megarl.actor.step import train_step
+
+    make_hf_model("qwen3").save_pretrained(tmp_path)
+    actor = build(tmp_path)
+    name, broken = list(actor.models[0].named_parameters())[3]
+    broken.register_hook(lambda gradient: gradient * math.nan)
+    trained = len(list(actor.models[0].parameters()))
+    where = f"gradient norm is nan, not finite in 1 of {trained} parameters, the first being {name}; .* gradient is not"
+    with pytest.raises(NonFiniteUpdate, match=where):
+        train_step(actor, micro_batches(make_samples(), 24, CPU), build_objective("reinforce", {}), lr=1e-3)
+
+
 @pytest.mark.parametrize("adapters", [False, True])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_trained_parameter_is_read_in_a_call_of_its_module(family, adapters, tmp_path):

@@ -3,21 +3,24 @@
     python -m tests.gpu [STEP ...] [--small]
 
 Writes ``summary.md``, ``steps.csv``, ``log.txt`` and the benchmarks' tables to $OUT, or build/gpu. STEP: the name of a
-step of `tests.gpu.steps`, or "checks" or "benchmarks". It needs no package index: a step that lacks a package is
-skipped. The exit code is 1 if a step failed or there is no GPU, 2 for an unknown step, else 0.
+step of `tests.gpu.steps`, or of a group of them: "first", "numbers" or "engines". It needs no package index: a step
+that lacks a package is skipped. The exit code is 1 if a step failed or there is no GPU, 2 for an unknown step, else 0.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tests.gpu.build import KERNELS
@@ -35,27 +38,42 @@ def devices() -> int | str:
 
 
 def run_steps(chosen: list[Step], out: Path, report: Callable[[Result], None]) -> list[Result]:
-    """Run steps one after another, also after a failure. Once a group has used up its time, its others are skipped."""
+    """Run steps one after another, but those `beside` each other together; also after a failure.
+
+    Once a group has used up its time, its others are skipped. What is known is written after each step.
+    """
     results: list[Result] = []
-    left = dict(BUDGETS)
+    left: dict[str, float] = dict(BUDGETS)
+    writing = threading.Lock()
     write_page(out, results, [step.name for step in chosen])
-    for index, step in enumerate(chosen):
-        reason = step.lacks()
-        if reason is None and left[step.group] < 1:
-            reason = f"the {BUDGETS[step.group]} s of all {step.group} are used up"
-        if reason is not None:
-            result = Result(step.name, step.shows, "skipped", reason, 0.0)
-        else:
-            result = run_step(step, min(step.limit, left[step.group]), out / "log.txt")
-        left[step.group] -= int(result.seconds)
-        results.append(result)
-        report(result)
-        write_page(out, results, [step.name for step in chosen[index + 1 :]])
+
+    def run(step: Step) -> None:
+        result = run_step(step, left[step.group], out / "log.txt")
+        with writing:
+            results.append(result)
+            report(result)
+            done = {result.name for result in results}
+            write_page(out, results, [step.name for step in chosen if step.name not in done])
+
+    with ThreadPoolExecutor(max(1, len(chosen))) as threads:
+        for _, some in itertools.groupby(chosen, lambda step: (step.group, step.beside or step.name)):
+            together, start = list(some), time.monotonic()
+            list(threads.map(run, together))
+            left[together[0].group] -= time.monotonic() - start
     return results
 
 
-def run_step(step: Step, limit: float, log: Path) -> Result:
-    """Run a step in a process group of its own, which is killed when the step ends or reaches its limit."""
+def run_step(step: Step, left: float, log: Path) -> Result:
+    """Run a step in a process group of its own, which is killed when the step ends or reaches its limit.
+
+    left: seconds that its group still has.
+    """
+    reason = step.lacks()
+    if reason is None and left < 1:
+        reason = f"the {BUDGETS[step.group]} s of all of {step.group} are used up"
+    if reason is not None:
+        return Result(step.name, step.shows, "skipped", reason, 0.0)
+    limit = min(step.limit, left)
     start = time.monotonic()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
@@ -72,7 +90,7 @@ def run_step(step: Step, limit: float, log: Path) -> Result:
             process.wait()
         output.seek(0)
         text = output.read()
-    with open(log, "a") as file:
+    with open(log, "a") as file:  # one write: other steps append to it, too
         file.write(f"==== {step.name}: {outcome} {why}\n{text}\n")
     return Result(step.name, step.shows, outcome, why, time.monotonic() - start, text)
 

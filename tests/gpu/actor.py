@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.actor.layout_ranks import LAYOUTS
+from tests.gpu.probes import fill_free_memory_with_nan
 from tests.gpu.steps import package
 from tests.rehearsal.forks import in_fork, in_ranks
 from tests.rehearsal.updates import Case, Distance, Outcome, run_updates, seal
@@ -74,6 +75,8 @@ def outcome(case: Case, backend: str, folder: Path) -> Outcome:
         counted = waits if backend == "cuda" else contextlib.nullcontext
 
         def rank(rank: int) -> Outcome:
+            if backend == "cuda":
+                fill_free_memory_with_nan()
             done = run_updates(rank, case, backend, folder / "model", folder / "rollouts", Path(meeting), counted)
             done.seen = [len(seen or []) for seen in done.seen]
             return done
@@ -87,12 +90,14 @@ def outcome(case: Case, backend: str, folder: Path) -> Outcome:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpus", type=int, required=True)
+    parser.add_argument("--cases", nargs="+", help="only these")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
+    chosen = options.cases or (SMALL if options.small else list(cases(options.gpus)))
     failed, right = 0, {}
     with tempfile.TemporaryDirectory(prefix="megarl-gpu-") as name:
         for title, case in cases(options.gpus).items():
-            if options.small and title not in SMALL:
+            if title not in chosen:
                 continue
             if reason := lacks(title):
                 print(f"{title:<20}skipped: {reason}", flush=True)

@@ -10,15 +10,13 @@ import subprocess
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-KERNELS = ROOT / "build/gpu-kernels"  # on PYTHONPATH of every step; it has libraries and metadata, no module
-METADATA = "Metadata-Version: 2.1\nName: megarl\nVersion: {version}\n"
+KERNELS = ROOT / "build/gpu-kernels"  # on PYTHONPATH of every step; it has libraries, no module
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true")
     parser.parse_args()
-    from megarl import __version__
     from megarl.kernels.library import find_library
 
     found = find_library("cuda")
@@ -36,9 +34,6 @@ def main() -> None:
         ["cmake", "--install", tree, "--prefix", KERNELS],
     ):
         subprocess.run(command, check=True)
-    information = KERNELS / f"megarl-{__version__}.dist-info"
-    information.mkdir(exist_ok=True)
-    (information / "METADATA").write_text(METADATA.format(version=__version__))
     print(f"compiled: {KERNELS}")
 
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-BUDGETS = {"checks": 480, "benchmarks": 600}  # seconds for all steps of a group
+# Seconds for all steps of a group: the first two fit a machine that is lent for a quarter of an hour, one call each.
+BUDGETS = {"first": 400, "numbers": 290, "engines": 600}
 
 
 @dataclass(frozen=True)
@@ -19,8 +20,9 @@ class Step:
     name: str
     shows: str
     command: list[str]
-    group: str = "checks"
+    group: str = "first"
     limit: int = 240  # seconds
+    beside: bool = False  # runs at the same time as the steps around it that do, too
     lacks: Callable[[], str | None] = lambda: None  # returns the reason to skip the step, or None
 
 
@@ -60,43 +62,75 @@ def steps(out: Path, work: Path, gpus: int, small: bool) -> list[Step]:
     def module(name: str, *arguments: object) -> list[str]:
         return [sys.executable, "-W", "ignore", "-m", f"tests.gpu.{name}", *map(str, arguments), *["--small"] * small]
 
-    def table(name: str, shows: str, limit: int = 240) -> Step:
-        return Step(name, shows, module("tables", name, "--out", out), "benchmarks", limit)
+    def table(name: str, shows: str, limit: int) -> Step:
+        return Step(name, shows, module("tables", name, "--out", out), "numbers", limit)
 
     def generate(engine: str) -> Step:
         command = module("runs", "engine", "--engine", engine, "--work", work)
         shows = f"{engine}'s log-probs are those of the actor that exported the weights, for two policies"
-        return Step(engine, shows, command, limit=300, lacks=distribution(engine))
+        return Step(engine, shows, command, "engines", 300, lacks=distribution(engine))
 
-    pytest = [sys.executable, "-W", "ignore", "-m", "pytest", "-q", "-p", "no:cacheprovider"]
-    some = ["-k", "cuda and (gspo or bapo)"] if small else []
+    pytest = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "tests/kernels/test_gpu.py",
+    ]
+    side_by_side = [] if small or package("xdist")() else ["-n", "8"]
+    sanitizer = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
     return [
-        Step("doctor", "what this machine has", [sys.executable, "-m", "megarl.cli", "doctor"], limit=60),
-        Step("build", "nvcc compiles csrc/cuda", module("build"), lacks=programs("cmake", "nvcc")),
+        Step("doctor", "what this machine has", [sys.executable, "-m", "megarl.cli", "doctor"], limit=60, beside=True),
+        Step(
+            "build", "nvcc compiles csrc/cuda", module("build"), limit=150, lacks=programs("cmake", "nvcc"), beside=True
+        ),
+        Step(
+            "contact",
+            "the actor updates a small model in bf16 at all",
+            module("actor", "--gpus", gpus, "--cases", "kernels torch", *["kernels triton"] * (not small)),
+            limit=120,
+            lacks=package("pytest"),
+            beside=True,
+        ),
+        Step("probes", "what megarl assumes of CUDA, forks and the allocator", module("probes"), limit=60),
         Step(
             "kernels",
             "CUDA and Triton kernels equal the definitions, give the same bits each time and never wait",
-            [*pytest, "tests/kernels/test_gpu.py", *some],
+            [*pytest, *side_by_side, *(["-k", "cuda and (gspo or bapo)"] if small else [])],
             lacks=package("pytest"),
+            beside=True,
         ),
         Step(
             "actor",
             "bf16 updates on the GPU equal float32 on the CPU, by kernels, layers and layouts",
             module("actor", "--gpus", gpus),
-            limit=200,
             lacks=package("pytest"),
+            beside=True,
         ),
         Step(
             "quickstart",
             "a run from a prompt file is killed, resumes, and improves the policy; its engine's weights do not drift",
             module("runs", "quickstart", "--work", work),
-            limit=300,
+            beside=True,
+        ),
+        Step(
+            "sanitizer",
+            "a token pass with ragged segments touches no memory that is not its own",
+            [*sanitizer, *pytest, "-k", "cuda and gspo"],
+            limit=70,
+            lacks=programs("compute-sanitizer"),
         ),
         generate("vllm"),
         generate("sglang"),
-        table("ceilings", "how fast this GPU copies and multiplies", 60),
-        table("token_pass", "time of the fused token pass against eager torch and torch.compile"),
-        table("selection", "time of batch statistics against sorting and the released loops"),
-        table("linear_logprob", "time of the lm head against materialised logits, Liger and Cut Cross-Entropy"),
-        table("actor_gpu", "updates of layers of Qwen3's sizes: tokens per second, share of the GPU's arithmetic"),
+        table("ceilings", "how fast this GPU copies and multiplies", 40),
+        table("actor_gpu", "updates of layers of Qwen3's sizes: tokens per second, share of the GPU's arithmetic", 110),
+        table("operators", "milliseconds of an update of Qwen3-30B-A3B's layers, by what its kernels do", 50),
+        table("linear_logprob", "time of the lm head against materialised logits, Liger and Cut Cross-Entropy", 60),
+        table("token_pass", "time of the fused token pass against eager torch and torch.compile", 90),
+        table("selection", "time of batch statistics against sorting and the released loops", 50),
+        table("adam", "an optimizer's step on the device, and on the host by number of threads", 40),
     ]

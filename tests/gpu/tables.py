@@ -1,9 +1,10 @@
-"""Measures one table of `benchmarks/` on this machine's GPU and writes it to a folder."""
+"""Measures one table of `benchmarks/` on this machine's GPU and writes it to a folder, again after each row."""
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from tests.gpu.steps import ROOT
@@ -11,11 +12,12 @@ from tests.gpu.steps import ROOT
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import actor_gpu
+import adam
 import gpu
 import linear_logprob
 import selection
 import token_pass
-from common import write_table
+from common import write_csv, write_table
 
 TOKENS, SMALL_TOKENS = [1 << 20, 1 << 24], [1 << 9]
 REPEATS = 20
@@ -45,17 +47,30 @@ def small_head() -> list[dict[str, object]]:
     return [linear_logprob.gpu_row(head, SMALL_HEAD, 1e12, 1e12) for head in ("megarl torch", "materialised")]
 
 
-def small_actor() -> list[dict[str, object]]:
+def small_actor() -> Iterator[dict[str, object]]:
     return actor_gpu.rows(actor_gpu.TINY, ["torch, cuda", "transformer_engine, triton"], side=64)
 
 
+def adam_rows(parameters: int, threads: list[int]) -> Iterator[dict[str, object]]:
+    yield from adam.gpu_rows(parameters)
+    yield from adam.host_rows(parameters, threads)
+
+
+QWEN3_MOE = "Qwen3-30B-A3B, 2 layers"
+MODELS = {QWEN3_MOE: actor_gpu.MODELS[QWEN3_MOE]}
+WAYS = ["torch, triton", "torch, torch", "torch, triton, recompute"]
 # name: (rows on a GPU, rows of a rehearsal)
-TABLES = {
+TABLES: dict[str, tuple[Callable[[], Iterable[dict[str, object]]], Callable[[], Iterable[dict[str, object]]]]] = {
     "ceilings": (gpu.ceilings, small_ceilings),
     "token_pass": (lambda: gpu.pass_rows(TOKENS, REPEATS), small_pass),
     "selection": (lambda: gpu.selection_rows([gpu.LOOP_TOKENS, *TOKENS], REPEATS), small_selection),
     "linear_logprob": (linear_logprob.gpu_rows, small_head),
-    "actor_gpu": (lambda: actor_gpu.rows(actor_gpu.MODELS, list(actor_gpu.WAYS)), small_actor),
+    "actor_gpu": (lambda: actor_gpu.rows(MODELS, WAYS), small_actor),
+    "operators": (
+        lambda: actor_gpu.operator_rows(*actor_gpu.MODELS[QWEN3_MOE]),
+        lambda: actor_gpu.operator_rows(*actor_gpu.TINY["tiny"], way="torch, torch"),
+    ),
+    "adam": (lambda: adam_rows(50_000_000, [1, 4, 16]), lambda: adam_rows(1000, [1])),
 }
 
 
@@ -67,7 +82,11 @@ def main() -> None:
     options = parser.parse_args()
     whole, small = TABLES[options.table]
     name = options.table if options.table.endswith("_gpu") else f"{options.table}_gpu"
-    write_table(name, small() if options.small else whole(), options.out)
+    rows = []
+    for row in small() if options.small else whole():
+        rows.append(row)
+        write_csv(name, rows, options.out)
+    write_table(name, rows, options.out)
 
 
 if __name__ == "__main__":

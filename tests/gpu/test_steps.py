@@ -16,7 +16,8 @@ from tests.gpu.steps import BUDGETS, Step, distribution, package
 from tests.helpers import ROOT
 from tests.rehearsal.build import build
 
-REHEARSED = ("doctor", "build", "kernels", "actor", "quickstart", "vllm", "selection", "actor_gpu")
+REHEARSED = ("doctor", "build", "contact", "kernels", "actor", "quickstart", "vllm", "selection", "actor_gpu")
+REHEARSED += ("operators", "adam")
 
 
 def python(code: str) -> list[str]:
@@ -29,7 +30,7 @@ def outcomes(out: Path) -> dict[str, str]:
 
 
 def test_a_step_that_fails_does_not_affect_the_others(tmp_path, monkeypatch):
-    monkeypatch.setitem(BUDGETS, "benchmarks", 0)
+    monkeypatch.setitem(BUDGETS, "numbers", 0)
     child = tmp_path / "child"
     hanging = ["sh", "-c", f"sleep 600 & echo $! > {child}; sleep 600"]
     chosen = [
@@ -38,7 +39,7 @@ def test_a_step_that_fails_does_not_affect_the_others(tmp_path, monkeypatch):
         Step("hangs", "", hanging, limit=5),
         Step("lacks", "", python("raise SystemExit(1)"), lacks=package("sys", "no_such_package")),
         Step("engine", "", python("raise SystemExit(1)"), lacks=distribution("no-such-package")),
-        Step("late", "", python("raise SystemExit(1)"), group="benchmarks"),
+        Step("late", "", python("raise SystemExit(1)"), group="numbers"),
         Step("works", "", python("print('a figure')")),
     ]
     results = gpu.run_steps(chosen, tmp_path, lambda result: None)
@@ -48,7 +49,7 @@ def test_a_step_that_fails_does_not_affect_the_others(tmp_path, monkeypatch):
         "hangs": "over its limit 5 s",
         "lacks": "skipped no_such_package not installed",
         "engine": "skipped no-such-package not installed",
-        "late": "skipped the 0 s of all benchmarks are used up",
+        "late": "skipped the 0 s of all of numbers are used up",
         "works": "passed",
     }
     assert [result.name for result in results if result.failed] == ["fails", "crashes", "hangs"]
@@ -57,6 +58,16 @@ def test_a_step_that_fails_does_not_affect_the_others(tmp_path, monkeypatch):
     pid = int(child.read_text())
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)  # the step's process group has been sent a SIGKILL, which may take a moment
+
+
+def test_steps_beside_each_other_are_all_run(tmp_path):
+    """Each waits for the other's file, so that one after the other they would not end."""
+    meet = "touch {0}; until test -e {1}; do sleep 0.01; done"
+    both = [["sh", "-c", meet.format(tmp_path / a, tmp_path / b)] for a, b in ("xy", "yx")]
+    chosen = [Step("x", "", both[0], beside=True), Step("y", "", both[1], beside=True), Step("z", "", python("pass"))]
+    results = gpu.run_steps(chosen, tmp_path, lambda result: None)
+    assert {result.name: result.outcome for result in results} == dict.fromkeys("xyz", "passed")
+    assert results[-1].name == "z"
 
 
 def test_without_a_gpu_the_error_is_one_line(tmp_path):

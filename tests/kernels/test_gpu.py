@@ -22,6 +22,7 @@ from megarl.kernels.token_pass.language import RULES
 from megarl.objectives import OBJECTIVES
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.prefix_min import exclusive_min
+from tests.gpu.probes import fill_free_memory_with_nan
 from tests.kernels.test_token_pass import BORDERS, as_tokens, make_batch
 
 REQUIRED = os.environ.get("MEGARL_REQUIRE_GPU") == "1"
@@ -47,6 +48,12 @@ def on_device(batch: TokenBatch) -> TokenBatch:
     moved = {name: x.detach().cuda() if isinstance(x, torch.Tensor) else x for name, x in moved.items()}
     moved["logprobs"].requires_grad_()
     return replace(batch, **moved)
+
+
+@pytest.fixture(autouse=True)
+def free_memory_holds_nan() -> None:
+    """So that what a kernel leaves unwritten, or reads beside its input, shows."""
+    fill_free_memory_with_nan()
 
 
 @contextmanager

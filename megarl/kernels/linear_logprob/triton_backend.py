@@ -213,9 +213,14 @@ def operands(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, 
 
 
 def gradient_buffer(hidden: torch.Tensor, rows: int, chunk_tokens: int) -> torch.Tensor:
-    """[tokens, rows] with a row stride of a multiple of 128 bytes, for the tensor memory accelerator and for cuBLAS."""
+    """[tokens, rows] with a row stride of a multiple of 128 bytes, for the tensor memory accelerator and for cuBLAS.
+
+    What is between the rows is zero, in case that a product reads whole vectors of it: NaN times zero is NaN.
+    """
     tokens = min(chunk_tokens, hidden.shape[0])
-    return hidden.new_empty(tokens, triton.cdiv(rows, 64) * 64, dtype=_gradient_dtype(hidden))[:, :rows]
+    buffer = hidden.new_empty(tokens, triton.cdiv(rows, 64) * 64, dtype=_gradient_dtype(hidden))
+    buffer[:, rows:].zero_()
+    return buffer[:, :rows]
 
 
 def statistics(

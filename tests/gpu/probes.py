@@ -1,0 +1,121 @@
+"""What megarl assumes of CUDA, torch and the kernel. Each probe has a fork of its own: one that hangs is an answer."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+GIB = 2**30
+SECONDS = 20
+
+
+def allocator(late: bool) -> bool:
+    """Whether memory is in expandable segments, if the variable is set before CUDA begins or, ``late``, after it."""
+    if late:
+        torch.zeros(1, device="cuda")
+    os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
+    held = torch.empty(1 << 28, device="cuda")
+    return all(segment.get("is_expandable", False) for segment in torch.cuda.memory_snapshot() if held.numel())
+
+
+def device_works(late: bool) -> bool:
+    """Whether a device can be used that CUDA_VISIBLE_DEVICES hides before CUDA begins or, ``late``, after it."""
+    if late:
+        torch.cuda.init()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        return torch.zeros(1, device="cuda").numel() == 1
+    except (RuntimeError, AssertionError):
+        return False
+
+
+def a_fork_reads_pinned_memory() -> bool:
+    pinned = torch.arange(1 << 20).pin_memory()
+    reader, writer = os.pipe()
+    if not os.fork():
+        os.write(writer, bytes([int(pinned.numpy()[-1]) == (1 << 20) - 1]))
+        os._exit(0)
+    return os.read(reader, 1) == b"\1"
+
+
+def free_gib() -> list[float]:
+    """Free memory of the device while 4 GiB are held, after they were dropped, and after `empty_cache`."""
+    held, found = torch.empty(GIB, device="cuda"), []
+    found.append(torch.cuda.mem_get_info()[0])
+    del held
+    found.append(torch.cuda.mem_get_info()[0])
+    torch.cuda.empty_cache()
+    return [round(value / GIB, 2) for value in (*found, torch.cuda.mem_get_info()[0])]
+
+
+def fill_free_memory_with_nan() -> None:
+    """So that what a kernel leaves unwritten, or reads beside its input, shows."""
+    held = [torch.full((size,), torch.nan, device="cuda") for size in (1 << 24, *[1 << 18] * 64, *[1 << 8] * 512)]
+    del held
+
+
+def grouped_products_write_all() -> list[bool]:
+    """Whether a product and its gradients are finite where groups have no rows, in memory of NaN."""
+    tokens = torch.randn(96, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.randn(8, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    ends = torch.tensor([0, 40, 40, 41, 41, 90, 96, 96], device="cuda", dtype=torch.int32)
+    fill_free_memory_with_nan()
+    out = torch.nn.functional.grouped_mm(tokens, weight.transpose(1, 2), offs=ends)
+    gradients = torch.autograd.grad(out.float().square().sum(), (tokens, weight))
+    return [bool(x.isfinite().all()) for x in (out, *gradients)]
+
+
+def attention_writes_all() -> list[bool]:
+    """The same of flash attention over short sequences with narrow heads."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    sizes = torch.tensor([1, 7, 33, 5, 130])
+    q, k, v = (torch.randn(176, 4, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    begins = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]).int().cuda()
+    fill_free_memory_with_nan()
+    out: torch.Tensor = varlen_attn(q, k, v, begins, begins, 130, 130, window_size=(-1, 0))
+    gradients = torch.autograd.grad(out.float().square().sum(), (q, k, v))
+    return [bool(x.isfinite().all()) for x in (out, *gradients)]
+
+
+PROBES: dict[str, Callable[[], Any]] = {
+    "expandable segments, set before CUDA begins": lambda: allocator(late=False),
+    "expandable segments, set after it": lambda: allocator(late=True),
+    "a device works that was hidden before CUDA began": lambda: device_works(late=False),
+    "a device works that was hidden after it": lambda: device_works(late=True),
+    "a fork reads pinned memory": a_fork_reads_pinned_memory,
+    "grouped products of empty groups are finite": grouped_products_write_all,
+    "attention of short sequences is finite": attention_writes_all,
+    "GiB free while 4 are held, once dropped, once the cache is emptied": free_gib,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--small", action="store_true")
+    parser.parse_args()
+    failed = 0
+    for name, probe in PROBES.items():
+        sys.stdout.flush()
+        if not (pid := os.fork()):
+            signal.alarm(SECONDS)
+            try:
+                print(f"{name}: {probe()}", flush=True)
+            except Exception as error:
+                print(f"{name}: {type(error).__name__} {error}", flush=True)
+                os._exit(1)
+            os._exit(0)
+        if status := os.waitpid(pid, 0)[1]:
+            failed += 1
+            print(f"{name}: ended with {os.waitstatus_to_exitcode(status)}", flush=True)
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()
