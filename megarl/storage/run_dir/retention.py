@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from megarl.data.tokenizer import files_of
 from megarl.errors import UserError
 from megarl.storage.checked_json import read_checked, write_checked
 from megarl.storage.checkpoints import checkpoints
@@ -78,9 +79,9 @@ def keep_best(run: RunDir) -> None:
             return
         run.best.rename(old)
     with atomic_directory(run.best) as temporary:
-        for file in sorted(policy.iterdir()):
-            if file.is_file():
-                _link(file.resolve(), temporary / file.name)
+        for name in files_of(policy):
+            (temporary / name).parent.mkdir(exist_ok=True)
+            _link((policy / name).resolve(), temporary / name)
     shutil.rmtree(old, ignore_errors=True)
 
 
