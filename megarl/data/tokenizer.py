@@ -13,20 +13,9 @@ from megarl.models.hf_config import language_settings
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-TEMPLATES = (
-    "additional_chat_templates"  # a model's folder of chat templates beside the usual one, such as that of tools
-)
+TEMPLATES = "additional_chat_templates"  # a model's folder of chat templates beside the usual one
 # the names of a tokenizer's files begin or end so
-_BEGINNINGS = (
-    "tokenizer",
-    "special_tokens",
-    "added_tokens",
-    "vocab",
-    "merges",
-    "chat_template",
-    "tekken",
-    "normalizer",
-)
+_BEGINNINGS = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "tekken")
 _ENDS = (".model", ".tiktoken", ".spm", ".codes")
 
 

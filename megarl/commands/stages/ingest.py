@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ import pyarrow.parquet as pq
 
 from megarl.data.prompts import banned_prompts
 from megarl.errors import UserError, nearest
-from megarl.foreign import bounded, parse_json
+from megarl.foreign import bounded, parse_json, quoted
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.load import Overrides, load_recipe
 from megarl.recipe.tables import Recipe
@@ -211,8 +210,8 @@ def ingest(
     return (
         f"{skipped if heldout else ''}"
         f"wrote {target}: {recipe.groups_per_stage} groups, {responses} responses, {tokens} sampled tokens\n"
-        f"next    megarl audit {shlex.quote(str(target))}   # are the log-probs those of {recipe.model.path}?\n"
-        f"        megarl optimize {shlex.quote(str(target))} --stage 0"
+        f"next    megarl audit {quoted(target)}   # are the log-probs those of {recipe.model.path}?\n"
+        f"        megarl optimize {quoted(target)} --stage 0"
     )
 
 
