@@ -7,6 +7,7 @@ size, depth, digits and the range of rewards.
 from __future__ import annotations
 
 import json
+import shlex
 import tomllib
 import unicodedata
 from collections.abc import Callable
@@ -33,6 +34,11 @@ def shown(value: Any) -> str:
         return f"{value!r:.60}"
     except (ValueError, RecursionError):  # Python writes no integers of thousands of digits
         return f"a {type(value).__name__} that is too large to show"
+
+
+def quoted(value: object) -> str:
+    """``value``, such as a path, as one word of a printed command, which people paste into a shell."""
+    return shlex.quote(str(value))
 
 
 def parse_json(text: str | bytes) -> Any:

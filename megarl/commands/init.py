@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 
 from megarl.errors import UserError, nearest
+from megarl.foreign import quoted
 from megarl.recipe.load import shipped
 from megarl.storage.files import write_atomic
 
@@ -27,11 +28,11 @@ def init(name: str, folder: Path) -> str:
     text = re.sub(rf"examples/({beside.name}/\w+\.py)", rf"{examples}/\1", recipes[name].read_text())
     write_atomic(target, text)
     made = re.findall(r'"(.+)"  # made by (\w+\.py)', text)
-    steps = [f"python {beside}/{script}  # makes {path} in this directory" for path, script in made]
-    steps += [f"megarl data show {target}"]
+    steps = [f"python {quoted(beside / script)}  # makes {path} in this directory" for path, script in made]
+    steps += [f"megarl data show {quoted(target)}"]
     if tomllib.loads(text).get("actor", {}).get("backend") != "cpu":
-        steps += [f"megarl plan {target} --gpu h200"]
-    steps += [f"megarl train {target} --run-dir runs/a"]
+        steps += [f"megarl plan {quoted(target)} --gpu h200"]
+    steps += [f"megarl train {quoted(target)} --run-dir runs/a"]
     return "\n".join(
         [
             f"wrote   {target}{'' if made else ': set [model] path and [data] in it'}",

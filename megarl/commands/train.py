@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 
 from megarl.errors import PhaseFailed, UserError
+from megarl.foreign import quoted
 from megarl.storage.policies import copy_policy
 from megarl.storage.run_dir import RunDir
 from megarl.storage.run_dir.checks import check_run
@@ -113,5 +114,6 @@ def summarise_run(run: RunDir) -> str:
         f"report  {run.root / 'report.html'}",
     ]
     if run.recipe.schedule.kind == "staged":
-        lines.append(f"next    megarl optimize {run.root} --stage 0 --output {run.root}-grpo --set objective.name=grpo")
+        branch = f"--stage 0 --output {quoted(f'{run.root}-grpo')} --set objective.name=grpo"
+        lines.append(f"next    megarl optimize {quoted(run.root)} {branch}")
     return "\n".join(lines)

@@ -11,14 +11,17 @@ from pathlib import Path
 from typing import Any
 
 from megarl.data.formats import FORMATS, Format
+from megarl.data.values import answer_of, parse, prompt_of, without_null
 from megarl.errors import UserError, nearest
 from megarl.recipe.data_table import FILES, SourceTable
 
+_REST = "(without a column)"
 MAX_LINE = 16 << 20  # most bytes of a line of a .jsonl file; a longer one means that the file is not JSON lines
 # {"question": str | chat messages, "answer": str, "metadata": dict}, reasoning-gym's form; of the file of a suite also
 # "exam": True, and then the answer may be ""
 Item = dict[str, Any]
-Rows = Iterator[tuple[str, Any]]  # (where, row): where names file and line for error messages
+# (where, row, or what is wrong with the line): where names file and line for error messages
+Rows = Iterator[tuple[str, Any]]
 
 
 def read_rows(table: SourceTable, exam: bool = False) -> list[tuple[str, Item]]:
@@ -72,20 +75,22 @@ def _read_jsonl(path: Path, form: Format | None) -> Rows:
             line = file.readline(MAX_LINE + 1)
             if not line:
                 return
+            where = f"{path}, line {number}"
             if len(line) > MAX_LINE:
-                raise UserError(f"{path}, line {number} is longer than {MAX_LINE >> 20} MB")
-            if not line.strip():
-                continue
-            try:
-                yield f"{path}, line {number}", json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"{path}, line {number} is not JSON: {error}") from error
+                yield where, UserError(f"{where} is longer than {MAX_LINE >> 20} MB")
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(MAX_LINE)
+            elif line.strip():
+                try:
+                    yield where, parse(line)
+                except ValueError as error:
+                    yield where, UserError(f"{where} is not JSON: {error}")
 
 
 def _read_json(path: Path, form: Format | None) -> Rows:
     try:
-        rows = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
+        rows = parse(path.read_bytes())
+    except ValueError as error:
         raise UserError(f"{path} is not JSON: {error}") from error
     if not isinstance(rows, list):
         raise UserError(f"{path}: expected a list of rows, got {type(rows).__name__}")
@@ -96,9 +101,12 @@ def _read_csv(path: Path, form: Format | None) -> Rows:
     csv.field_size_limit(MAX_LINE)
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
-            rows = list(csv.DictReader(file, restkey="(without a column)", strict=True))
+            reader = csv.DictReader(file, restkey=_REST, strict=True)
+            rows, names = list(reader), reader.fieldnames or []
     except (csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
+    if twice := [name for name in names if names.count(name) > 1]:
+        raise UserError(f"{path} has two columns {twice[0]!r}")
     return ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
 
 
@@ -112,18 +120,29 @@ def _read_parquet(path: Path, form: Format | None) -> Rows:
         table = pyarrow.parquet.read_table(path, columns=wanted)
     except (pyarrow.ArrowException, OSError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
+    for at, field in enumerate(table.schema):
+        if field.type in (pyarrow.float16(), pyarrow.float32()):  # as written: 0.1, not 0.10000000149011612
+            table = table.set_column(at, field.name, table[at].cast("float32").cast("string").cast("float64"))
     places = (f"{path}, row {number}" for number in itertools.count(1))
-    return zip(places, (row for batch in table.to_batches(64) for row in batch.to_pylist()), strict=False)
+    return zip(places, (_of_parquet(row) for batch in table.to_batches(64) for row in batch.to_pylist()), strict=False)
+
+
+def _of_parquet(row: dict[str, Any]) -> dict[str, Any]:
+    return row | {"tools": without_null(row["tools"])} if "tools" in row else row
 
 
 def _renamed(row: Any, table: SourceTable, form: Format | None, where: str) -> Any:
     """The row with its columns renamed or converted as the recipe's ``columns`` or ``format`` say."""
+    if isinstance(row, UserError):
+        raise row
     if not isinstance(row, dict):
         raise UserError(f"{where}: expected an object with prompt and answer, got {type(row).__name__}")
+    if row.get(_REST):
+        raise UserError(f"{where}: has more cells than the first line has names: {row[_REST]!r:.60}")
     if form is None:
         return {**row, **{name: _at(row, path, where) for name, path in table.columns.items()}}
     for name in form.columns:
-        if name not in row:
+        if row.get(name) is None:
             raise UserError(f"{where}: no column {name!r}, which data.format = {table.format!r} needs")
     try:
         return form.convert(row)
@@ -149,23 +168,21 @@ def _item_of_row(row: Any, where: str, exam: bool) -> Item:
         missing = "answer" if "prompt" in row else "prompt"
         programs = " (or 'tests', for programs)" if missing == "answer" else ""
         raise UserError(f"{where}: no column {missing!r}{programs}; it has {', '.join(row) or 'none'}")
-    prompt, answer = row["prompt"], row.get("answer")
-    chat = isinstance(prompt, list) and all(isinstance(m, dict) and "role" in m and "content" in m for m in prompt)
-    if not prompt or not (chat or isinstance(prompt, str)):
-        raise UserError(
-            f"{where}: prompt must be a string or a list of messages with role and content, got {prompt!r:.60}"
-        )
-    number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
-    given = number or (isinstance(answer, str) and answer.strip())
-    absent = answer is None or isinstance(answer, float | str)  # and nothing of another type
-    if not given and not (exam and absent) and (answer is not None or not row.get("tests")):  # tests need no answer
-        if answer is None and "tests" in row:
+    given = row.get("answer")
+    if exam and isinstance(given, float) and not math.isfinite(given):
+        given = None  # pandas writes so that there is none
+    try:
+        prompt, answer = prompt_of(row["prompt"]), answer_of(given)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from error
+    if answer is None and not exam and (given is not None or not row.get("tests")):  # tests need no answer
+        if given is None and "tests" in row:
             raise UserError(f"{where}: a row without answer must have tests, got {row['tests']!r:.60}")
-        raise UserError(f"{where}: answer must be a non-empty string or a finite number, got {answer!r:.60}")
+        raise UserError(f"{where}: answer must be a non-empty string or a finite number, got {given!r:.60}")
     try:
         json.dumps(row, ensure_ascii=False, default=str).encode()
     except (ValueError, RecursionError) as error:  # such as half of a surrogate pair, which no tokenizer accepts
         raise UserError(f"{where}: not valid text: {error}") from error
     metadata = {key: value for key, value in row.items() if key not in ("prompt", "answer")}
-    item = {"question": prompt, "answer": str(answer) if given else "", "metadata": metadata}
+    item = {"question": prompt, "answer": answer or "", "metadata": metadata}
     return item | {"exam": True} if exam else item

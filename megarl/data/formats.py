@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.data.boxes import last_box
+from megarl.data.values import answer_of, parse, prompt_of
 
 Row = dict[str, Any]
 LARGEST_TESTS = 1 << 30  # most bytes of a row's compressed tests after decompression
@@ -72,11 +73,11 @@ def skywork_or1(row: Row) -> Row:
     that repository's `compute_score` does; or a text, the answer itself.
     """
     prompt, text = _user_text(row["prompt"]).removesuffix(SKYWORK_AFTER), row["reward_model"]["ground_truth"]
-    truth = json.loads(text) if text.lstrip()[:1] in ("[", "{") else text
+    truth = parse(text) if text.lstrip()[:1] in ("[", "{") else text
     if isinstance(truth, str):
         return {"prompt": prompt, "answer": truth}
     if isinstance(truth, list):
-        return {"prompt": prompt, "answer": truth[0], "also_right": truth[1:]}
+        return {"prompt": prompt, "answer": truth[0], "also_right": [answer_of(other) or "" for other in truth[1:]]}
     if truth.get("test_code") is not None:
         names = {"tests": "test_code", "test_setup": "import_prefix", "entry_point": "entry_point"}
         return {"prompt": prompt, **{name: truth[column] for name, column in names.items()}}
@@ -89,7 +90,8 @@ def math(row: Row) -> Row:
 
     The answer is the column ``answer`` or, without one, the last box in ``solution``.
     """
-    answer = row.get("answer") or last_box(row["solution"])
+    answer = row.get("answer")
+    answer = last_box(row["solution"]) if answer in (None, "") else answer
     return {"prompt": row["problem"], "answer": answer, "level": row.get("level"), "subject": _subject(row)}
 
 
@@ -139,7 +141,7 @@ def evalplus(row: Row) -> Row:
 
     Questions of the latter do not name the function, so their first short test, ``test_list[0]``, is appended.
     """
-    example = "".join(f"\n\n{test}" for test in (row.get("test_list") or [])[:1])
+    example = "".join("\n\n" + test for test in (row.get("test_list") or [])[:1])
     tests = row["test"].replace("import numpy as np", NUMPY, 1)
     return {"prompt": f"{row['prompt']}{example}", "tests": tests, "entry_point": row.get("entry_point")}
 
@@ -149,7 +151,7 @@ def gpqa(row: Row) -> Row:
     right = row["Correct Answer"].strip()
     choices = [right, *(row[f"Incorrect Answer {n}"].strip() for n in (1, 2, 3))]
     random.Random(row["Question"]).shuffle(choices)
-    prompt = _choices(row["Question"].strip(), LETTERS, choices)
+    prompt = _choices(row["Question"].strip(), LETTERS[:4], choices)
     return {"prompt": prompt, "answer": LETTERS[choices.index(right)], "subdomain": row.get("Subdomain")}
 
 
@@ -181,8 +183,8 @@ def enigmata(row: Row) -> Row:
     """
     meta = row.get("meta")
     meta = json.loads(meta) if isinstance(meta, str) and meta else meta or {}
-    answer = row.get("answer") or meta.get("answer")
-    answer = answer if isinstance(answer, str | int | float) or not answer else json.dumps(answer, ensure_ascii=False)
+    answer = meta.get("answer") if row.get("answer") in (None, "") else row["answer"]
+    answer = json.dumps(answer, ensure_ascii=False) if isinstance(answer, list | dict | bool) else answer
     return {"prompt": row["prompt"], "answer": answer, "task_name": row["task_name"], "meta": meta}
 
 
@@ -213,7 +215,11 @@ def _user_text(messages: list[dict[str, Any]]) -> str:
     """The text of a chat that is a single user message."""
     if len(messages) != 1 or messages[0]["role"] != "user":
         raise ValueError("the prompt is not a single message of the user")
-    return str(messages[0]["content"])
+    found: Any = prompt_of(messages)
+    message = found[0]
+    if not isinstance(message["content"], str):
+        raise ValueError("the prompt is not all text")
+    return str(message["content"])
 
 
 def _grid(rows: list[list[int]]) -> str:
@@ -225,7 +231,7 @@ def _subject(row: Row) -> Any:
 
 
 def _choices(question: str, labels: Any, choices: list[str]) -> str:
-    return "\n".join([question, "", *(f"{label}. {choice}" for label, choice in zip(labels, choices, strict=False))])
+    return "\n".join([question, "", *(label + ". " + choice for label, choice in zip(labels, choices, strict=True))])
 
 
 def _json_or_packed(text: str) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.data.files import Item
 from megarl.data.sources import FileItems, GymItems, Mixture, open_items, shares
 from megarl.data.templates import Overlong, Renderer
-from megarl.data.tokenizer import TOKENIZER_FILES, check_tokenizer_fits, load_tokenizer
+from megarl.data.tokenizer import check_tokenizer_fits, files_of, is_of_tokenizer, load_tokenizer
 from megarl.errors import Note, UserError, nearest
 from megarl.recipe.data_table import DataTable, SourceTable
 from megarl.recipe.tables import Recipe
@@ -285,9 +285,7 @@ def banned_prompts(recipe: Recipe, tokenizer_dir: Path) -> frozenset[tuple[int, 
 
 def _tokenizer_content(path: Path) -> dict[str, bytes]:
     """The contents of a tokenizer's files, not their paths, since each policy of a run has a copy of them."""
-    if not path.is_dir():
-        return {}  # `load_tokenizer` reports this
-    return {f.name: f.read_bytes() for f in path.iterdir() if f.name.startswith(TOKENIZER_FILES) and f.is_file()}
+    return {name: (path / name).read_bytes() for name in files_of(path) if is_of_tokenizer(name)}
 
 
 def _prompt_file_states(recipe: Recipe) -> list[tuple[int, int]]:

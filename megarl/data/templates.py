@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import contextlib
 import datetime
 import functools
 import itertools
@@ -13,9 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from jinja2 import Environment, TemplateError, meta
+
 from megarl.data.files import Item
+from megarl.data.values import tools_of
 from megarl.errors import UserError
-from megarl.recipe.data_table import DataTable
+from megarl.recipe.data_table import GIVEN, DataTable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -39,6 +43,8 @@ class Rendered:
 
 
 _TURN = "\ufdd0turn\ufdd1"  # stands for a turn of the model, of which `Renderer.chat` wants only what follows
+_END = "\ufdd0end\ufdd1"  # the end of a message that the model is to continue
+GENERATION = re.compile(r"\{%-?\s*(?:end)?generation\s*-?%\}")  # transformers' own tag, which Jinja does not know
 
 
 class Renderer:
@@ -63,8 +69,25 @@ class Renderer:
                 f'data.template = "chat", but the tokenizer {tokenizer.name_or_path} has no chat template: use "raw", '
                 "or a .jinja file"
             )
+        self._complete: set[object] = set()  # shapes of conversations whose messages the template is known to show
         if table.template_arguments:
             self._check_arguments()
+
+    @functools.cached_property
+    def shown(self) -> set[str]:
+        """The columns of a row that reach its prompt, if it has them: those of `data.prompt_template`, ``system``, and
+        the variables of the chat template, such as ``tools`` and ``documents``."""
+        if self._table.template == "raw":
+            return self._fields
+        variables: set[str] = set()
+        tools: list[Any] | None
+        for tools in (None, [{}]):  # the template for conversations with tools may be another
+            with contextlib.suppress(TemplateError):  # `_chat` reports it
+                text = self._tokenizer.get_chat_template(self._chat_template, tools)
+                tree = Environment(extensions=["jinja2.ext.loopcontrols"]).parse(GENERATION.sub("", text))
+                variables |= meta.find_undeclared_variables(tree)
+        variables -= {*GIVEN, *self._tokenizer.special_tokens_map, "raise_exception"} - {"tools"}
+        return self._fields | variables | {"system"}
 
     @functools.cached_property
     def longest_token(self) -> int:
@@ -76,14 +99,15 @@ class Renderer:
         question, template = item["question"], self._table.prompt_template
         if isinstance(question, str):
             filled = _fill(template, {**item["metadata"], "prompt": question}, where)
-            return filled if self._table.template == "raw" else self._chat([_message("user", filled)], where)
+            raw = self._table.template == "raw"
+            return filled if raw else self._prompt([_message("user", filled)], item["metadata"], where)
         if self._table.template == "raw":
             raise UserError(f'{where} is a list of chat messages: set data.template to "chat" or to a .jinja file')
         if template != "{prompt}":
             raise UserError(
                 f"{where} is a list of chat messages, which cannot be combined with data.prompt_template: leave it out"
             )
-        return self._chat(question, where)
+        return self._prompt(question, item["metadata"], where)
 
     def render(self, item: Item, where: str) -> Rendered:
         """The prompt. If it is longer than `data.max_prompt_tokens`, it is truncated or `Overlong` is raised, as
@@ -111,20 +135,20 @@ class Renderer:
         shown = _replaced(messages, hidden)
         if after is not None:
             shown[after] = _message("assistant", _TURN)
-        text = self._chat(shown, where, tools)
+        text = self._chat(self._begun(shown), where, tools)
         if after is not None:
             if text.count(_TURN) != 1:
                 raise UserError(f"the chat template does not render each turn of {where} exactly once and unchanged")
             text = text.partition(_TURN)[2]
         return self._encode(text, {placeholder: token for token, placeholder in hidden.items()})
 
-    def length(self, item: Item, where: str) -> int:
-        """The number of tokens of the whole prompt, before it is truncated."""
-        return len(self._whole(item, where).tokens)
+    def whole(self, item: Item, where: str) -> tuple[int, ...]:
+        """The tokens of the whole prompt, before it is truncated."""
+        return self._whole(item, where).tokens
 
     def _whole(self, item: Item, where: str) -> Rendered:
         # only the columns that the template uses: others may hold megabytes of tests
-        used = {name: value for name, value in item["metadata"].items() if name in self._fields}
+        used = {name: value for name, value in item["metadata"].items() if name in self.shown}
         hidden = self._placeholders([item["question"], used])
         question, metadata = _replaced([item["question"], used], hidden)
         text = self.text({**item, "question": question, "metadata": {**item["metadata"], **metadata}}, where)
@@ -148,18 +172,83 @@ class Renderer:
             f"{where} has more than data.max_prompt_tokens = {limit} tokens even without the text that may be cut"
         )
 
-    def _chat(self, messages: list[dict[str, Any]], where: str, tools: list[Any] | None = None) -> str:
-        if self._table.system is not None and messages[0]["role"] != "system":
-            messages = [_message("system", self._table.system), *messages]
+    def _prompt(self, messages: list[dict[str, Any]], row: dict[str, Any], where: str) -> str:
+        """The text of a conversation with the columns that the template understands; a last turn of the model is left
+        open. `UserError` unless the text of every message stands in it."""
+        for message in messages:
+            if not isinstance(message["content"], str):
+                part = next(
+                    part for part in message["content"] if part.get("type", "text") != "text" or "text" not in part
+                )
+                raise UserError(f"{where} has a part that is no text, and only text can reach the model: {part!r:.60}")
+        columns = {name: row[name] for name in self.shown - self._fields if row.get(name) not in (None, "", [], {})}
+        if twice := columns.keys() & self._table.template_arguments:
+            raise UserError(f"{where} has a column {min(twice)}, which data.template_arguments sets too")
+        if row.get("tools") and "tools" not in self.shown:
+            raise UserError(f"{where} has tools, which the chat template does not show")
+        try:
+            tools = tools_of(columns.pop("tools", None))
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from error
+        if (first := columns.pop("system", None)) is not None:
+            if messages[0]["role"] == "system" or not isinstance(first, str):
+                raise UserError(f"{where} has a column system, which must be a text, and the only system message")
+            messages = [_message("system", first), *messages]
+        messages = self._begun(messages)
+        shape = tuple((message["role"], *message) for message in messages), bool(tools)
+        if shape not in self._complete:
+            marked = [message | {"content": f"{_TURN}{n}{_TURN}"} for n, message in enumerate(messages)]
+            self._check_shown(marked, self._open(marked, where, tools, columns), where, messages)
+            self._complete.add(shape)
+        text = self._open(messages, where, tools, columns)
+        self._check_shown(messages, text, where, messages)
+        return text
+
+    def _begun(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """The messages with `data.system` before them, if they have no system message."""
+        if self._table.system is None or messages[0]["role"] == "system":
+            return messages
+        return [_message("system", self._table.system), *messages]
+
+    def _open(self, messages: list[dict[str, Any]], where: str, tools: Any, columns: dict[str, Any]) -> str:
+        """The text of a conversation up to what the model writes next, which may continue its last message."""
+        if messages[-1]["role"] != "assistant":
+            return self._chat(messages, where, tools, **columns)
+        last = messages[-1] | {"content": messages[-1]["content"] + _END}
+        whole = self._chat([*messages[:-1], last], where, tools, add_generation_prompt=False, **columns)
+        text, *rest = whole.split(_END)
+        if len(rest) != 1 or "tool_calls" in last:
+            raise UserError(f"{where} ends with a message of the assistant that cannot be continued")
+        return text
+
+    def _check_shown(self, messages: list[dict[str, Any]], text: str, where: str, given: list[dict[str, Any]]) -> None:
+        """`UserError` unless ``text`` has the contents and the called functions of all ``messages``."""
+        for message, own in zip(messages, given, strict=True):
+            needed = [call.get("function", call)["name"] for call in message.get("tool_calls", ())]
+            # templates leave out the reasoning of earlier turns
+            for part in (*needed, message["content"].rpartition("</think>")[2]):
+                if part.strip() not in text:
+                    what = f"a message of {own['role']!r}: {own['content']!r:.60}"
+                    raise UserError(f"{where}: the chat template does not show {what}")
+
+    def _chat(
+        self,
+        messages: list[dict[str, Any]],
+        where: str,
+        tools: list[Any] | None = None,
+        add_generation_prompt: bool = True,
+        **columns: Any,
+    ) -> str:
         try:
             text: Any = self._tokenizer.apply_chat_template(
                 messages,
                 tools=tools,
                 chat_template=self._chat_template,
                 tokenize=False,
-                add_generation_prompt=True,
+                add_generation_prompt=add_generation_prompt,
                 strftime_now=TODAY.strftime,
                 **self._table.template_arguments,
+                **columns,
             )
         except Exception as error:  # a template that does not fit can raise errors of Jinja and any of Python's
             raise UserError(f"the chat template does not fit {where}: {type(error).__name__}: {error}") from error
@@ -218,6 +307,9 @@ def _names(template: str) -> list[str]:
 
 def _fill(template: str, fields: dict[str, Any], where: str) -> str:
     try:
+        for name in _names(template):
+            if fields.get(name, "") is None:
+                raise ValueError(f"column {name} is null")
         return template.format(**fields)
     except (KeyError, IndexError, AttributeError, ValueError, TypeError) as error:
         raise UserError(

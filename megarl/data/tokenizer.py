@@ -13,8 +13,21 @@ from megarl.models.hf_config import language_settings
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# prefixes of the names of a tokenizer's files
-TOKENIZER_FILES = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template")
+TEMPLATES = "additional_chat_templates"  # a model's folder of chat templates beside the usual one
+# the names of a tokenizer's files begin or end so
+_BEGINNINGS = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "tekken")
+_ENDS = (".model", ".tiktoken", ".spm", ".codes")
+
+
+def files_of(directory: Path) -> list[str]:
+    """The names of a model's files, those in its folder of chat templates included; it needs no other folder."""
+    found = [file for pattern in ("*", f"{TEMPLATES}/*.jinja") for file in Path(directory).glob(pattern)]
+    return sorted(str(file.relative_to(directory)) for file in found if file.is_file())
+
+
+def is_of_tokenizer(name: str) -> bool:
+    """Whether a model's file of this name belongs to its tokenizer."""
+    return name.startswith((*_BEGINNINGS, f"{TEMPLATES}/")) or name.endswith(_ENDS)
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megarl.actor import parallel
 from megarl.errors import UserError
+from megarl.foreign import quoted
 from megarl.phases.export import Exporter
 from megarl.phases.stop import StopRequest
 from megarl.phases.updates import build_actor, check_rollouts, find_start, make_updates, resume
@@ -23,7 +24,7 @@ def optimize(stage: Stage) -> None:
     if stage.is_trained():
         return  # restarted after a process died between the export and its exit
     if not stage.is_sealed():
-        command = f"megarl rollout {stage.run.root} --stage {stage.number}"
+        command = f"megarl rollout {quoted(stage.run.root)} --stage {stage.number}"
         raise UserError(f"{stage.rollouts} is not sealed: run `{command}` first")
     device = parallel.initialize(stage.run.recipe)
     start, store = find_start(stage), RolloutStore(stage.rollouts)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.errors import UserError
+from megarl.foreign import quoted
 from megarl.models import family_of
 from megarl.models.hf_config import read_hf_config
 from megarl.models.lora import check_lora
@@ -69,7 +69,7 @@ class Fit:
 
 
 def _quoted(changes: Sequence[str]) -> str:
-    return " ".join(f"--set {shlex.quote(change)}" for change in changes)
+    return " ".join(f"--set {quoted(change)}" for change in changes)
 
 
 def make_plan(

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megarl.data.files import read_rows
+from megarl.data.files import scan_rows
 from megarl.data.prompts import Prompt, PromptSource
 from megarl.errors import UserError
 from megarl.foreign import bounded
@@ -126,7 +126,8 @@ def check_rows(recipe: Recipe, read: Callable[[Prompt], object]) -> None:
     `NoAnswer` in the file of a suite is only warned of.
     """
     for table in recipe.prompt_sources():
-        rows = read_rows(table, exam=table not in recipe.data.mixture) if table.source == "file" else []
+        found = list(scan_rows(table, exam=table not in recipe.data.mixture)) if table.source == "file" else []
+        rows = [(where, item) for where, item in found if not isinstance(item, UserError)]
         wrong: list[str] = []
         unread: list[str] = []
         for where, item in rows:
@@ -140,6 +141,7 @@ def check_rows(recipe: Recipe, read: Callable[[Prompt], object]) -> None:
                 f"prompts will count as wrong; the first is {unread[0]}",
                 stacklevel=3,
             )
+        wrong = wrong or [str(item) for _, item in found if isinstance(item, UserError)][:1]
         if wrong:
             more = f"\nand {len(wrong) - MAX_ROWS_LISTED} more rows" if len(wrong) > MAX_ROWS_LISTED else ""
             raise UserError("\n".join(wrong[:MAX_ROWS_LISTED]) + more)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data.tokenizer import TOKENIZER_FILES
+from megarl.data.tokenizer import TEMPLATES, files_of, is_of_tokenizer
 from megarl.errors import UserError
 from megarl.foreign import parse_json, read_file
 from megarl.models.hf_config import quantisation, read_settings
@@ -40,8 +40,8 @@ class PolicyInfo:
 
 def write_info(policy_dir: Path, info: PolicyInfo) -> None:
     """Write ``megarl.json`` last, since it has the checksums of the files beside it. `atomic_directory` syncs it."""
-    others = [path for path in sorted(policy_dir.iterdir()) if path.suffix != ".safetensors" and path.is_file()]
-    info = replace(info, files={path.name: file_sha256(path) for path in others if path.name != INFO_FILE})
+    others = [name for name in files_of(policy_dir) if not name.endswith(".safetensors") and name != INFO_FILE]
+    info = replace(info, files={name: file_sha256(policy_dir / name) for name in others})
     (policy_dir / INFO_FILE).write_bytes(encode(asdict(info), indent=1))
 
 
@@ -57,7 +57,9 @@ def read_info(policy_dir: Path) -> PolicyInfo:
         info = PolicyInfo(**decode(path.read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is damaged: {error}") from error
-    if not isinstance(info.files, dict) or not all(Path(name).name == name for name in info.files):
+    if not isinstance(info.files, dict) or not all(
+        Path(name).name == name.removeprefix(f"{TEMPLATES}/") for name in info.files
+    ):
         raise UserError(f"{path} is damaged: it does not name the files beside it")
     return info
 
@@ -81,11 +83,16 @@ def _hash_weights(policy_dir: Path) -> str:
 
 
 def copy_auxiliary(source: Path, target: Path) -> None:
-    """Copy all files but the weights: configuration, tokenizer, chat template, licence."""
-    for file in sorted(Path(source).iterdir()):
-        weights = file.suffix in _WEIGHT_SUFFIXES or file.name.endswith(".index.json")
-        if file.is_file() and not weights and file.name not in (INFO_FILE, REFERENCE_FILE):
-            shutil.copyfile(file, target / file.name)
+    """Copy all files but the weights: configuration, tokenizer, chat templates, licence."""
+    unwanted = (*_WEIGHT_SUFFIXES, ".index.json")
+    names = [name for name in files_of(source) if not name.endswith(unwanted)]
+    _copy(source, target, [name for name in names if name not in (INFO_FILE, REFERENCE_FILE)])
+
+
+def _copy(source: Path, target: Path, names: Iterable[str]) -> None:
+    for name in names:
+        (target / name).parent.mkdir(exist_ok=True)
+        shutil.copyfile(source / name, target / name)
 
 
 def copy_weights(model_dir: Path, target: Path) -> str:
@@ -134,9 +141,10 @@ def copy_policy(model_dir: Path, tokenizer_dir: Path, target: Path, version: int
     with atomic_directory(target) as temporary:
         copy_auxiliary(model_dir, temporary)
         if tokenizer_dir != model_dir:
-            for file in sorted(Path(tokenizer_dir).iterdir()):
-                if file.is_file() and file.name.startswith(TOKENIZER_FILES):
-                    shutil.copyfile(file, temporary / file.name)
+            # none of the model's own tokenizer may stay: its chat template would win over that of the other
+            for name in filter(is_of_tokenizer, files_of(temporary)):
+                (temporary / name).unlink()
+            _copy(tokenizer_dir, temporary, filter(is_of_tokenizer, files_of(tokenizer_dir)))
         if is_mxfp4(model_dir):
             settings = read_settings(model_dir / CONFIG_FILE)
             del settings["quantization_config"]

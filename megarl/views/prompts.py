@@ -13,18 +13,20 @@ from typing import Any
 import numpy as np
 
 from megarl.data.files import Item, scan_rows
-from megarl.data.prompts import Prompt, build_prompts, open_prompts
+from megarl.data.prompts import Prompt, PromptSource, build_prompts, open_prompts
 from megarl.data.templates import Renderer
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import Note, UserError
 from megarl.recipe.data_table import DataTable, SourceTable
 from megarl.recipe.tables import Recipe
-from megarl.rewards.parts import check_reward
+from megarl.rewards import Score
+from megarl.rewards.parts import build_verifier, check_reward
 
 SHOWN = 5  # rows that are named for each kind of mistake
 # both constants are from GPT-3 (arXiv:2005.14165), appendix C
 WORDS = 13  # length of the n-grams
 COMMON = 10  # an n-gram in more training prompts than this is a common phrase, such as an instruction, not an overlap
+VALUES = re.compile(r"\d+|(?<!column )['\"].*")  # of a message; what is before them says what kind of mistake it is
 WORD = re.compile(r"\w+")
 
 
@@ -54,6 +56,8 @@ class File:
     repetitions: int  # prompts that equal an earlier one
     tokens: dict[str, int] | None = None  # lengths with markup: median, 99 % quantile, longest
     longer: int = 0  # prompts with more than data.max_prompt_tokens
+    same: int = 0  # prompts with the tokens of an earlier one whose row is another
+    hidden: list[str] = field(default_factory=list)  # columns that no template shows to the model
 
     def lines(self) -> Iterator[str]:
         """Lines of text for a terminal."""
@@ -61,6 +65,10 @@ class File:
         if self.tokens:
             median, high, longest = self.tokens.values()
             yield f"  tokens: median {median}, 99 % up to {high}, longest {longest}"
+        if self.same:
+            yield f"  {self.same} prompts have the same tokens as an earlier one, but another row"
+        if self.hidden:
+            yield f"  columns that no prompt shows: {', '.join(self.hidden)}"
 
 
 @dataclass
@@ -91,11 +99,13 @@ class Findings:
     notes: list[str] = field(default_factory=list)
     overlap: Overlap | None = None
     problems: list[str] = field(default_factory=list)
+    example: str = ""  # a prompt with a response that is made up, and its score
 
     def text(self) -> str:
         """The whole report as text for a terminal."""
         lines = [line for file in self.files for line in file.lines()] + self.notes
         lines += self.overlap.lines() if self.overlap else ()
+        lines += [self.example] if self.example else []
         return "\n".join([*lines, *([f"WRONG: {problem}" for problem in self.problems] or ["no problems found"])])
 
     def as_json(self) -> str:
@@ -114,6 +124,8 @@ def check_prompts(recipe: Recipe) -> Findings:
                 train += [_asked(item) for item in items if data is recipe.data]
     if not report.problems:
         _check_start(report, recipe, tokenizer, train)
+    else:  # a start would end at the first of them, but the answers can be read
+        _check_answers(report, recipe)
     return report
 
 
@@ -149,11 +161,17 @@ def _measure(
         return
     lengths: list[int] = []
     unfit: list[str] = []
+    rows: dict[tuple[int, ...], str] = {}
     for number, item in enumerate(items, 1):
         try:
-            lengths.append(renderer.length(item, f"{table.train}, prompt {number}"))
+            tokens = renderer.whole(item, f"{table.train}, prompt {number}")
         except UserError as error:
             unfit.append(str(error))
+            continue
+        lengths.append(len(tokens))
+        row = json.dumps(item, sort_keys=True, default=str)
+        file.same += rows.setdefault(tokens, row) != row
+    file.hidden = list(dict.fromkeys(name for item in items for name in item["metadata"] if name not in renderer.shown))
     _tell(report, unfit, "prompts that do not fit the template")
     if lengths:
         median, high = np.percentile(lengths, [50, 99])
@@ -178,6 +196,7 @@ def _check_start(report: Findings, recipe: Recipe, tokenizer: Any, train: list[s
             report.problems.append(str(error))
             return
     report.notes += sorted({str(warning.message) for warning in said if warning.category is Note})
+    report.example = _example(recipe, prompts)
     heldout = prompts.heldout()
     if heldout and train:
         asked = [_asked(prompt.entry) for prompt in heldout]
@@ -187,11 +206,38 @@ def _check_start(report: Findings, recipe: Recipe, tokenizer: Any, train: list[s
         report.overlap = Overlap(len(heldout), len(exact) - len(nearly), nearly, [train[n] for n in shared])
 
 
+def _check_answers(report: Findings, recipe: Recipe) -> None:
+    """Let the verifier read the answers of the rows that can be used; what it refuses goes to the report."""
+    try:
+        check_reward(recipe)
+    except UserError as error:
+        report.problems += [line for line in str(error).splitlines() if line not in report.problems]
+
+
+def _example(recipe: Recipe, prompts: PromptSource) -> str:
+    """A training prompt with a response that is made up, its answer, and the score of that; a service is not asked."""
+    prompt = prompts.train(0)
+    if recipe.reward.kind in ("judge", "http", "python"):
+        return f"--- a prompt\n{prompt.text}\n--- its answer\n{prompt.answer}"
+    form = {"exact": "{}", "reasoning_gym": "{}", "dapo": "Answer: {}", "code": "```python\n{}\n```"}.get(
+        recipe.reward.kind, "\\boxed{{{}}}"
+    )
+    response = form.format(prompt.answer)
+    score = build_verifier(recipe, prompts).score(prompt, response)
+    value = score.value if isinstance(score, Score) else score
+    return f"--- a prompt\n{prompt.text}\n--- a response that is made up: score {value:g}\n{response}"
+
+
 def _tell(report: Findings, wrong: list[str], what: str) -> None:
-    """Add the first errors to the report, and the number of the others, which are called ``what``."""
-    report.problems += wrong[:SHOWN]
-    if len(wrong) > SHOWN:
-        report.problems.append(f"and {len(wrong) - SHOWN} more {what}")
+    """Add the first errors of each kind to the report, and the number of the others, which are called ``what``."""
+    kinds: Counter[str] = Counter()
+    for error in wrong:
+        kind = VALUES.sub("", error)
+        kinds[kind] += 1
+        if kinds[kind] <= SHOWN:
+            report.problems.append(error)
+    if more := sum(max(0, count - SHOWN) for count in kinds.values()):
+        report.problems.append(f"and {more} more {what}")
 
 
 def _asked(item: Item) -> str:

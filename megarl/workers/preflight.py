@@ -20,6 +20,7 @@ from packaging.version import Version
 from megarl.advantages import group_advantages
 from megarl.data.prompts import check_data
 from megarl.errors import PhaseFailed, UserError, print_notes
+from megarl.foreign import quoted
 from megarl.models.hf_config import read_hf_config
 from megarl.models.lora import check_lora
 from megarl.models.settings import check_layers
@@ -66,10 +67,10 @@ def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None
     optimizes: False if only engines will run; then the actor's layout need not fit the number of ``nodes``.
     """
     if not (path := recipe.model.path).is_dir():
-        remedy = f"For a model of the Hugging Face Hub: hf download OWNER/NAME --local-dir {path}"
+        remedy = f"For a model of the Hugging Face Hub: hf download OWNER/NAME --local-dir {quoted(path)}"
         script = shipped("examples") / path.parent.name / "make_base.py"
         if path.match("examples/*/base") and script.is_file():
-            remedy = f"A script makes it, in the directory {path.parents[2]}: python {script}"
+            remedy = f"A script makes it, in the directory {path.parents[2]}: python {quoted(script)}"
         raise UserError(f"[model] path: {path} is not a local directory, and nothing is downloaded. {remedy}")
     hf = read_hf_config(recipe.model.path)
     check_weight_files(recipe.model.path)

@@ -57,12 +57,51 @@ def test_good_rows_have_no_problems(check):
 
 def test_every_bad_row_is_found_and_the_first_are_named(check):
     bad = [{"prompt": "x"}, {"prompt": "x", "answer": None}, {"prompt": "", "answer": 1}, [1], {"answer": 1}]
-    code, said = check([*rows(4), *bad, *bad, *rows(4)])
+    code, said = check([*rows(4), *bad * 6, *rows(4)])
     assert code == 1
     for line, what in ((5, "no column 'answer'"), (6, "answer must be"), (7, "prompt must be"), (8, "got list")):
         assert f"p.jsonl, line {line}: " in said and what in said
     assert "WRONG: and 5 more rows that cannot be used" in said
     assert "8 prompts, 4 of them repetitions" in said
+
+
+def test_ten_kinds_of_faults_in_one_file_are_all_named(check):
+    """Also those behind a line that is no JSON, and answers that the verifier cannot read."""
+    faults = {
+        '{"prompt": "x", "ans': "line 5 is not JSON",
+        '{"answer": 1}': "line 6: no column 'prompt'",
+        '{"prompt": "x"}': "line 7: no column 'answer'",
+        '{"prompt": "  ", "answer": 1}': "line 8: prompt must be a string",
+        '{"prompt": "x", "answer": 0.1234567890123456789}': "line 9: answer has more digits",
+        '{"prompt": "x", "answer": true}': "line 10: answer must be",
+        '[{"prompt": "x"}]': "line 11: expected an object",
+        '{"prompt": [{"role": "user", "content": null}], "answer": 1}': "line 12: message 1 of prompt must have a text",
+        '{"prompt": "\\ud800", "answer": 1}': "line 13: not valid text",
+        '{"prompt": "word?", "answer": "$$"}': "line 14: the answer '$$' of prompt 'word?' cannot be parsed",
+        '{"prompt": "x", "answer": 1, "level": null}': "column level is null",
+        json.dumps({"prompt": "1 " * 300, "answer": 1, "level": 1}): "1 prompts of",
+    }
+    good = [row | {"level": 1} for row in rows(4)]
+    code, said = check([*good, *faults], "data.prompt_template={level} {prompt}")
+    assert code == 1
+    for named in faults.values():
+        assert any(line.startswith("WRONG: ") and named in line for line in said.splitlines()), named
+
+
+def test_rows_that_no_token_tells_apart_and_columns_that_no_prompt_shows_are_told(check):
+    more = [{"prompt": "0 + 1 = ?", "answer": 7}, {"prompt": "1 + 1 = ?", "answer": 2, "image": "a.png"}, rows(1)[0]]
+    code, said = check([*rows(9), *more], 'reward.kind="exact"')
+    assert code == 0 and "2 prompts have the same tokens as an earlier one, but another row" in said
+    assert "columns that no prompt shows: image" in said
+
+
+@pytest.mark.parametrize(("kind", "form"), [("math", r"\boxed{{{}}}"), ("exact", "{}"), ("dapo", "Answer: {}")])
+def test_a_prompt_and_a_made_up_response_are_shown_with_its_score(check, kind, form):
+    code, said = check(rows(20), kind=kind)
+    question = said.partition("--- a prompt\n")[2].partition("\n")[0]
+    assert code == 0 and question.endswith(" + 1 = ?")
+    response = form.format(int(question.split()[0]) + 1)
+    assert f"--- a response that is made up: score 1\n{response}\n" in said
 
 
 def test_a_file_that_ends_within_a_row(check):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +19,7 @@ import pyarrow.parquet as pq
 
 from megarl.data.prompts import banned_prompts
 from megarl.errors import UserError, nearest
-from megarl.foreign import bounded, parse_json
+from megarl.foreign import bounded, parse_json, quoted
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.load import Overrides, load_recipe
 from megarl.recipe.tables import Recipe
@@ -211,8 +210,8 @@ def ingest(
     return (
         f"{skipped if heldout else ''}"
         f"wrote {target}: {recipe.groups_per_stage} groups, {responses} responses, {tokens} sampled tokens\n"
-        f"next    megarl audit {shlex.quote(str(target))}   # are the log-probs those of {recipe.model.path}?\n"
-        f"        megarl optimize {shlex.quote(str(target))} --stage 0"
+        f"next    megarl audit {quoted(target)}   # are the log-probs those of {recipe.model.path}?\n"
+        f"        megarl optimize {quoted(target)} --stage 0"
     )
 
 
@@ -247,12 +246,12 @@ def vocabulary_size(model: Path) -> int:
 
 
 def _read_rows(path: Path, ignored: Sequence[str]) -> Iterator[_Row]:
-    """The rows of a file that ends in .jsonl or .parquet, without the ``ignored`` columns."""
-    kinds = {".jsonl": _json_rows, ".parquet": _parquet_rows}
+    """The rows of a file that ends in .jsonl, .json or .parquet, without the ``ignored`` columns."""
+    kinds = {".jsonl": _json_rows, ".json": _listed_rows, ".parquet": _parquet_rows}
     if path.suffix not in kinds:
-        raise UserError(f"{path}: expected a file that ends in .jsonl or .parquet")
+        raise UserError(f"{path}: expected a file that ends in .jsonl, .json or .parquet")
     try:
-        for number, row in enumerate(kinds[path.suffix](path, ignored), 1):
+        for number, row in kinds[path.suffix](path, ignored):
             where = f"{path}, row {number}"
             if not isinstance(row, dict):
                 raise UserError(f"{where} is not an object, but {str(row)[:60]!r}")
@@ -270,24 +269,36 @@ def _read_rows(path: Path, ignored: Sequence[str]) -> Iterator[_Row]:
         raise UserError(f"{path} is not a valid Parquet file: {str(error).splitlines()[0]}") from error
 
 
-def _json_rows(path: Path, _: Sequence[str]) -> Iterator[Any]:
+def _json_rows(path: Path, _: Sequence[str]) -> Iterator[tuple[int, Any]]:
+    """(number of the line, its value); empty lines are skipped, as in prompt files."""
     with open(path, "rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(MAX_LINE + 1), b""), 1):
             if len(line) > MAX_LINE:
                 raise UserError(
                     f"{path}, row {number} is longer than {MAX_LINE >> 20} MiB: expected one response a line"
                 )
-            try:
-                yield parse_json(line)
-            except ValueError as error:
-                raise UserError(f"{path}, row {number} is not JSON: {error}") from error
+            if line.strip():
+                try:
+                    yield number, parse_json(line)
+                except ValueError as error:
+                    raise UserError(f"{path}, row {number} is not JSON: {error}") from error
 
 
-def _parquet_rows(path: Path, ignored: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _listed_rows(path: Path, _: Sequence[str]) -> Iterator[tuple[int, Any]]:
+    try:
+        rows = parse_json(path.read_bytes())
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    if not isinstance(rows, list):
+        raise UserError(f"{path}: expected a list of rows, got {type(rows).__name__}")
+    yield from enumerate(rows, 1)
+
+
+def _parquet_rows(path: Path, ignored: Sequence[str]) -> Iterator[tuple[int, dict[str, Any]]]:
     with pq.ParquetFile(path) as file:
         columns = [name for name in file.schema_arrow.names if name not in ignored]
-        for batch in file.iter_batches(_BATCH, columns=columns):
-            yield from batch.to_pylist()
+        batches = file.iter_batches(_BATCH, columns=columns)
+        yield from enumerate((row for batch in batches for row in batch.to_pylist()), 1)
 
 
 def _groups(

@@ -17,6 +17,7 @@ from typing import Any, Self
 import tomli_w
 
 from megarl.commands.scratch import open_staged
+from megarl.data.tokenizer import TEMPLATES
 from megarl.errors import UserError
 from megarl.recipe.names import ENGINE_KEYS
 from megarl.recipe.tables import Recipe
@@ -37,7 +38,8 @@ MAX_NAME = 100  # characters
 UNWANTED = (".py", ".pyc", ".so", ".sh", ".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".h5", ".msgpack", ".zip")
 _PART = r"\.?[A-Za-z0-9_][A-Za-z0-9_.+=@-]*"
 _NAME = re.compile(
-    rf"{RECIPE}|({POLICY}|{FIRST_POLICY}|{ROLLOUTS}|{FILES})/{_PART}|{CHECKPOINTS}/update_\d{{6,}}/{_PART}"
+    rf"{RECIPE}|({POLICY}|{FIRST_POLICY})/({TEMPLATES}/)?{_PART}|({ROLLOUTS}|{FILES})/{_PART}|"
+    rf"{CHECKPOINTS}/update_\d{{6,}}/{_PART}"
 )
 LICENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")  # an identifier of the Hub or of SPDX
 _CARD = """---
@@ -241,7 +243,8 @@ def _copy_policy(policy: Path, target: Path, weights: bool) -> None:
     info = read_info(policy)
     kept = {name: sum for name, sum in info.files.items() if not name.endswith(UNWANTED) and not name.startswith(".")}
     weight = [path.name for path in policy.glob("*.safetensors")] if weights else []
-    _link_all([policy / name for name in (*kept, *weight)], target)
+    for name in (*kept, *weight):
+        _link(policy / name, target / name)
     write_info(target, replace(info, files={}))
 
 

@@ -39,6 +39,7 @@ from megarl.commands.stages.pack import (
 )
 from megarl.data.prompts import banned_prompts
 from megarl.errors import UserError
+from megarl.foreign import quoted
 from megarl.recipe.layout import TRAINING_TABLES
 from megarl.recipe.load import Overrides, apply_overrides, parse_override, parse_recipe, read_tables
 from megarl.recipe.names import ADVANTAGES, ENGINE_KEYS
@@ -393,6 +394,7 @@ def describe_unpacked(manifest: Manifest, target: Path) -> str:
         lines.append("it has no weights, so it can only be read; to optimize it, unpack it with --model PATH")
     else:
         lines.append(
-            f"next    megarl optimize {target} --stage {manifest.stage} --output {target}-b --set objective.name=grpo"
+            f"next    megarl optimize {quoted(target)} --stage {manifest.stage} --output {quoted(f'{target}-b')} "
+            "--set objective.name=grpo"
         )
     return "\n".join(lines)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +14,7 @@ from megarl.commands.sweep.plan import Job, SweepPlan, plan_sweep, remaining
 from megarl.commands.sweep.results import as_records, read_finished, rows, runs_csv, table_csv, table_text
 from megarl.commands.sweep.workers import JobOutcome, Workers
 from megarl.errors import PhaseFailed, UserError
-from megarl.foreign import escape
+from megarl.foreign import escape, quoted
 from megarl.recipe.sweep import load_sweep
 from megarl.storage.files import write_atomic
 
@@ -46,7 +45,7 @@ def _state(job: Job) -> str:
 
 
 def _setting(name: str, value: object) -> str:
-    return shlex.quote(f"{name}={value if isinstance(value, str) else json.dumps(value)}")
+    return quoted(f"{name}={value if isinstance(value, str) else json.dumps(value)}")
 
 
 def _count(plan: SweepPlan) -> str:

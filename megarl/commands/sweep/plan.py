@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megarl.commands.one_phase import changed_recipe
 from megarl.errors import UserError
+from megarl.foreign import quoted
 from megarl.recipe.layout import is_layout_setting
 from megarl.recipe.load import Setting, load_recipe, recipe_diff
 from megarl.recipe.sweep import BASE, Point, SweepTable, seeds_of
@@ -170,7 +171,9 @@ def _sources(table: SweepTable, bases: list[Job]) -> dict[str, Stage]:
     for path in (path.resolve() for path in table.runs):
         stage = RunDir.open(path).stage(table.stage)
         if not stage.is_sealed():
-            raise UserError(f"{stage.rollouts} is not sealed: run `megarl rollout {path} --stage {table.stage}`")
+            raise UserError(
+                f"{stage.rollouts} is not sealed: run `megarl rollout {quoted(path)} --stage {table.stage}`"
+            )
         if path.name in sources:
             raise UserError(f"runs: two directories are called {path.name}, but the sweep needs different names")
         sources[path.name] = stage

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import Busy, UserError
+from megarl.foreign import quoted
 from megarl.recipe.layout import TRAINING_TABLES, is_layout_setting
 from megarl.recipe.load import recipe_diff
 from megarl.recipe.tables import Recipe, RolloutTable
@@ -412,7 +413,7 @@ class Stage:
             return []
         before = self.previous
         if not before.is_sealed():
-            command = f"megarl rollout {self.run.root} --stage {before.number}"
+            command = f"megarl rollout {quoted(self.run.root)} --stage {before.number}"
             raise UserError(
                 f"{before.rollouts} is not sealed, so the groups that stage {self.number} continues are not known: "
                 f"run `{command}`"

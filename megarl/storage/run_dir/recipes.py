@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 from collections.abc import Container, Iterable
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
+from megarl.foreign import quoted
 from megarl.own_file import absolute, is_own
 from megarl.recipe.layout import BATCHES, TRAINING_TABLES
 from megarl.recipe.load import dump_recipe, load_recipe, parse_override, setting
@@ -94,10 +94,11 @@ def ways_out(refused: list[str], run: Path, stage: int | None, new: Recipe) -> s
             values.pop("objective.name", None)
         # the objective first, because a change of it drops the settings of the one before
         ordered = sorted(values, key=lambda name: name not in ("objective.name", "objective.path"))
-        given = [f"--set {shlex.quote(f'{key}={_toml(values[key])}')}" for key in ordered if values[key] is not None]
-        command = f"megarl optimize {run} --stage {0 if batches else stage} --output NEW"
+        given = [f"--set {quoted(f'{key}={_toml(values[key])}')}" for key in ordered if values[key] is not None]
+        command = f"megarl optimize {quoted(run)} --stage {0 if batches else stage} --output NEW"
         return f"for the new ones on the same rollouts: {command} {' '.join(given)}"
-    return f"for the new ones from the result of this one: megarl train RECIPE --run-dir NEW --continue-from {run}"
+    command = f"megarl train RECIPE --run-dir NEW --continue-from {quoted(run)}"
+    return f"for the new ones from the result of this one: {command}"
 
 
 def _toml(value: Any) -> str:
@@ -163,8 +164,8 @@ def check_files(path: Path, recipe: Recipe) -> None:
         remedy = "use another --run-dir for the new one"
         if name in own:
             remedy = (
-                f"give the new one another name and branch: megarl optimize {path.parent} --stage 0 --output NEW --set "
-                f"{own[name]}=NEW_FILE.py:NAME"
+                f"give the new one another name and branch: megarl optimize {quoted(path.parent)} --stage 0 "
+                f"--output NEW --set {own[name]}=NEW_FILE.py:NAME"
             )
         raise UserError(
             f"the {kind} {name} has changed since {path.parent} began{why}: put the old file back, or {remedy}"

@@ -13,7 +13,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
+from megarl.data.tokenizer import files_of
 from megarl.errors import UserError
+from megarl.foreign import quoted
 from megarl.storage.checked_json import read_checked, write_checked
 from megarl.storage.checkpoints import checkpoints
 from megarl.storage.files import atomic_directory, discard, leftover_name, remove_directory
@@ -78,9 +80,9 @@ def keep_best(run: RunDir) -> None:
             return
         run.best.rename(old)
     with atomic_directory(run.best) as temporary:
-        for file in sorted(policy.iterdir()):
-            if file.is_file():
-                _link(file.resolve(), temporary / file.name)
+        for name in files_of(policy):
+            (temporary / name).parent.mkdir(exist_ok=True)
+            _link((policy / name).resolve(), temporary / name)
     shutil.rmtree(old, ignore_errors=True)
 
 
@@ -191,7 +193,7 @@ def _alternative(stage: Stage) -> str:
     run, before = stage.run, stage.previous
     updates = before.run.recipe.schedule.updates_per_stage
     if updates in dict(checkpoints(before.checkpoints)):
-        command = f"megarl export {run.root} --stage {before.number} --update {stage.first_update} --output DIR"
+        command = f"megarl export {quoted(run.root)} --stage {before.number} --update {stage.first_update} --output DIR"
         return f"`{command}` makes it again from a checkpoint; with DIR = {stage.policy} it is restored in place"
     update, path = min(_remaining(run), key=lambda item: abs(item[0] - stage.first_update))
     return f"the nearest that still exists is {path}, after update {update} instead of {stage.first_update}"

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megarl.errors import UserError
-from megarl.foreign import escape
+from megarl.foreign import escape, quoted
 from megarl.storage.rollouts import RolloutStore
 from megarl.views.responses.select import Decode, StoredResponse, decoder, open_shard, stages, title
 from megarl.views.responses.text import shorten
@@ -46,7 +46,7 @@ def _of_run(root: Path, heading: str, left: int) -> Iterator[str]:
         part = f'<details class="samples"><summary>{summary}</summary><template>{body}</template></details>'
         left -= len(part.encode())
         if left < 0:
-            yield f"<p>{heading}for stages from {number + 1} on use: megarl samples {html.escape(str(root))}</p>"
+            yield f"<p>{heading}for stages from {number + 1} on use: megarl samples {html.escape(quoted(root))}</p>"
             return
         yield part
 

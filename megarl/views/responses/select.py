@@ -20,6 +20,7 @@ import numpy as np
 
 from megarl.data.tokenizer import load_decoder
 from megarl.errors import UserError
+from megarl.foreign import quoted
 from megarl.storage.ledger import LedgerEntry, check_size
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.shards import FINISH_REASONS, UNFINISHED, Group, Response, Shard
@@ -129,7 +130,7 @@ def select(root: Path, wanted: Filter, decode: Decode) -> Iterator[StoredRespons
                         found = True
                         yield one
     if wanted.prompt is not None and not seen:
-        raise UserError(f"no stage of {root} has prompt {wanted.prompt}: `megarl samples {root}` lists prompts")
+        raise UserError(f"no stage of {root} has prompt {wanted.prompt}: `megarl samples {quoted(root)}` lists prompts")
     if wanted.columns and not found:
         every = select(root, Filter(wanted.stage, wanted.prompt), decode)
         known = sorted({name for one in every for name in one.columns})

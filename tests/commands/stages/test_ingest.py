@@ -139,6 +139,22 @@ def test_several_files_become_one_stage(recipe, rows, tmp_path):
         ingested(recipe, tmp_path / "half", parts[0])
 
 
+def test_files_are_read_as_prompt_files_are(recipe, rows, tmp_path):
+    """A list of rows, a byte order mark, and empty lines, which keep their numbers in messages."""
+    listed, lines = tmp_path / "a.json", tmp_path / "b.jsonl"
+    listed.write_text(json.dumps(rows[:18]))
+    lines.write_text("\ufeff" + "\n\n".join(map(json.dumps, rows[18:])) + "\n\n")
+    read = ingested(recipe, tmp_path / "run", listed, lines)
+    whole = ingested(recipe, tmp_path / "whole", write(tmp_path / "c.jsonl", rows))
+    assert [g.prompt_tokens.tolist() for g in stored(read)] == [g.prompt_tokens.tolist() for g in stored(whole)]
+    lines.write_text("\n\n[1]\n")
+    with pytest.raises(UserError, match=r"b\.jsonl, row 3 is not an object"):
+        ingested(recipe, tmp_path / "more", lines)
+    listed.write_text("{}")
+    with pytest.raises(UserError, match="expected a list of rows, got dict"):
+        ingested(recipe, tmp_path / "more", listed)
+
+
 def test_lags_follow_from_the_versions_of_sampled_tokens(recipe, rows, tmp_path):
     aged = []
     for number, row in enumerate(rows):

@@ -22,7 +22,8 @@ def settings(recipe, tmp_path):
 
 
 def write_policy(stage):
-    stage.policy.mkdir(parents=True)
+    (stage.policy / "additional_chat_templates").mkdir(parents=True)
+    (stage.policy / "additional_chat_templates/tool_use.jinja").write_text("a template")
     (stage.policy / "model.safetensors").write_bytes(b"%d" % stage.number)
     write_info(stage.policy, PolicyInfo(stage.first_update, f"hash of {stage.number}"))
     stage.rollouts.mkdir()
@@ -37,6 +38,7 @@ def evaluate(run, number, scores):
 
 def held(run):
     """The number of the stage whose policy ``best`` holds."""
+    assert (run.best / "additional_chat_templates/tool_use.jinja").read_text() == "a template"
     assert read_info(run.best).weights_hash == f"hash of {int((run.best / 'model.safetensors').read_text())}"
     return int((run.best / "model.safetensors").read_text())
 

@@ -1,0 +1,246 @@
+"""Values that pass by their type and only later mean something else: as answers, messages, columns of templates."""
+
+import json
+from decimal import Decimal
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from megarl.data.files import read_rows
+from megarl.data.prompts import Prompt
+from megarl.data.templates import Renderer
+from megarl.errors import UserError
+from megarl.recipe.data_table import SourceTable
+from megarl.rewards.exact import Exact
+from tests.data.test_templates import CHAT, assistant, bpe, system, table, user
+
+# chat templates of public models treat contents and roles in these ways
+TEMPLATES = {
+    "any role": CHAT,
+    "known roles, text only": (  # Qwen3
+        "{%- for m in messages %}{%- set c = m.content if m.content is string else '' %}"
+        "{%- if m.role in ('user', 'system', 'assistant', 'tool') %}"
+        "{{- '<|start|>' + m.role + '\n' + c + '<|end|>\n' }}"
+        "{%- for t in m.tool_calls or [] %}{{- '<call>' + t.function.name + (t.function.arguments | tojson) }}"
+        "{%- endfor %}{%- endif %}{%- endfor %}{%- if add_generation_prompt %}{{- '<|start|>assistant\n' }}{%- endif %}"
+    ),
+    "prints whatever it gets": (  # GLM
+        "{% for m in messages %}<|start|>{{ m.role }}:{{ m.content }}"
+        "{% for t in m.tool_calls or [] %}<call>{{ t.function.name }}{% endfor %}<|end|>{% endfor %}"
+    ),
+    "without a system message": (
+        "{% for m in messages if m.role != 'system' %}{{ m.role }}:{{ m.content }}<|end|>{% endfor %}"
+    ),
+    "the last message alone": "{{ messages[-1].content }}<|end|>",
+}
+
+
+def read(tmp_path, rows, name="p.jsonl", **settings):
+    path = tmp_path / name
+    if name.endswith(".parquet"):
+        pyarrow.parquet.write_table(rows if isinstance(rows, pyarrow.Table) else pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text(rows if isinstance(rows, str) else "".join(json.dumps(row) + "\n" for row in rows))
+    return [item for _, item in read_rows(SourceTable(source="file", train=str(path), **settings))]
+
+
+@pytest.mark.parametrize(
+    ("written", "answer"),
+    [
+        ("0.00001", "0.00001"),
+        ("1e-05", "0.00001"),
+        ("1E22", "10000000000000000000000"),
+        ("1.2e3", "1200"),
+        ("42.0", "42"),
+        ("-0.0", "0"),
+        ("-7.50", "-7.5"),
+        ("0", "0"),
+        ("9007199254740993", "9007199254740993"),
+        ("123456789012345678901234567890", "123456789012345678901234567890"),
+        ("1e300", "1" + "0" * 300),
+        ('"1e-05"', "1e-05"),
+        ("0.1234567890123456789", None),
+        ("9007199254740993.0", None),
+        ("1e400", None),
+        ("1e-400", None),
+        ("NaN", None),
+        ("Infinity", None),
+        ("true", None),
+        ('["4"]', None),
+        ('{"value": 4}', None),
+        ("[]", None),
+        ("false", None),
+    ],
+)
+def test_a_number_is_an_answer_digit_by_digit_or_refused(tmp_path, written, answer):
+    text = f'{{"prompt": "p", "answer": {written}}}\n'
+    if answer is None:
+        with pytest.raises(UserError, match="line 1: answer "):
+            read(tmp_path, text)
+    else:
+        assert read(tmp_path, text)[0]["answer"] == answer
+        assert read(tmp_path, f"[{text}]", "p.json")[0]["answer"] == answer
+
+
+def test_a_number_without_a_fraction_is_right_as_a_whole_number(tmp_path):
+    (item,) = read(tmp_path, [{"prompt": "p", "answer": 42.0}])
+    assert Exact().score(Prompt(0, "p", (1,), item["answer"], item), " 42\n") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "answer"),
+    [
+        (pyarrow.float32(), 0.1, "0.1"),
+        (pyarrow.float64(), 1e-05, "0.00001"),
+        (pyarrow.float64(), 42.0, "42"),
+        (pyarrow.int64(), 9007199254740993, "9007199254740993"),
+        (pyarrow.decimal128(10, 3), Decimal("3.500"), "3.5"),
+        (pyarrow.string(), "x", "x"),
+    ],
+)
+def test_numbers_of_parquet_files_are_answers_as_they_were_written(tmp_path, kind, value, answer):
+    columns = {"prompt": ["p"], "answer": pyarrow.array([value], kind)}
+    assert read(tmp_path, pyarrow.table(columns), "p.parquet")[0]["answer"] == answer
+
+
+def test_an_answer_of_0_is_not_a_missing_one(tmp_path):
+    row = {"problem": "p", "answer": 0, "solution": r"\boxed{5}"}
+    assert read(tmp_path, [row], format="math")[0]["answer"] == "0"
+    row = {"prompt": "p", "task_name": "t", "answer": 0, "meta": {"answer": 5}}
+    assert read(tmp_path, [row], format="enigmata")[0]["answer"] == "0"
+    truth = {"prompt": [user("p")], "reward_model": {"ground_truth": "[0.5, 1e-05, 42.0]"}}
+    (item,) = read(tmp_path, [truth], format="skywork_or1")
+    assert (item["answer"], item["metadata"]["also_right"]) == ("0.5", ["0.00001", "42"])
+
+
+CONVERSATIONS = [
+    ([user([{"type": "text", "text": "alpha"}])], ["alpha"]),
+    ([user([{"type": "text", "text": "alpha"}, {"type": "text", "text": " beta"}])], ["alpha beta"]),
+    ([user([{"text": "alpha"}])], ["alpha"]),
+    ([system("gamma"), user("alpha")], ["gamma", "alpha"]),
+    ([user([{"type": "image", "image": "a.png"}, {"type": "text", "text": "alpha"}])], ["alpha", "a.png"]),
+    ([user([{"type": "image_url", "image_url": {"url": "a.png"}}])], ["a.png"]),
+    ([{"role": "human", "content": "alpha"}], ["alpha"]),
+    ([{"role": "human", "content": "assistant"}], ["assistant<|end|>"]),  # the word opens the turn
+    ([{"role": "gpt", "content": "delta"}, user("alpha")], ["delta", "alpha"]),
+    ([{"role": "developer", "content": "delta"}, user("alpha")], ["delta", "alpha"]),
+    ([user("alpha"), assistant("beta"), user("4"), user("4")], ["alpha", "beta", "4"]),
+    ([user("alpha"), assistant(None)], None),
+    ([user(None)], None),
+    ([user("")], None),
+    ([user([])], None),
+    ([user(["alpha"])], None),
+    ([user(3)], None),
+    ([user({"text": "alpha"})], None),
+    ([{"role": None, "content": "alpha"}], None),
+    ([{"role": 1, "content": "alpha"}], None),
+    ([{"from": "human", "value": "alpha"}], None),
+    ([user("alpha"), {"role": "tool", "content": None}], None),
+    (
+        [
+            user("alpha"),
+            assistant(None) | {"tool_calls": [{"type": "function", "function": {"name": "lookup", "arguments": "{}"}}]},
+            {"role": "tool", "content": "beta"},
+        ],
+        ["alpha", "lookup", "beta"],
+    ),
+    ("   ", None),
+    ([], None),
+    (3, None),
+    ("[{'role': 'user', 'content': 'alpha'}]", None),
+    (json.dumps([user("alpha")]), ["alpha"]),
+]
+
+
+@pytest.mark.parametrize("template", TEMPLATES)
+@pytest.mark.parametrize(("prompt", "needed"), CONVERSATIONS)
+def test_the_text_of_every_message_stands_in_the_prompt_or_the_row_is_refused(tmp_path, template, prompt, needed):
+    text, refused = None, ""
+    try:
+        (item,) = read(tmp_path, [{"prompt": prompt, "answer": "4"}])
+        text = Renderer(table(template="chat"), bpe(chat_template=TEMPLATES[template])).render(item, "row 1").text
+    except UserError as error:
+        refused = str(error)
+    if text is None:
+        all_text = needed and "tool_calls" not in str(prompt) and "image" not in str(prompt)
+        assert ("line 1" in refused or "row 1" in refused) and not (all_text and template == "any role")
+    else:
+        assert needed is not None and all(part in text for part in needed) and "None" not in text and "[{" not in text
+
+
+def test_a_system_message_of_the_recipe_that_a_template_leaves_out_is_refused(tmp_path):
+    (item,) = read(tmp_path, [{"prompt": "p", "answer": "4"}])
+    renderer = Renderer(table(template="chat", system="S"), bpe(chat_template=TEMPLATES["without a system message"]))
+    with pytest.raises(UserError, match="row 1: the chat template does not show a message of 'system'"):
+        renderer.render(item, "row 1")
+
+
+@pytest.mark.parametrize("begun", ["The answer", "The answer is ", "\nSo", "<think>\nso", "a<|end|>"])
+def test_a_prompt_that_ends_with_a_turn_of_the_model_is_continued(tmp_path, begun):
+    (item,) = read(tmp_path, [{"prompt": [user("1+2?"), assistant(begun)], "answer": "3"}])
+    text = Renderer(table(template="chat"), bpe()).render(item, "row 1").text
+    assert text == "<|start|>user\n1+2?<|end|>\n<|start|>assistant\n" + begun.lstrip("\n")
+    with pytest.raises(UserError, match="row 1 ends with a message of the assistant that cannot be continued"):
+        Renderer(table(template="chat"), bpe(chat_template="{{ messages[0].content }}")).render(item, "row 1")
+
+
+TOOLS = [{"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}]
+COLUMNS = (
+    "{% if tools %}{{ tools | tojson }}{% endif %}{% for d in documents or [] %}[{{ d.text }}]{% endfor %}"
+    "{% if effort is defined %}effort {{ effort }}{% endif %}" + CHAT
+)
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.parquet"])
+def test_columns_that_the_template_understands_reach_it(tmp_path, name):
+    row = {"prompt": [user("hi")], "answer": "4", "tools": TOOLS, "documents": [{"text": "paper"}], "effort": "high"}
+    other = {"prompt": [user("ho")], "answer": "4", "tools": None, "documents": None, "effort": None, "system": "S"}
+    renderer = Renderer(table(template="chat", max_prompt_tokens=500), bpe(chat_template=COLUMNS))
+    first, second = (
+        renderer.render(item, "row").text for item in read(tmp_path, [row | {"system": None}, other], name)
+    )
+    assert first == json.dumps(TOOLS) + "[paper]effort high<|start|>user\nhi<|end|>\n<|start|>assistant\n"
+    assert second == "<|start|>system\nS<|end|>\n<|start|>user\nho<|end|>\n<|start|>assistant\n"
+    assert renderer.shown >= {"tools", "documents", "effort", "system", "prompt"} and "answer" not in renderer.shown
+
+
+def test_columns_that_contradict_the_recipe_or_the_template_are_refused(tmp_path):
+    for row, template, settings, said in (
+        ({"tools": TOOLS}, CHAT, {}, "has tools, which the chat template does not show"),
+        ({"tools": "{"}, COLUMNS, {}, "row 1: "),
+        ({"tools": [1]}, COLUMNS, {}, "tools must be a list of objects"),
+        ({"effort": "low"}, COLUMNS, {"template_arguments": {"effort": "high"}}, "template_arguments sets too"),
+        ({"hint": None}, CHAT, {"prompt_template": "{hint} {prompt}"}, "column hint is null"),
+    ):
+        (item,) = read(tmp_path, [{"prompt": "hi", "answer": "4"} | row])
+        with pytest.raises(UserError, match=said):
+            Renderer(table(template="chat", **settings), bpe(chat_template=template)).render(item, "row 1")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("prompt,answer\nWhat is 1,000+1?,1001\n", "row 1: has more cells than the first line has names"),
+        ("prompt,answer,answer\np,1,2\n", "two columns 'answer'"),
+    ],
+)
+def test_cells_of_csv_files_that_belong_to_no_column_are_refused(tmp_path, text, said):
+    with pytest.raises(UserError, match=said):
+        read(tmp_path, text, "p.csv")
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("dapo_math", {"prompt": [user(None)], "reward_model": {"ground_truth": "1"}}),
+        ("dapo_math", {"prompt": [user([{"type": "image"}])], "reward_model": {"ground_truth": "1"}}),
+        ("arc", {"question": "q", "choices": {"label": ["A", "B"], "text": ["x", None]}, "answerKey": "A"}),
+        ("arc", {"question": "q", "choices": {"label": ["A", "B"], "text": ["x"]}, "answerKey": "A"}),
+        ("evalplus", {"prompt": None, "test": "t"}),
+        ("livecodebench", {"question_content": None, "public_test_cases": "[]", "private_test_cases": "[]"}),
+    ],
+)
+def test_null_and_lists_become_no_text_of_a_published_row(tmp_path, name, row):
+    with pytest.raises(UserError, match="line 1"):
+        read(tmp_path, [row], format=name)
