@@ -54,6 +54,7 @@ class Conversation:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # 0 for tokens of tools and users
     sampled: list[bool] = field(default_factory=list)  # False for tokens of tools and users
+    discarded: int = 0  # faulty answers of the engine that were thrown away
     finish_reason: str = ""  # of the last turn; "" before the first one
     busy: bool = False  # a turn is being generated
     rewarded: Response | None = None  # the finished response, once it has its reward
@@ -82,10 +83,11 @@ class Conversation:
             version,
             correct=correct,
             loss_mask=None if sampled.all() else sampled,
+            discarded=self.discarded or None,
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Turn:
     """A turn that the engine must generate."""
 
@@ -94,6 +96,7 @@ class Turn:
     context: list[int]  # tokens of tools and users since the last answer; none in the first turn
     limit: int  # most tokens of the answer
     seed: int
+    discarded: int = 0  # faulty answers of the engine that were thrown away
 
     @property
     def prompt(self) -> list[int]:
@@ -214,19 +217,17 @@ class Conversations:
     def end(self, turn: Turn, completion: Completion | None) -> Message:
         """Record the engine's answer to a turn and return it as a message.
 
-        Raises `Refused`, and leaves the conversation as it was, if the engine was interrupted (``completion`` is None)
-        or gave no usable answer.
+        Raises `Refused`, and leaves the conversation as it was, if the engine was interrupted: ``completion`` is None.
         """
         conversation = turn.conversation
         with self._lock:
             conversation.busy = False
             if completion is None:
                 raise Refused(503, "the server is stopping and loses this conversation: begin it anew after a restart")
-            if not len(completion.tokens) or not np.isfinite(completion.logprobs).all():
-                raise Refused(500, "the engine returned no tokens, or non-finite log-probs: repeat the request")
             prompt = len(turn.prompt)
             conversation.add_context(turn.context)
             tokens = completion.tokens.tolist()
+            conversation.discarded += turn.discarded
             conversation.add_answer(tokens, completion.logprobs.tolist())
             conversation.finish_reason = completion.finish_reason
             message = answer(self._decode(tokens), turn.request.tools)
