@@ -50,6 +50,7 @@ class Conversation:
     sample: int  # index of the response in its group
     prompt: list[int]  # tokens of the messages before the first answer
     messages: list[Message] = field(default_factory=list)  # all so far, up to and including the last answer
+    tools: list[Any] | None = None
     # one element per token of the response
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # 0 for tokens of tools and users
@@ -150,7 +151,8 @@ class Conversations:
 
         Returns the turn to generate, for which `end` must be called, or the answer if the request repeats the last one.
         """
-        request = parse_chat_request(body, self._recipe.rollout.temperature)
+        recipe = self._recipe
+        request = parse_chat_request(body, recipe.rollout.temperature, recipe.data.template_arguments)
         self._check_length(request)
         where = f"conversation {name!r}"
         with self._lock:
@@ -162,6 +164,8 @@ class Conversations:
                 raise Refused(409, f"{where} is being answered already")
             if conversation.rewarded is not None:
                 raise Refused(409, f"{where} has its reward and is over: begin another one")
+            if conversation.messages and request.tools != conversation.tools:
+                raise Refused(409, f"the tools of {where} were changed: the model has read those of the first request")
             if conversation.last and repeats(conversation.messages, request.messages):
                 return conversation.last
             if conversation.messages and not continues(conversation.messages, request.messages):
@@ -231,14 +235,14 @@ class Conversations:
             conversation.add_answer(tokens, completion.logprobs.tolist())
             conversation.finish_reason = completion.finish_reason
             message = answer(self._decode(tokens), turn.request.tools)
-            conversation.messages = [*turn.request.messages, message]
+            conversation.messages, conversation.tools = [*turn.request.messages, message], turn.request.tools
             conversation.last = LastAnswer(message, completion, prompt)
             return message
 
     def reward(self, group: str, name: str, body: Any) -> None:
         """Record the reward of a conversation, which ends it; with the last reward of a group, store the group."""
         reward, correct = _number(body, "reward"), _number(body, "correct", optional=True)
-        if reward is None or correct not in (None, 0.0, 1.0):
+        if reward is None or correct not in (None, 0.0, 1.0) or not body.keys() <= {"reward", "correct"}:
             raise Refused(400, 'expected {"reward": NUMBER}, optionally with "correct": 0 or 1')
         with self._lock:
             if group in self._groups and self._groups[group].rewards.get(name) == reward:
