@@ -186,7 +186,7 @@ class _Evaluation:
         stage, suite = self.stage, self.suite
         generated = round(time.monotonic() - start, 3)
         over = self.replicas.gather(f"answered/{self.key}", self.worker.scoring.over_limit)
-        self.worker.scoring.over_limit = 0  # the next suite, or the rollouts, count from 0
+        self.worker.scoring.over_limit = self.worker.discarded = 0  # the next suite, or the rollouts, count from 0
         if self.replicas.rank:
             return
         seal(self.directory, range(len(self.prompts)))
@@ -216,8 +216,11 @@ class _Evaluation:
 def _summary(groups: Sequence[Group], compares: bool) -> dict[str, object]:
     """`summarise` on the stored responses, so that a resumed evaluation gives the same numbers as an unbroken one.
 
+    ``discarded``, if there are any: faulty attempts of the engine that were thrown away.
+
     compares: whether the stored answers can be compared, as maj@k needs.
     """
     correct = np.array([[response.correctness for response in group.responses] for group in groups])
     answers = [[response.answer for response in group.responses] for group in groups]
-    return summarise(correct, answers if compares else None)
+    discarded = sum(response.discarded or 0 for group in groups for response in group.responses)
+    return summarise(correct, answers if compares else None) | ({"discarded": discarded} if discarded else {})

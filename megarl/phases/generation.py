@@ -145,7 +145,7 @@ class RolloutStats:
     def log(self, stage: Stage, rank: int, worker: RolloutWorker) -> None:
         """Append a `rollout_progress` event of replica ``rank`` to events.jsonl, and once a warning, if it is due."""
         engine = worker.engine
-        event = self.event(engine.decoding, engine.decoding_tokens, worker.scoring.over_limit)
+        event = self.event(engine.decoding, engine.decoding_tokens, worker.scoring.over_limit, worker.discarded)
         stage.log_event("rollout_progress", rank=rank, **event)
         if not self._warned and self.equal_rewards(stage.run.recipe.objective.advantage):
             self._warned = True
@@ -162,11 +162,12 @@ class RolloutStats:
             "no update learns from them: `megarl samples` shows what the model answers, and the reward of each response"
         )
 
-    def event(self, decoding: int, decoding_tokens: int, over_limit: int) -> dict[str, Any]:
+    def event(self, decoding: int, decoding_tokens: int, over_limit: int, discarded: int = 0) -> dict[str, Any]:
         """The fields of a `rollout_progress` event.
 
         decoding: responses that the engine has taken and not finished. decoding_tokens: their tokens so far.
-        over_limit: responses that exceeded the limits of their verifier.
+        over_limit: responses that exceeded the limits of their verifier. discarded: those that the engine returned
+        wrongly, and that are generated again.
         """
         seconds = time.monotonic() - self.start
         return {
@@ -182,6 +183,7 @@ class RolloutStats:
             "longest": self.longest,
             "truncated": self.unstopped,
             "over_limit": over_limit,
+            **({"discarded": discarded} if discarded else {}),
             "reward_sum": self.rewards,
             "solve_rates": self.solve_rates,
         }

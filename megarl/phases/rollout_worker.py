@@ -15,7 +15,6 @@ import numpy as np
 from megarl.data.prompts import Prompt, PromptSource, open_prompts
 from megarl.data.tokenizer import stop_token_ids
 from megarl.distributed import ReplicaGroup
-from megarl.errors import UserError
 from megarl.heartbeats import beat
 from megarl.phases.scoring import PendingGroup, Scoring, text_of
 from megarl.recipe.tables import Recipe
@@ -23,7 +22,17 @@ from megarl.rewards.parts import build_verifier
 from megarl.rewards.pool import Limits, VerifierPool
 from megarl.rollout import build_engine
 from megarl.rollout.drift import Drift, hugging_face_reference, measure_drift
-from megarl.rollout.engine import Completion, Request, RolloutEngine, Sampling, response_seed
+from megarl.rollout.engine import (
+    Completion,
+    EngineFault,
+    Request,
+    RolloutEngine,
+    Sampling,
+    discard,
+    fault,
+    next_seed,
+    response_seed,
+)
 from megarl.storage.policies import decode_reference, encode_reference, read_info, read_reference
 from megarl.storage.rollouts import Group, Response
 from megarl.storage.shards import UNFINISHED
@@ -52,6 +61,7 @@ class RolloutWorker:
     stopped: Callable[[], bool] = never  # once True, `generate` no longer waits for rewards; the next attempt repeats
     unfinished: list[PendingGroup] = field(default_factory=list)  # left by an interrupted `generate`
     checksum: str | None = None  # of the engine's weights at their last check; None if the engine has no checksums
+    discarded: int = 0  # responses of the engine that were thrown away, because they were faulty
     other_checksum: str | None = None  # `checksum` of the previous policy, if the last `load` changed the weights
 
     @classmethod
@@ -100,8 +110,8 @@ class RolloutWorker:
     def check_drift(self, policy_dir: Path, replicas: ReplicaGroup) -> Drift:
         """Compare the engine's log-probs with those of the actor that exported its policy; call it after every load.
 
-        If weights that were loaded in place are wrong, the engine is created anew and checked again. `UserError` if the
-        weights of a new engine are wrong.
+        If weights that were loaded in place are wrong, the engine is created anew and checked again. `EngineFault` if
+        the weights of a new engine are wrong.
         """
         beat("check of weights", policy_dir.name)
         reference = read_reference(policy_dir)
@@ -113,7 +123,7 @@ class RolloutWorker:
             )
         try:
             drift = measure_drift(self.engine, reference, self.other_checksum)
-        except UserError as error:
+        except EngineFault as error:
             if not self.engine.restart():
                 raise
             print(f"{error}; the engine was created anew because of that", file=sys.stderr)
@@ -148,7 +158,7 @@ class RolloutWorker:
         on_step: Callable[[Sequence[Completion]], None] = lambda ended: None,
         on_scored: Callable[[Group], None] = lambda group: None,
     ) -> Iterator[list[Group]]:
-        """Generate and score groups; yields portions of complete ones, which the caller stores.
+        """Generate and score groups; yields portions of complete ones. What is faulty is made again, see `discard`.
 
         A portion is a whole chunk if the engine has `repeats_chunks` and nothing interrupts it; otherwise it is all
         groups that were completed within ``store_seconds``.
@@ -214,14 +224,18 @@ class _Work:
         self.sizes: list[int] = []  # of the chunks that are not stored yet
         self._left = worker.unfinished  # to continue before any chunk
         self._more = True
+        self._again: list[_Slot] = []  # responses whose last attempt was discarded
         self._asked: list[tuple[int, list[_Slot]]] = []  # for each request: responses per prompt, and all its responses
 
     def submit(self, take: Callable[[], Sequence[int] | None], scored_first: bool) -> None:
-        """Submit chunks as long as the engine has room for them."""
+        """Submit discarded responses, unfinished ones and chunks as long as the engine has room for them."""
         engine, scoring = self.worker.engine, self.worker.scoring
-        while (self._left or self._more) and engine.has_room():
-            if self._left:
-                self._ask(self._left, continues=True)
+        while (self._again or self._left or self._more) and engine.has_room():
+            if self._again:
+                self._ask(self._again, continues=True)
+                self._again = []
+            elif self._left:
+                self._ask(self._slots(self._left), continues=True)
                 self._left = []
             elif scored_first and scoring.busy:
                 return
@@ -232,27 +246,41 @@ class _Work:
                 groups = [_pending(number, self.prompt(number), self.draws, self.earlier(number)) for number in chunk]
                 self.pending |= {group.number: group for group in groups}
                 self.sizes.append(len(chunk))
-                self._ask(groups, continues=any(group.parts or group.responses for group in groups))
+                self._ask(self._slots(groups), continues=any(group.parts or group.responses for group in groups))
 
     def receive(self, completions: Sequence[tuple[int, Completion]]) -> None:
-        """Have finished responses scored, and keep the parts of the others."""
+        """Have finished responses scored, and keep the parts of the others; what is faulty is generated again."""
+        kept = []
         for number, completion in completions:
             each, slots = self._asked[number]
             group, k = slots[completion.prompt * each + completion.sample]
+            if why := fault(completion):
+                where = f"response {k} to prompt {group.number}"
+                group.discarded[k] = discard(why, where, group.discarded.get(k, 0))
+                self.worker.discarded += 1
+                self._again.append((group, k))
+                continue
+            kept.append(completion)
             group.parts.setdefault(k, []).append(completion)
             if completion.finish_reason != "interrupted":
-                self.worker.scoring.add(group, k, _joined(group.parts.pop(k), self.draws.max_tokens))
-        self.on_step([completion for _, completion in completions])
+                response = _joined(group.parts.pop(k), self.draws.max_tokens)
+                self.worker.scoring.add(group, k, replace(response, discarded=group.discarded.get(k)))
+        self.on_step(kept)
 
-    def _ask(self, groups: Sequence[PendingGroup], continues: bool) -> None:
-        slots = [(group, k) for group in groups for k in range(self.draws.samples) if k not in group.responses]
+    def _slots(self, groups: Sequence[PendingGroup]) -> list[_Slot]:
+        return [(group, k) for group in groups for k in range(self.draws.samples) if k not in group.responses]
+
+    def _ask(self, slots: list[_Slot], continues: bool) -> None:
         self.worker.engine.submit(len(self._asked), self._request(slots, continues))
         self._asked.append((1 if continues else self.draws.samples, slots))
 
     def _request(self, slots: Sequence[_Slot], continues: bool) -> Request:
         """A request for responses. continues: repeat the prompt for each response, with the response's prefix."""
         run_seed = self.worker.recipe.run.seed
-        seeds = tuple(response_seed(run_seed, group.number + self.other_seeds, k) for group, k in slots)
+        seeds = tuple(
+            next_seed(response_seed(run_seed, group.number + self.other_seeds, k), group.discarded.get(k, 0))
+            for group, k in slots
+        )
         if not continues:
             prompts = [list(group.prompt.tokens) for group, _ in slots[:: self.draws.samples]]
             return Request(prompts, replace(self.draws, seeds=seeds))
@@ -266,6 +294,8 @@ def _pending(number: int, prompt: Prompt, draws: Sampling, earlier: Sequence[Res
     """A group to generate, with the responses, or parts of them, that an earlier stage generated."""
     group = PendingGroup(number, prompt, draws.samples, together=draws.budget < math.inf or bool(earlier))
     for sample, response in enumerate(earlier):
+        if response.discarded:
+            group.discarded[sample] = response.discarded
         if response.finish_reason == UNFINISHED:
             group.parts[sample] = _spans(response, len(prompt.tokens))
         else:

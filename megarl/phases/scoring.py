@@ -36,6 +36,7 @@ class PendingGroup:
     parts: dict[int, list[Completion]] = field(default_factory=dict)  # spans of responses that have not ended
     responses: dict[int, Response] = field(default_factory=dict)  # those that have ended, whether scored or not
     scores: dict[int, Score] = field(default_factory=dict)
+    discarded: dict[int, int] = field(default_factory=dict)  # faulty attempts that were thrown away
 
     @property
     def complete(self) -> bool:

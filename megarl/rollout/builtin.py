@@ -252,7 +252,8 @@ class _Decoder:
             cdf = logprobs.double().exp_().cumsum(-1)
             # u <= 1 - 2**-53, so u * total rounds to less than the total: no token of probability 0 can be drawn.
             target = torch.from_numpy(uniforms)[:, None].to(cdf.device) * cdf[:, -1:]
-            tokens = torch.searchsorted(cdf, target, right=True)
+            # beyond the end only where logits are NaN, which the caller then sees in the log-prob
+            tokens = torch.searchsorted(cdf, target, right=True).clamp_(max=cdf.shape[1] - 1)
         sampled = tokens[:, 0].cpu().numpy()
         return sampled, logprobs.gather(1, tokens)[:, 0].cpu().numpy(), np.isin(sampled, self.stop_token_ids)
 

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 
 from megarl.errors import UserError
-from megarl.rollout.engine import Request, RolloutEngine, Sampling, answers
+from megarl.rollout.engine import EngineFault, Request, RolloutEngine, Sampling, answers
 from megarl.storage.policies import Reference
 
 # Allowed distance in nats: (at a single token, mean over all). Two float32 implementations differ by about 1e-5. In
@@ -75,12 +75,12 @@ class Drift:
 def measure_drift(engine: RolloutEngine, reference: Reference, before: str | None = None) -> Drift:
     """Compare the engine's log-probs with the actor's, and those of tokens it samples with its own scores of them.
 
-    Raises `UserError` if they differ by more than rounding. before: the checksum of the engine's weights when it had
+    Raises `EngineFault` if they differ by more than rounding. before: the checksum of the engine's weights when it had
     another policy; None if it had none or offers no checksums.
     """
     checksum = engine.checksum()
     if checksum is not None and checksum == before:
-        raise UserError(
+        raise EngineFault(
             "the engine's weights are not the policy's: loading the policy left the engine's previous weights "
             "unchanged, bit for bit. Nothing was generated with them"
         )
@@ -93,7 +93,7 @@ def measure_drift(engine: RolloutEngine, reference: Reference, before: str | Non
     own = [score[-len(c.tokens) :] for score, c in zip(engine.score(whole), completions, strict=True)]
     sampled = _distances([c.logprobs for c in completions], own)
     if not _tolerable(sampled, TOLERANCES[engine.precision]):
-        raise UserError(
+        raise EngineFault(
             f"the log-probs that the engine returns for tokens it samples differ from its own scores of the same "
             f"{len(sampled)} tokens, by {sampled.mean():.3g} nats in the mean and up to {sampled.max():.3g} at a "
             "token. Does an option of [rollout.vllm] or [rollout.sglang], such as speculative decoding, change them?"
@@ -104,7 +104,7 @@ def measure_drift(engine: RolloutEngine, reference: Reference, before: str | Non
 def judge(scored: Sequence[np.ndarray], reference: Reference, precision: str) -> Drift:
     """Compare ``scored``, an engine's log-probs of the reference's sequences, with the actor's.
 
-    precision: the engine's, a key of `TOLERANCES`. Raises `UserError` if the engine must have wrong weights.
+    precision: the engine's, a key of `TOLERANCES`. Raises `EngineFault` if the engine must have wrong weights.
     """
     precision = max(precision, reference.precision, key=lambda name: TOLERANCES[name][1])
     everywhere = distances = _distances(scored, reference.logprobs)
@@ -124,25 +124,25 @@ def judge(scored: Sequence[np.ndarray], reference: Reference, precision: str) ->
     place: dict[str, Any] = _place(scored, reference)
     drift = Drift(float(distances.max()), float(distances.mean()), len(distances), tied, precision, **place)
     if not _tolerable(distances, (largest, mean)):
-        raise UserError(
+        raise EngineFault(
             f"the engine's weights are not the policy's: its log-probs of {drift.tokens} tokens are "
             f"{drift.mean:.3g} nats off in the mean and up to {drift.max:.3g} at a token; the limits for {precision} "
             f"are {mean:.3g} and {largest:g} here. Nothing was generated with them"
         )
     if not _tolerable(everywhere, (math.inf, WIDE[precision])):
         left_out = "those whose experts are tied" if tied else "prompts"
-        raise UserError(
+        raise EngineFault(
             f"the engine's weights are not the policy's: its log-probs of {len(everywhere)} tokens are "
             f"{everywhere.mean():.3g} nats off in the mean, with {left_out}. Nothing was generated with them"
         )
     if place and place["nearer"] < -SIGNIFICANT:
-        raise UserError(
+        raise EngineFault(
             f"the engine's weights are not the policy's but those of the previous policy: its log-probs of "
             f"{len(everywhere)} tokens are nearer to that one by {-place['nearer']:.1f} standard errors. Nothing was "
             "generated with them"
         )
     if place.get("missing", 0) > MISSING and place["missing_errors"] > SIGNIFICANT:
-        raise UserError(
+        raise EngineFault(
             f"the engine's weights are not the policy's: some are those of the previous policy. Its log-probs of "
             f"{len(everywhere)} tokens lack {place['missing']:.0%} of the change from that policy to this one "
             f"({place['missing_errors']:.1f} standard errors). Nothing was generated with them"
@@ -209,7 +209,8 @@ def _in_errors(parts: list[float]) -> float:
 def hugging_face_reference(policy_dir: Path, sequences: list[list[int]], temperature: float = 1.0) -> Reference:
     """A reference for a base model, which no actor has exported: its log-probs by transformers on the CPU.
 
-    The model is computed in the precision of its file, by all cores of this machine.
+    The model is computed in the precision of its file, by all cores of this machine. `UserError` if its log-probs are
+    not finite.
     """
     model, threads = load_model(policy_dir), torch.get_num_threads()
     torch.set_num_threads(len(os.sched_getaffinity(0)))
@@ -217,6 +218,8 @@ def hugging_face_reference(policy_dir: Path, sequences: list[list[int]], tempera
         logprobs = score(model, sequences, temperature)
     finally:
         torch.set_num_threads(threads)
+    if not all(np.isfinite(own).all() for own in logprobs):
+        raise UserError(f"the model in {policy_dir} gives log-probs that are not finite: are its weights damaged?")
     precision = "float32" if model.dtype == torch.float32 else "bfloat16"
     return Reference(sequences=sequences, logprobs=logprobs, precision=precision, base=True)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import os
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,17 @@ import numpy as np
 
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe
+from megarl.storage.shards import FINISH_REASONS, LOGPROB_TOLERANCE, UNFINISHED
+
+MOST_DISCARDED = 3  # faulty attempts at one response, or turn, after which the engine itself must be at fault
+
+
+class EngineFault(Exception):
+    """An engine returned what no working engine returns.
+
+    Nobody can correct that in a recipe, so it is no `UserError`: the phase fails and is started again, perhaps on
+    another machine.
+    """
 
 
 @dataclass(frozen=True)
@@ -68,6 +80,30 @@ class Completion:
     # response but the last, which no layer has processed; -1 where unknown. None if the engine does not record them
     routed_experts: np.ndarray | None
     policy_version: int
+
+
+def fault(completion: Completion) -> str | None:
+    """What a working engine would not have returned in a completion; None if there is nothing."""
+    tokens, logprobs, reason = completion.tokens, completion.logprobs, completion.finish_reason
+    if reason not in (*FINISH_REASONS, "interrupted") or reason == UNFINISHED:
+        return f"the finish reason is {reason!r}"
+    if len(tokens) != len(logprobs) or (not len(tokens) and reason != "interrupted"):
+        return f"{len(tokens)} tokens with {len(logprobs)} log-probs"
+    if len(tokens) and tokens.min() < 0:
+        return f"token {tokens.min()} is negative"
+    right = np.isfinite(logprobs) & (logprobs <= LOGPROB_TOLERANCE)
+    return None if right.all() else f"the log-prob {logprobs[~right][0]} of a token is not a finite number <= 0"
+
+
+def discard(why: str, where: str, discarded: int) -> int:
+    """Say that a completion was thrown away because of ``why``; returns ``discarded``, the number so far, plus 1.
+
+    Raises `EngineFault` after `MOST_DISCARDED` of one response.
+    """
+    if discarded == MOST_DISCARDED:
+        raise EngineFault(f"the engine returned {where} wrongly {discarded + 1} times, the last time because {why}")
+    print(f"{where} is generated again with another seed, because {why}", file=sys.stderr, flush=True)
+    return discarded + 1
 
 
 def expert_type(experts: int) -> np.dtype[Any]:
@@ -184,6 +220,11 @@ def continuation_seed(seed: int, done: int) -> int:
     repeat the random numbers of its first tokens.
     """
     return _seed(f"{seed}/{done}") if done else seed
+
+
+def next_seed(seed: int, discarded: int) -> int:
+    """The seed of a response of which ``discarded`` faulty attempts were thrown away."""
+    return _seed(f"{seed}/again/{discarded}") if discarded else seed
 
 
 def _seed(name: str) -> int:

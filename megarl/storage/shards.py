@@ -40,6 +40,7 @@ OPTIONAL = pa.schema(
         ("loss_mask", pa.list_(pa.bool_())),
         ("correct", pa.float64()),
         ("answer", pa.string()),
+        ("discarded", pa.int32()),
     ]
 )
 # the experts that the engine recorded, [layers, top_k] per token in the smallest type that holds an expert's id;
@@ -67,6 +68,7 @@ class Response:
     # [n] bool; True: the policy sampled the token, so it is trained. False: text of a tool or user between turns, whose
     # log-prob is stored as 0 and has no meaning. None: all True
     loss_mask: np.ndarray | None = None
+    discarded: int | None = None  # faulty attempts of the engine that were thrown away before this one, if any
 
     @property
     def correctness(self) -> float:

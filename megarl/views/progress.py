@@ -209,6 +209,8 @@ def _facts(state: RunState) -> list[str]:
         facts += _responses(state)
         if over := state.of_replicas("over_limit"):
             facts.append(f"over the verifier's limits {over:.0f}")
+        if discarded := state.of_replicas("discarded"):
+            facts.append(f"faulty responses generated again {discarded:.0f}")
     if state.recent and find_phase(state.phase).updates and state.recent[-1].get("stage", state.stage) == state.stage:
         newest = state.recent[-1]
         facts += [f"{text} {newest[name]:.3g}" for name, text in SHOWN.items() if newest.get(name) is not None]

@@ -4,10 +4,13 @@ The tests of kills must fail with each of them. `tests.zygote` calls one of thes
 `megarl`; the phases are forks of that process.
 """
 
+import itertools
+import math
 from dataclasses import replace
 
 from megarl.actor import checkpoint
-from megarl.phases import optimize, updates
+from megarl.phases import optimize, rollout_worker, updates
+from megarl.rollout import builtin
 
 
 def every_update_trains_the_first_groups():
@@ -72,6 +75,66 @@ def an_update_is_left_out():
 
     optimize.make_updates = make_updates
 
+
+def _returning(fault, which):
+    """Let ``fault`` change the completions for which ``which`` of their number, from 0, is true."""
+    right, numbers = rollout_worker._Work.receive, itertools.count()
+
+    def receive(self, completions):
+        right(self, [(to, fault(one) if which(next(numbers)) else one) for to, one in completions])
+
+    rollout_worker._Work.receive = receive
+
+
+def _with_logprob(value, place=-1):
+    def fault(completion):
+        logprobs = completion.logprobs.copy()
+        logprobs[place] = value
+        return replace(completion, logprobs=logprobs)
+
+    return fault
+
+
+def an_engine_errs_now_and_then():
+    """In each of several ways, and never twice in a row at the same response."""
+    ways = itertools.cycle(FAULTS.values())
+    _returning(lambda one: next(ways)(one), lambda number: number % 7 == 2)
+
+
+def an_engine_only_returns_nan():
+    _returning(_with_logprob(math.nan), lambda number: True)
+
+
+def an_engine_scores_nan():
+    """Also in the check of its weights."""
+    right = builtin.BuiltinEngine.score
+    builtin.BuiltinEngine.score = lambda self, sequences: [own * math.nan for own in right(self, sequences)]
+
+
+def an_engine_samples_nan():
+    """Its logits are NaN for half of the rows that decode together, in the check of its weights too."""
+    right = builtin._Decoder._forward
+
+    def forward(self, tokens, cache):
+        logits = right(self, tokens, cache)
+        logits[::2] = math.nan
+        return logits
+
+    builtin._Decoder._forward = forward
+
+
+# what an engine may return and no engine should
+FAULTS = {
+    "nan": _with_logprob(math.nan),
+    "nan at the first token": _with_logprob(math.nan, 0),
+    "infinite": _with_logprob(math.inf),
+    "minus infinite": _with_logprob(-math.inf),
+    "positive": _with_logprob(0.5),
+    "no tokens": lambda one: replace(one, tokens=one.tokens[:0], logprobs=one.logprobs[:0]),
+    "too few log-probs": lambda one: replace(one, logprobs=one.logprobs[1:]),
+    "negative token": lambda one: replace(one, tokens=one.tokens - 100),
+    "unknown reason": lambda one: replace(one, finish_reason="abort"),
+}
 
 MUTANTS = [
     every_update_trains_the_first_groups,

@@ -14,7 +14,7 @@ import torch
 
 from megarl.errors import UserError
 from megarl.rollout.drift import measure_drift
-from megarl.rollout.engine import Request, Sampling
+from megarl.rollout.engine import EngineFault, Request, Sampling
 from tests.rollout.engines import (
     BOTH,
     CONTEXT,
@@ -320,7 +320,7 @@ def test_invalid_requests_are_refused_and_the_engine_keeps_serving(engine, name,
 def test_the_engine_has_the_weights_that_were_loaded_last(engine):
     first, second = (reference_of(path) for path in (engine.policy_dir, other_policy(engine)))
     assert measure_drift(engine, first).max < TOLERANCE
-    with pytest.raises(UserError, match="weights are not the policy's.* nats off"):
+    with pytest.raises(EngineFault, match="weights are not the policy's.* nats off"):
         measure_drift(engine, second)
     engine.load_weights(other_policy(engine), 7)
     assert measure_drift(engine, second).max < TOLERANCE

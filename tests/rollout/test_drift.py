@@ -15,6 +15,7 @@ from megarl.errors import UserError
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.rollout.builtin import BuiltinEngine
 from megarl.rollout.drift import hugging_face_reference, judge, measure_drift
+from megarl.rollout.engine import EngineFault
 from megarl.storage.policies import PolicyInfo, Reference, cut_text, read_reference, write_info, write_reference
 from tests.rollout.engines import reference_of
 from tests.rollout.tiny_models import save
@@ -43,7 +44,7 @@ def test_one_changed_tensor_is_noticed(moe_dir, reference, tmp_path, name):
     state = load_file(path / "model.safetensors")
     state[name] = state[name] * 1.01
     save_file(state, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(UserError, match=r"weights are not the policy's: .* of 188 tokens are .* nats off"):
+    with pytest.raises(EngineFault, match=r"weights are not the policy's: .* of 188 tokens are .* nats off"):
         measure_drift(BuiltinEngine(path, 0), reference)
 
 
@@ -72,11 +73,11 @@ def test_tokens_whose_experts_are_tied_are_not_compared_and_all_others_are(tmp_p
     assert 0 < np.concatenate(moved).sum() < marked < 6 * 23
 
     found = Reference(sequences, logprobs, "float32")
-    with pytest.raises(UserError, match="weights are not the policy's"):
+    with pytest.raises(EngineFault, match="weights are not the policy's"):
         measure_drift(engine, found)
     drift = measure_drift(engine, replace(found, tied=tied))
     assert drift.max < 1e-5 and (drift.tokens, drift.tied) == (6 * 23 - marked, marked)
-    with pytest.raises(UserError, match=f"of {drift.tokens} tokens are"):
+    with pytest.raises(EngineFault, match=f"of {drift.tokens} tokens are"):
         measure_drift(BuiltinEngine(wrong, 0), replace(found, tied=tied))
     # an engine in bfloat16 is not excused: all of its tokens count
     assert judge(engine.score(sequences), replace(found, tied=tied), "bfloat16").tokens == 6 * 23
@@ -88,7 +89,7 @@ def test_tied_tokens_must_not_be_far_off_all_the_same(reference, error):
     scores[0][-3:] = error
     tied = [np.zeros(len(own), bool) for own in scores]
     tied[0][-3:] = True
-    with pytest.raises(UserError, match="of 188 tokens are .* with those whose experts are tied"):
+    with pytest.raises(EngineFault, match="of 188 tokens are .* with those whose experts are tied"):
         judge(scores, replace(reference, tied=tied), "float32")
 
 
@@ -100,12 +101,21 @@ def test_where_every_token_is_tied_all_are_compared(moe_dir, reference):
 def test_the_tolerance_is_that_of_the_coarser_precision_and_nan_fails(moe_dir, reference):
     engine = BuiltinEngine(moe_dir, 0)
     off = [scores + np.float32(2e-4) for scores in reference.logprobs]
-    with pytest.raises(UserError, match=r"0.0002 nats off in the mean .* limits for float32 are 0.0001"):
+    with pytest.raises(EngineFault, match=r"0.0002 nats off in the mean .* limits for float32 are 0.0001"):
         measure_drift(engine, replace(reference, logprobs=off))
     assert measure_drift(engine, replace(reference, logprobs=off, precision="bfloat16")).precision == "bfloat16"
     undefined = [np.full_like(scores, np.nan) for scores in reference.logprobs]
-    with pytest.raises(UserError, match="nan nats"):
+    with pytest.raises(EngineFault, match="nan nats"):
         measure_drift(engine, replace(reference, logprobs=undefined, precision="bfloat16"))
+
+
+def test_a_base_model_with_damaged_weights_is_a_mistake_of_the_user(moe_dir, tmp_path):
+    shutil.copytree(moe_dir, damaged := tmp_path / "damaged")
+    weights = load_file(damaged / "model.safetensors")
+    weights["lm_head.weight"][7] = np.nan
+    save_file(weights, damaged / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=f"{damaged} gives log-probs that are not finite"):
+        hugging_face_reference(damaged, [[1, 2, 3]])
 
 
 def test_a_reference_is_read_as_it_was_written_and_a_damaged_file_is_refused(tmp_path, reference):
@@ -140,7 +150,7 @@ def test_sampled_log_probs_that_differ_from_the_engines_own_scores_are_noticed(m
     step = engine.step
     engine.step = lambda: [(number, replace(one, logprobs=one.logprobs * 0)) for number, one in step()]
     with pytest.raises(
-        UserError, match="log-probs that the engine returns for tokens it samples differ from its own scores"
+        EngineFault, match="log-probs that the engine returns for tokens it samples differ from its own scores"
     ):
         measure_drift(engine, reference)
 
@@ -174,7 +184,7 @@ def test_stale_weights_are_noticed_by_their_checksum_however_similar_they_are(mo
     worker.check_drift(first, None)
     worker.load(moved)
     assert judge(worker.engine.score(reference_of(moved).sequences), reference_of(moved), "float32").max < 1e-4
-    with pytest.raises(UserError, match="left the engine's previous weights unchanged"):
+    with pytest.raises(EngineFault, match="left the engine's previous weights unchanged"):
         worker.check_drift(moved, None)
     worker.engine._model = None  # so that the next load has an effect
     worker.engine.load_weights(moved, 1)
@@ -212,12 +222,12 @@ def test_prompts_may_be_further_off_than_responses_and_old_weights_may_not():
     assert drift.tokens == 32 * (TOKENS - PROMPT) and drift.mean == pytest.approx(NOISE_OF_RESPONSES, rel=0.05)
     recent = replace(reference, previous=before, stored=[scores[PROMPT - 1 :] for scores in rounded(before, 3)])
     judge(rounded(new, 4), recent, "bfloat16")
-    with pytest.raises(UserError, match="those of the previous policy"):
+    with pytest.raises(EngineFault, match="those of the previous policy"):
         judge(rounded(before, 4), recent, "bfloat16")
-    with pytest.raises(UserError, match="of 3584 tokens are .* limits for bfloat16 are 0.036"):
+    with pytest.raises(EngineFault, match="of 3584 tokens are .* limits for bfloat16 are 0.036"):
         judge(rounded(updated(first, 6, 32), 4), reference, "bfloat16")
     nonsense = [np.where(np.arange(TOKENS - 1) < PROMPT - 1, -9, own) for own in rounded(new, 4)]
-    with pytest.raises(UserError, match="of 16352 tokens are .* with prompts"):
+    with pytest.raises(EngineFault, match="of 16352 tokens are .* with prompts"):
         judge(nonsense, reference, "bfloat16")
 
 
@@ -226,10 +236,10 @@ def test_a_base_model_that_rounding_moves_draws_a_warning(reference, off, said):
     scores = [own + np.float32(off) for own in reference.logprobs]
     found = judge(scores, replace(reference, precision="bfloat16"), "bfloat16")
     assert said in found.warning and bool(found.warning) is bool(said)
-    with pytest.raises(UserError, match="weights are not the policy's"):
+    with pytest.raises(EngineFault, match="weights are not the policy's"):
         judge([own + np.float32(0.31) for own in reference.logprobs], reference, "bfloat16")
     if off > 0.1:  # an actor's policy is held to its own limit
-        with pytest.raises(UserError, match="limits for bfloat16 are 0.1"):
+        with pytest.raises(EngineFault, match="limits for bfloat16 are 0.1"):
             judge(scores, replace(reference, base=False), "bfloat16")
 
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from megarl.errors import UserError
 from megarl.rollout.drift import judge
+from megarl.rollout.engine import EngineFault
 from megarl.storage.policies import Reference
 from tests.rollout.tiny_models import save
 
@@ -95,14 +95,14 @@ def one_update_earlier(before, after):
 def test_wrong_weights_are_noticed(case, wrong):
     for seed in range(5):
         after, reference = case.update(seed)
-        with pytest.raises(UserError, match="weights are not the policy's"):
+        with pytest.raises(EngineFault, match="weights are not the policy's"):
             case.judge(wrong(case.before, after), reference)
 
 
 def test_stale_weights_within_the_tolerance_are_noticed_by_comparing_with_the_previous_policy(case):
     """They are within the tolerance only in bfloat16."""
     _, reference = case.update(0)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(EngineFault) as error:
         case.judge(case.before, replace(reference, stored=None))
     assert ("those of the previous policy" in str(error.value)) is (case.precision == "bfloat16")
 

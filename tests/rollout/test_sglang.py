@@ -20,7 +20,7 @@ from megarl.errors import UserError
 from megarl.heartbeats import FILE, read_beat
 from megarl.phases.rollout import rollout
 from megarl.rollout.drift import measure_drift
-from megarl.rollout.engine import Request
+from megarl.rollout.engine import EngineFault, Request
 from megarl.rollout.sglang.server import QUESTION_SECONDS, ServerFailed
 from megarl.storage.policies import copy_policy
 from megarl.storage.rollouts import RolloutStore
@@ -186,14 +186,14 @@ def test_loading_the_same_policy_in_place_again_gives_the_same_weights_bit_for_b
     assert len(first) > 2 * len(same) and all("norm" in name for name in same), "norms are 1 in both models"
     assert checksums(one) == first
     assert sums[0] == sums[2] != sums[1]
-    with pytest.raises(UserError, match="left the engine's previous weights unchanged"):
+    with pytest.raises(EngineFault, match="left the engine's previous weights unchanged"):
         measure_drift(engine, reference_of(one), before=sums[0])
 
 
 def test_a_directory_that_sglang_cannot_load_leaves_its_weights_unchanged(engine, tmp_path):
     version = engine.version
     (tmp_path / "config.json").write_text((engine.policy_dir / "config.json").read_text())
-    with pytest.raises(UserError, match=f"SGLang cannot load the policy in {tmp_path}"):
+    with pytest.raises(EngineFault, match=f"SGLang cannot load the policy in {tmp_path}"):
         engine.load_weights(tmp_path, 8)
     assert engine.version == version
     assert measure_drift(engine, reference_of(engine.policy_dir)).max < TOLERANCE

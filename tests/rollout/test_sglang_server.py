@@ -12,6 +12,7 @@ import pytest
 
 from megarl.errors import UserError
 from megarl.rollout.continuous import Running
+from megarl.rollout.engine import EngineFault
 from megarl.rollout.sglang.engine import SglangEngine, SglangSettings, _environment, _memory_errors, server_arguments
 from megarl.rollout.sglang.server import ServerFailed, installed_version, server_environment
 from tests.rollout.tiny_models import save
@@ -101,7 +102,7 @@ def test_the_end_of_one_stream_leaves_the_responses_of_the_others_running():
 def test_a_response_cut_short_by_a_full_cache_is_an_error():
     whole = completion_of_last_event(limit=2)
     assert (whole.tokens.tolist(), whole.logprobs.tolist(), whole.finish_reason) == ([5, 6], [-1.0, -2.0], "length")
-    with pytest.raises(UserError, match=r"after 2 of 9 tokens.*memory_fraction \(0\.3\)"):
+    with pytest.raises(EngineFault, match=r"after 2 of 9 tokens.*memory_fraction \(0\.3\)"):
         completion_of_last_event(limit=9)
 
 

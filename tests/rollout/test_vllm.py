@@ -16,7 +16,7 @@ from megarl.errors import UserError
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.rollout.continuous import Running, Settings
 from megarl.rollout.drift import measure_drift
-from megarl.rollout.engine import Request, response_seed
+from megarl.rollout.engine import EngineFault, Request, response_seed
 from megarl.storage.policies import write_reference
 from megarl.storage.run_dir import RunDir
 from tests.helpers import children
@@ -206,7 +206,7 @@ def test_a_wrong_reload_is_noticed_and_repaired(engine, tmp_path):
     assert engine._engine is started, "loaded in place"
     engine.settings = settings
     if engine._has_experts:
-        with pytest.raises(UserError, match="weights are not the policy's.* nats off"):
+        with pytest.raises(EngineFault, match="weights are not the policy's.* nats off"):
             measure_drift(engine, reference)
     else:
         assert measure_drift(engine, reference).max < TOLERANCE

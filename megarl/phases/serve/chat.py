@@ -9,28 +9,110 @@ import contextlib
 import json
 import re
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 from megarl.data.templates import Renderer
 from megarl.errors import UserError
-from megarl.foreign import parse_json
+from megarl.foreign import parse_json, shown
 
 Message = dict[str, Any]
+_NONE = object()
 # tool calls as Qwen's and Hermes' templates ask for them
 _CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
-# settings that change the sampled distribution from the recipe's, with the only values that are accepted
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "n": (None, 1),
-    "top_p": (None, 1),
-    "stop": (None, [], ""),
-    "presence_penalty": (None, 0),
-    "frequency_penalty": (None, 0),
-    "logit_bias": (None, {}),
-    "response_format": (None, {"type": "text"}),
-    "tool_choice": (None, "auto"),
+# Every field of a request, of OpenAI's API and of vLLM's, is in one of the following three; all others are refused.
+HONOURED = frozenset(
+    {
+        *("messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options"),
+        *("temperature", "chat_template_kwargs"),  # accepted only as the recipe has them
+    }
+)
+# fields that would change prompt, sampling or answer, with the only values besides null that are accepted: those that
+# ask for what is done anyway
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (False,),
+    "allowed_token_ids": (),
+    "audio": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "ec_transfer_params": (),
+    "echo": (False,),
+    "frequency_penalty": (0,),
+    "function_call": (),
+    "functions": ([],),
+    "ignore_eos": (False,),
+    "include_reasoning": (True,),
+    "include_stop_str_in_output": (False,),
+    "kv_transfer_params": (),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logprob_token_ids": ([],),
+    "logprobs": (False,),
+    "media_io_kwargs": ({},),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "mm_processor_kwargs": ({},),
+    "modalities": (["text"],),
+    "moderation": (),
+    "n": (1,),
+    "parallel_tool_calls": (True,),
+    "prediction": (),
+    "presence_penalty": (0,),
+    "priority": (0,),
+    "prompt_logprobs": (),
+    "reasoning_effort": (),
+    "repetition_detection": (),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "return_prompt_text": (False,),
+    "return_token_ids": (False,),
+    "return_token_offsets": (False,),
+    "return_tokens_as_token_ids": (False,),
+    "routed_experts_prompt_start": (0,),
+    "seed": (),  # seeds follow from the run's
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "stop": ([], ""),
+    "stop_token_ids": ([],),
+    "store": (False,),
+    "structured_outputs": (),
+    "thinking_token_budget": (),
+    "tool_choice": ("auto",),
+    "top_k": (0, -1),
+    "top_logprobs": (0,),
+    "top_p": (1,),
+    "truncate_prompt_tokens": (),
+    "truncation_side": (),
+    "use_beam_search": (False,),
+    "verbosity": (),
+    "vllm_xargs": ({},),
+    "watermarking": (False,),
+    "web_search_options": (),
 }
+# fields that are ignored whatever they say, and why that harms nobody
+HARMLESS = {
+    "cache_salt": "keeps the cached prompts of several users apart; here there is one user",
+    "metadata": "labels for OpenAI's dashboard",
+    "mm_payload": "the form in which images are returned; images are refused",
+    "model": "the server has one model, whose name every answer bears",
+    "prompt_cache_key": "chooses a cache; what is sampled does not depend on it",
+    "prompt_cache_options": "chooses a cache; what is sampled does not depend on it",
+    "prompt_cache_retention": "chooses a cache; what is sampled does not depend on it",
+    "request_id": "names the request in logs; conversations are named by the URL",
+    "return_mm_kwargs": "the form in which images are returned; images are refused",
+    "safety_identifier": "names the user to OpenAI",
+    "service_tier": "price and speed at OpenAI",
+    "session_id": "sends related requests to the same replica; here there is one replica",
+    "stream_interval": "tokens of an event; the whole answer comes in one event",
+    "user": "names the user to OpenAI",
+}
+STREAM_OPTIONS = frozenset({"include_usage", "include_obfuscation"})  # the second pads events, which loopback hides
+PARTS = frozenset({"type", "text", "prompt_cache_breakpoint"})  # of a part of a content; the last chooses a cache
 
 
 class Refused(Exception):
@@ -50,68 +132,114 @@ class ChatRequest:
     max_tokens: int | None
 
 
-def parse_chat_request(body: Any, temperature: float) -> ChatRequest:
-    """Validate the body of a request; `Refused` (400) for settings that would change the sampled distribution.
+def parse_chat_request(
+    body: Any, temperature: float, template_arguments: Mapping[str, Any] = MappingProxyType({})
+) -> ChatRequest:
+    """Validate the body of a request; `Refused` (400), which names the field, for everything that would be ignored.
 
-    temperature: that of the recipe, the only one that is accepted.
+    temperature, template_arguments: those of the recipe, the only ones that are accepted.
     """
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
         raise Refused(400, "messages: expected a list of messages")
-    for name, allowed in _NEUTRAL.items():
-        if body.get(name) not in allowed:
+    for name, value in body.items():
+        if name not in NEUTRAL.keys() | HONOURED | HARMLESS.keys():
+            raise Refused(400, f"{name[:60]!r} is not a field that this server knows: leave it out")
+        if name in NEUTRAL and value is not None and value not in NEUTRAL[name]:
             raise Refused(
-                400, f"{name} = {body[name]!r} is not accepted, because the recipe says how responses are sampled"
+                400, f"{name} = {shown(value)} is not accepted, because the recipe says how responses are sampled"
             )
     if body.get("temperature") not in (None, temperature):
         raise Refused(
             400,
-            f"temperature = {body['temperature']!r}, but the recipe has rollout.temperature = {temperature}: leave it "
-            "out",
+            f"temperature = {shown(body['temperature'])}, but the recipe has rollout.temperature = {temperature}: "
+            "leave it out",
         )
-    limit = body.get("max_completion_tokens") or body.get("max_tokens")
-    if limit is not None and (type(limit) is not int or limit < 1):
-        raise Refused(400, f"max_tokens = {limit!r}: expected an integer of at least 1")
-    if not isinstance(body.get("stream"), bool | None) or not isinstance(body.get("stream_options"), dict | None):
-        raise Refused(400, "stream: expected true or false; stream_options: expected an object")
-    tools = body.get("tools") or None
-    if tools is not None and not isinstance(tools, list):
+    arguments = body.get("chat_template_kwargs") or {}
+    if not isinstance(arguments, dict) or not all(template_arguments.get(k, _NONE) == v for k, v in arguments.items()):
+        raise Refused(400, f"chat_template_kwargs = {shown(arguments)}: set them in [data] template_arguments")
+    limits = {name: body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None}
+    for name, limit in limits.items():
+        if type(limit) is not int or limit < 1:
+            raise Refused(400, f"{name} = {shown(limit)}: expected an integer of at least 1")
+    if not isinstance(body.get("stream"), bool | None):
+        raise Refused(400, "stream: expected true or false")
+    options = body.get("stream_options") or {}
+    if not isinstance(options, dict) or (options and not body.get("stream")):
+        raise Refused(400, "stream_options: expected an object, together with stream = true")
+    for name, value in options.items():
+        if value not in ((True, False, None) if name in STREAM_OPTIONS else (False, None)):
+            raise Refused(400, f"stream_options: {name[:60]} = {shown(value)} is not accepted")
+    messages, tools = [_message(one) for one in body["messages"]], _tools(body.get("tools"))
+    return ChatRequest(messages, tools, min(limits.values(), default=None))
+
+
+def _tools(given: Any) -> list[Any] | None:
+    """The functions that the model may call, as the chat template gets them; None without any."""
+    if not given:
+        return None
+    if not isinstance(given, list):
         raise Refused(400, "tools: expected a list")
-    return ChatRequest([_message(one) for one in body["messages"]], tools, limit)
+    for tool in given:
+        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise Refused(400, f'tools: {shown(tool)} is not {{"type": "function", "function": {{"name": ...}}}}')
+        if function.get("strict"):
+            raise Refused(
+                400, "tools: strict = true is not accepted, because the recipe says how responses are sampled"
+            )
+    return given
 
 
 def _message(given: Any) -> Message:
-    """A message with role, content as text, tool calls, tool_call_id and name; other fields are dropped."""
+    """A message with role, content as text, tool calls, tool_call_id and name; nothing else may be in it."""
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise Refused(400, "messages: expected objects with role and content")
-    content = given.get("content")
-    if isinstance(content, list):
-        if not all(isinstance(part, dict) and isinstance(part.get("text"), str) for part in content):
-            raise Refused(400, "messages: all parts of content must be text")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str | None):
-        raise Refused(400, "messages: content must be text")
-    message: Message = {"role": given["role"], "content": content or ""}
-    if calls := given.get("tool_calls"):
-        if not isinstance(calls, list):
-            raise Refused(400, "messages: tool_calls must be a list")
-        message["tool_calls"] = [_call(call) for call in calls]
-    for name in ("tool_call_id", "name"):
-        if isinstance(given.get(name), str):
-            message[name] = given[name]
+    message: Message = {"role": given["role"], "content": _content(given)}
+    for name, value in given.items():
+        if name in message or value in (None, [], ""):
+            continue
+        if name == "tool_calls":
+            if not isinstance(value, list) or given["role"] != "assistant":
+                raise Refused(400, "messages: tool_calls must be a list in a message of the assistant")
+            message[name] = [_call(call) for call in value]
+        elif name in ("tool_call_id", "name") and isinstance(value, str):
+            message[name] = value
+        else:
+            raise Refused(400, f"messages: {name[:60]} = {shown(value)} of a message is not accepted")
     return message
+
+
+def _content(message: Message) -> str:
+    content = message.get("content")
+    if content is None and message["role"] == "assistant":
+        return ""  # tool calls alone
+    if isinstance(content, list) and content:
+        for part in content:
+            text = part.get("text") if isinstance(part, dict) and part.keys() <= PARTS else None
+            if not isinstance(text, str) or part.get("type") != "text":
+                raise Refused(400, "messages: all parts of content must be text")
+        content = "".join(part["text"] for part in content)
+    if not isinstance(content, str):
+        raise Refused(400, f"messages: content of a message of {message['role'][:60]!r} must be text")
+    return content
 
 
 def _call(call: Any) -> dict[str, Any]:
     try:
         function = call["function"]
-        return {"id": call["id"], "type": "function", "function": {k: function[k] for k in ("name", "arguments")}}
+        found = {"id": call["id"], "type": "function", "function": {k: function[k] for k in ("name", "arguments")}}
     except (TypeError, KeyError) as error:
         raise Refused(400, f"messages: a tool call lacks {error}") from error
+    if call.get("type", "function") != "function" or not all(isinstance(v, str) for v in found["function"].values()):
+        raise Refused(400, "messages: a tool call needs a function whose name and arguments are texts")
+    return found
 
 
 def first_tokens(renderer: Renderer, request: ChatRequest, where: str) -> list[int]:
     """The tokens of all messages before the model's first turn. where: names the conversation in errors."""
-    return _render(renderer, request.messages, request.tools, None, where)
+    tokens = _render(renderer, request.messages, request.tools, None, where)
+    _check_shown(renderer, request, None, where)
+    return tokens
 
 
 def further_tokens(renderer: Renderer, request: ChatRequest, turn: int, ended: int, where: str) -> list[int]:
@@ -120,7 +248,28 @@ def further_tokens(renderer: Renderer, request: ChatRequest, turn: int, ended: i
     The template ends each message with a token that the model may have sampled itself; then it is not repeated.
     """
     tokens = _render(renderer, request.messages, request.tools, turn, where)
+    _check_shown(renderer, request, turn, where)
     return tokens[1:] if tokens[:1] == [ended] else tokens
+
+
+def _check_shown(renderer: Renderer, request: ChatRequest, after: int | None, where: str) -> None:
+    """`Refused` unless the template shows every new message, and tools: rendered with others they give other tokens."""
+    short = [message | {"content": "1"} for message in request.messages]
+
+    def tokens(changed: dict[int, Message], tools: list[Any] | None) -> list[int]:
+        return _render(renderer, [changed.get(n, one) for n, one in enumerate(short)], tools, after, where)
+
+    whole = tokens({}, request.tools)
+    if after is None and request.tools and tokens({}, None) == whole:
+        raise Refused(400, "tools: the chat template does not show them")
+    for number in range(0 if after is None else after + 1, len(short)):
+        own = short[number]
+        without = {k: value for k, value in own.items() if k != "tool_calls"}
+        for other in [own | {"content": "1 1 1"}] + [without] * (without != own):
+            if tokens({number: other}, request.tools) == whole:
+                raise Refused(
+                    400, f"messages: the chat template shows no message of {own['role'][:60]!r} like this one"
+                )
 
 
 def _render(renderer: Renderer, messages: list[Message], tools: Any, after: int | None, where: str) -> list[int]:
@@ -150,9 +299,14 @@ def answer(text: str, tools: list[Any] | None) -> Message:
         try:
             call = parse_json(found[1])
             arguments = call.get("arguments", {})
-            function = {"name": str(call["name"]), "arguments": json.dumps(arguments)}
-        except (ValueError, KeyError, AttributeError):
-            continue  # not a valid call: it stays in the text
+            if isinstance(arguments, str):  # some models write the object as a text
+                arguments = parse_json(arguments)
+            if not isinstance(arguments, dict) or not isinstance(call["name"], str):
+                continue  # not a valid call: it stays in the text
+            # Python reads and writes NaN and Infinity, which are no JSON
+            function = {"name": call["name"], "arguments": json.dumps(arguments, allow_nan=False)}
+        except (ValueError, KeyError):
+            continue
         calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
         text = text.replace(found[0], "", 1)
     message: Message = {"role": "assistant", "content": text.strip() if calls else text}

@@ -50,10 +50,12 @@ class Conversation:
     sample: int  # index of the response in its group
     prompt: list[int]  # tokens of the messages before the first answer
     messages: list[Message] = field(default_factory=list)  # all so far, up to and including the last answer
+    tools: list[Any] | None = None
     # one element per token of the response
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)  # 0 for tokens of tools and users
     sampled: list[bool] = field(default_factory=list)  # False for tokens of tools and users
+    discarded: int = 0  # faulty answers of the engine that were thrown away
     finish_reason: str = ""  # of the last turn; "" before the first one
     busy: bool = False  # a turn is being generated
     rewarded: Response | None = None  # the finished response, once it has its reward
@@ -82,10 +84,11 @@ class Conversation:
             version,
             correct=correct,
             loss_mask=None if sampled.all() else sampled,
+            discarded=self.discarded or None,
         )
 
 
-@dataclass(frozen=True)
+@dataclass
 class Turn:
     """A turn that the engine must generate."""
 
@@ -94,6 +97,7 @@ class Turn:
     context: list[int]  # tokens of tools and users since the last answer; none in the first turn
     limit: int  # most tokens of the answer
     seed: int
+    discarded: int = 0  # faulty answers of the engine that were thrown away
 
     @property
     def prompt(self) -> list[int]:
@@ -147,7 +151,8 @@ class Conversations:
 
         Returns the turn to generate, for which `end` must be called, or the answer if the request repeats the last one.
         """
-        request = parse_chat_request(body, self._recipe.rollout.temperature)
+        recipe = self._recipe
+        request = parse_chat_request(body, recipe.rollout.temperature, recipe.data.template_arguments)
         self._check_length(request)
         where = f"conversation {name!r}"
         with self._lock:
@@ -159,6 +164,8 @@ class Conversations:
                 raise Refused(409, f"{where} is being answered already")
             if conversation.rewarded is not None:
                 raise Refused(409, f"{where} has its reward and is over: begin another one")
+            if conversation.messages and request.tools != conversation.tools:
+                raise Refused(409, f"the tools of {where} were changed: the model has read those of the first request")
             if conversation.last and repeats(conversation.messages, request.messages):
                 return conversation.last
             if conversation.messages and not continues(conversation.messages, request.messages):
@@ -214,30 +221,28 @@ class Conversations:
     def end(self, turn: Turn, completion: Completion | None) -> Message:
         """Record the engine's answer to a turn and return it as a message.
 
-        Raises `Refused`, and leaves the conversation as it was, if the engine was interrupted (``completion`` is None)
-        or gave no usable answer.
+        Raises `Refused`, and leaves the conversation as it was, if the engine was interrupted: ``completion`` is None.
         """
         conversation = turn.conversation
         with self._lock:
             conversation.busy = False
             if completion is None:
                 raise Refused(503, "the server is stopping and loses this conversation: begin it anew after a restart")
-            if not len(completion.tokens) or not np.isfinite(completion.logprobs).all():
-                raise Refused(500, "the engine returned no tokens, or non-finite log-probs: repeat the request")
             prompt = len(turn.prompt)
             conversation.add_context(turn.context)
             tokens = completion.tokens.tolist()
+            conversation.discarded += turn.discarded
             conversation.add_answer(tokens, completion.logprobs.tolist())
             conversation.finish_reason = completion.finish_reason
             message = answer(self._decode(tokens), turn.request.tools)
-            conversation.messages = [*turn.request.messages, message]
+            conversation.messages, conversation.tools = [*turn.request.messages, message], turn.request.tools
             conversation.last = LastAnswer(message, completion, prompt)
             return message
 
     def reward(self, group: str, name: str, body: Any) -> None:
         """Record the reward of a conversation, which ends it; with the last reward of a group, store the group."""
         reward, correct = _number(body, "reward"), _number(body, "correct", optional=True)
-        if reward is None or correct not in (None, 0.0, 1.0):
+        if reward is None or correct not in (None, 0.0, 1.0) or not body.keys() <= {"reward", "correct"}:
             raise Refused(400, 'expected {"reward": NUMBER}, optionally with "correct": 0 or 1')
         with self._lock:
             if group in self._groups and self._groups[group].rewards.get(name) == reward:

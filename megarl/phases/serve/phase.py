@@ -19,7 +19,7 @@ from megarl.phases.serve import KEY
 from megarl.phases.serve.conversations import Conversations, Turn
 from megarl.phases.serve.server import serving
 from megarl.phases.stop import StopRequest
-from megarl.rollout.engine import Completion, Request
+from megarl.rollout.engine import Completion, Request, discard, fault, next_seed
 from megarl.storage.checked_json import append_json, read_intact_lines
 from megarl.storage.files import fsync_path, make_directory
 from megarl.storage.rollouts import SERVED, Group, RolloutStore, RolloutWriter, seal
@@ -58,13 +58,17 @@ class TurnQueue:
         return job.completion
 
     def run(self, stop: Callable[[], bool]) -> None:
-        """Generate turns until ``over``; once ``stop`` returns True, those being generated are dropped, too."""
+        """Generate turns until ``over``; once ``stop`` returns True, those being generated are dropped, too.
+
+        An answer that the engine returned wrongly is generated again; `EngineFault` if that happens too often.
+        """
         engine, taken = self._worker.engine, 0
         while not self._over() or (engine.decoding and not stop()):
             if not self._over() and engine.has_room() and (job := self._next(wait=not engine.decoding)):
                 beat("turn", f"turn {taken + 1}")
                 self._taken[taken] = job
-                draws = self._worker.sampling(samples=1, max_tokens=job.turn.limit, seeds=(job.turn.seed,))
+                seed = next_seed(job.turn.seed, job.turn.discarded)
+                draws = self._worker.sampling(samples=1, max_tokens=job.turn.limit, seeds=(seed,))
                 engine.submit(taken, Request([job.turn.prompt], draws))
                 taken += 1
             elif engine.decoding:
@@ -84,6 +88,10 @@ class TurnQueue:
         """Pass completions to the threads that wait for them."""
         for number, completion in completions:
             job = self._taken.pop(number)
+            if completion.finish_reason != "interrupted" and (why := fault(completion)):
+                job.turn.discarded = discard(why, "the answer to an agent", job.turn.discarded)
+                self._waiting.put(job)
+                continue
             job.completion = None if completion.finish_reason == "interrupted" else completion
             job.done.set()
 

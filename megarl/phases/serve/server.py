@@ -154,7 +154,8 @@ class _Handler(BaseHTTPRequestHandler):
             case "GET", ["state"]:
                 return conversations.state()
             case "GET", [_, _, "v1", "models"]:
-                return {"object": "list", "data": [{"id": self.server.model, "object": "model", "owned_by": "megarl"}]}
+                model = {"id": self.server.model, "object": "model", "created": 0, "owned_by": "megarl"}
+                return {"object": "list", "data": [model]}
             case "POST", [group, name, "v1", "chat", "completions"]:
                 found = self._complete(group, name, body)
                 return _chunks(found, body) if body.get("stream") else found

@@ -30,6 +30,7 @@ from megarl.recipe.tables import Recipe
 from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_table, checked_experts, out_of_memory
 from megarl.rollout.engine import (
     Completion,
+    EngineFault,
     Request,
     RolloutEngine,
     Sampling,
@@ -145,7 +146,7 @@ class SglangEngine(ContinuousEngine):
     def load_weights(self, policy_dir: Path, version: int) -> None:
         """Loads in place, so the model must have the same architecture, and drops the prefix cache of the old weights.
 
-        Raises `UserError` for a directory that SGLang cannot load.
+        Raises `EngineFault` if SGLang cannot load it.
         """
         hf = read_hf_config(policy_dir)
         if self._asleep:
@@ -158,7 +159,7 @@ class SglangEngine(ContinuousEngine):
         except ServerFailed as error:
             if not self._server.alive:
                 raise
-            raise UserError(f"SGLang cannot load the policy in {policy_dir}: {error}") from error
+            raise EngineFault(f"SGLang cannot load the policy in {policy_dir}: {error}") from error
         self._hf, self._own_stops = hf, end_of_sequence(policy_dir)
         self.policy_dir, self.version = Path(policy_dir), version
 
@@ -288,7 +289,7 @@ class SglangEngine(ContinuousEngine):
         reason = _finish_reason(info["finish_reason"], response)
         if reason == "length" and len(tokens) < response.limit:
             fraction = self.settings.memory_fraction or "not set"
-            raise UserError(
+            raise EngineFault(
                 f"SGLang ended a response after {len(tokens)} of {response.limit} tokens, because its KV cache is "
                 f"full: raise [rollout] memory_fraction ({fraction}) or lower max_response_tokens"
             )

@@ -20,12 +20,18 @@ def rewards_of(groups: Sequence[Group]) -> np.ndarray:
 
 
 def summary(groups: Sequence[Group]) -> dict[str, float]:
-    """Rewards and lengths; also ``correct/mean`` if the reward is more than whether a response is right."""
+    """Rewards and lengths; ``correct/mean`` if the reward is more than whether a response is right.
+
+    Also the number of ``discarded_responses``, attempts that the engine returned wrongly, if there are any.
+    """
     rewards = rewards_of(groups)
     responses = [response for group in groups for response in group.responses]
-    has_correct = any(response.correct is not None for response in responses)
-    correct = {"correct/mean": float(np.mean([r.correctness for r in responses]))} if has_correct else {}
-    return correct | {
+    some: dict[str, float] = {}
+    if any(response.correct is not None for response in responses):
+        some["correct/mean"] = float(np.mean([r.correctness for r in responses]))
+    if discarded := sum(response.discarded or 0 for response in responses):
+        some["discarded_responses"] = discarded
+    return some | {
         "reward/mean": float(rewards.mean()),
         "zero_variance_fraction": float((rewards.min(1) == rewards.max(1)).mean()),
         "response_tokens/mean": float(np.mean([r.sampled_tokens for r in responses])),

@@ -100,7 +100,7 @@ def summary(run: Run, pair: dict[str, str] | None = None) -> dict[str, str]:
             gain = f"{final['accuracy'] - base['accuracy']:+.3f}"
     ages = run.column("staleness")[1]
     tokens = sum(run.column("trained_tokens")[1])
-    seconds = sum(run.phase_seconds.values())
+    seconds, discarded = sum(run.phase_seconds.values()), sum(run.column("discarded_responses")[1])
     return {
         "Run": run.name,
         "Objective": _objective(run),
@@ -113,6 +113,7 @@ def summary(run: Run, pair: dict[str, str] | None = None) -> dict[str, str]:
         "Largest staleness": f"{max(ages):,.0f}" if ages else "-",
         "Time in phases": _clock(seconds) if seconds else "-",
         "Tokens trained on": f"{tokens:,.0f}" if tokens else "-",
+        **({"Faulty responses generated again": f"{discarded:,.0f}"} if discarded else {}),
         **_idle_shares(run),
     }
 
