@@ -28,7 +28,6 @@ SPACING = re.compile(r"\\(?:left|right|middle)(?![a-zA-Z])|\\[,;!:]|~")
 # "The answer is", also as \text{The answer is} 42 or \text{The answer is 42}
 WORDS = re.compile(r"(\\(?:text|mathrm|textbf|mbox)\s*\{)?\s*[A-Za-z][A-Za-z ,']*\b(?:is|are)\b\s*:?\s*(.*)", re.DOTALL)
 BRACES = re.compile(r"(?:\\(?:mathbf|mathrm|boldsymbol|bm)\s*)?\{([^{}]*)\}")
-THOUGHTS = re.compile(r".*</think>", re.DOTALL)
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 # what says nothing about the value: colours, bold of Markdown, spacing after commas; and other signs for those of LaTeX
 HARMLESS = (
@@ -70,7 +69,7 @@ class Math:
 
     def score(self, prompt: Prompt, response: str) -> float:
         gold = self.gold(prompt)
-        response = THOUGHTS.sub("", response, 1) or response
+        response = response.rpartition("</think>")[2] or response
         *_, text = [response, *TAGGED.findall(response)]
         answer = last_box(text)
         if answer is None and self._boxed:
@@ -156,15 +155,13 @@ def equal_where_real(right: Any, value: Any) -> bool:
     roots = [power for each in both for power in each.atoms(Pow) if power.exp.is_Rational and not power.exp.is_Integer]
     if not symbols or not roots or right.free_symbols != value.free_symbols:
         return False
-    positive = {symbol: Dummy(positive=True) for symbol in symbols}
-    if simplify(right.xreplace(positive) - value.xreplace(positive)) != 0:
-        return False
-    for signs in range(1, 2 ** min(len(symbols), 4)):
+    for signs in range(2 ** min(len(symbols), 4)):  # numbers first, which are quicker than `simplify`
         at = {symbol: Rational(7 + n, 5) * (-1) ** (signs >> n & 1) for n, symbol in enumerate(symbols)}
         expected, found = (complex(each.xreplace(at).evalf()) for each in both)
-        if abs(expected.imag) < 1e-9 and abs(expected - found) > 1e-9 * max(1.0, abs(expected)):
+        if (not signs or abs(expected.imag) < 1e-9) and abs(expected - found) > 1e-9 * max(1.0, abs(expected)):
             return False
-    return True
+    positive = {symbol: Dummy(positive=True) for symbol in symbols}
+    return bool(simplify(right.xreplace(positive) - value.xreplace(positive)) == 0)
 
 
 def bare(answer: str) -> str:

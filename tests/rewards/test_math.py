@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.data.boxes import joined_boxes, last_box
 from megarl.data.prompts import Prompt
 from megarl.recipe.tables import RewardTable
 from megarl.rewards.answers import answer_of
@@ -150,3 +151,9 @@ VERIFIER = Math(RewardTable(kind="math"))
 )
 def test_forms_of_an_answer_and_what_is_none(gold, response, right):
     assert score(gold, response) == float(right)
+
+
+def test_boxes_that_are_never_closed_take_no_time():
+    assert last_box("\\boxed{" * 50_000) is None  # hours, if each were read to the end
+    assert last_box("\\boxed{" * 50_000 + "1" + "}" * 50_000) == "1"
+    assert joined_boxes("\\boxed{1}, $\\boxed 2$ and \\boxed{\\frac{1}{\\boxed{3}}}") == "1, 2, \\frac{1}{\\boxed{3}}"

@@ -5,9 +5,10 @@ As in LiveCodeBench's grader a program may exit with any status, and only its ou
 
 import contextlib
 
-with open("/box/preamble.py") as file:
-    exec(compile(file.read(), "preamble.py", "exec"))
-with open("/box/program.py", encoding="utf-8", errors="surrogateescape") as file:
-    program = file.read()
-with contextlib.suppress(SystemExit):
-    exec(compile(program, "/box/program.py", "exec"))
+if __name__ == "__main__":
+    with open("/box/preamble.py") as file:
+        exec(compile(file.read(), "preamble.py", "exec"))
+    with open("/box/program.py", encoding="utf-8", errors="surrogateescape") as file:
+        program = file.read()
+    with contextlib.suppress(SystemExit):
+        exec(compile(program, "/box/program.py", "exec"))
