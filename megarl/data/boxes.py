@@ -4,17 +4,43 @@ from __future__ import annotations
 
 import re
 
-BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|\s+(?P<bare>[^\s$]+))")
+BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|(?:\s+|(?=-?\.?\d))(?P<bare>[^\s$]+))")
+BRACE = re.compile(r"(?<!\\)[{}]")
+BETWEEN = re.compile(r"(?:[\s$,;&]|\\[\\,;:!()\[\]]|\\q?quad|\\text\{\s*(?:and|or)?\s*\}|\b(?:and|or)\b)*")
 
 
 def last_box(response: str) -> str | None:
     r"""The content of the last ``\boxed{...}``, ``\fbox{...}`` (with matching braces) or ``\boxed 42``; else None."""
-    for match in reversed(list(BOX.finditer(response))):
-        if match["bare"]:
-            return match["bare"]
-        depth = 1
-        for at in range(match.end(), len(response)):
-            depth += {"{": 1, "}": -1}.get(response[at], 0) if response[at - 1] != "\\" else 0
-            if not depth:
-                return response[match.end() : at]
-    return None
+    boxes = _boxes(response)
+    return boxes[-1][2] if boxes else None
+
+
+def joined_boxes(response: str) -> str | None:
+    r"""The contents of the last boxes with nothing but commas, "and" or spacing between them: ``\boxed{1} and
+    \boxed{2}`` is ``1, 2``; None if there are not several."""
+    found: list[str] = []
+    last = 0
+    for start, end, content in _boxes(response):
+        if start >= last:  # else it is a box in a box
+            found = [*found, content] if BETWEEN.fullmatch(response, last, start) else [content]
+            last = end
+    return ", ".join(found) if len(found) > 1 else None
+
+
+def _boxes(response: str) -> list[tuple[int, int, str]]:
+    """Where each complete box begins and ends, and its content."""
+    boxes = list(BOX.finditer(response))
+    closing: dict[int, int] = {}
+    opened: list[int] = []
+    for brace in BRACE.finditer(response, boxes[0].start()) if boxes else ():
+        if brace[0] == "{":
+            opened.append(brace.end())
+        elif opened:
+            closing[opened.pop()] = brace.start()
+    found = []
+    for box in boxes:
+        if box["bare"]:
+            found.append((box.start(), box.end(), box["bare"]))
+        elif end := closing.get(box.end()):
+            found.append((box.start(), end + 1, response[box.end() : end]))
+    return found

@@ -79,9 +79,11 @@ def skywork_or1(row: Row) -> Row:
     if isinstance(truth, list):
         return {"prompt": prompt, "answer": truth[0], "also_right": [answer_of(other) or "" for other in truth[1:]]}
     if truth.get("test_code") is not None:
-        names = {"tests": "test_code", "test_setup": "import_prefix", "entry_point": "entry_point"}
+        names = {"tests": "test_code", "entry_point": "entry_point"} | dict.fromkeys(
+            ("test_setup", "preamble"), "import_prefix"
+        )
         return {"prompt": prompt, **{name: truth[column] for name, column in names.items()}}
-    return {"prompt": prompt, "tests": truth}
+    return {"prompt": prompt, "tests": truth | {"harness": "livecodebench"}}
 
 
 def math(row: Row) -> Row:
@@ -112,25 +114,25 @@ def big_math(row: Row) -> Row:
 def code_contests(row: Row) -> Row:
     """https://huggingface.co/datasets/deepmind/code_contests, with its public, private and generated tests."""
     groups = [row.get(name) or {} for name in ("public_tests", "private_tests", "generated_tests")]
-    tests = {f"{side}s": [text for group in groups for text in group.get(side) or []] for side in ("input", "output")}
+    tests: Row = {
+        f"{side}s": [text for each in groups for text in each.get(side) or []] for side in ("input", "output")
+    }
+    tests["harness"] = "code_contests"  # see `megarl.rewards.harness`
     return {"prompt": row["description"], "tests": tests, "name": row.get("name"), "difficulty": row.get("difficulty")}
 
 
 def livecodebench(row: Row) -> Row:
     """https://huggingface.co/datasets/livecodebench/code_generation_lite, with its public and private tests.
 
-    Arguments and results of functions are lines of JSON. Private tests may be pickled and compressed; their text is
-    then extracted from the pickle's opcodes without executing them.
+    Private tests may be pickled and compressed; their text is then extracted from the pickle's opcodes without
+    executing them.
     """
     tests = [*_json_or_packed(row["public_test_cases"]), *_json_or_packed(row["private_test_cases"])]
     question, starter = row["question_content"], row.get("starter_code")
-    found: Any = [{"input": test["input"], "output": test["output"]} for test in tests]
+    found: Row = {f"{side}s": [test[side] for test in tests] for side in ("input", "output")}
     if any(test.get("testtype") == "functional" for test in tests):
-        found = {
-            "fn_name": json.loads(row["metadata"])["func_name"],
-            "inputs": [[json.loads(line) for line in test["input"].splitlines()] for test in tests],
-            "outputs": [json.loads(test["output"]) for test in tests],
-        }
+        found["fn_name"] = json.loads(row["metadata"])["func_name"]
+    found["harness"] = "livecodebench"
     kept = {name: row.get(name) for name in ("difficulty", "contest_date")}
     prompt = f"{question}\n\n```python\n{starter}\n```" if starter else question
     return {"prompt": prompt, "tests": found, **kept}

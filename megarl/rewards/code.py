@@ -19,7 +19,6 @@ import sys
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ from megarl.data.prompts import Prompt, PromptSource
 from megarl.errors import Note, UserError
 from megarl.recipe.tables import Recipe, RewardTable
 from megarl.rewards import Score, Verifier, check_rows, cpp, inside
+from megarl.rewards.harness import HARNESSES, PLAIN, Harness
 from megarl.rewards.sandbox import (
     POLL_SECONDS,
     Limits,
@@ -43,7 +43,9 @@ INSIDE = Path(inside.__file__).parent
 UNUSABLE = 3  # exit status of the tests: `asserting.UNUSABLE`
 LANGUAGES = {"python": "python", "python3": "python", "py": "python", "cpp": "cpp", "c++": "cpp"}
 BUDGET = 10  # seconds of all tests of a response together, in units of ``reward.seconds``
-NUMBER = re.compile(r"[-+]?\d{1,40}(\.\d{0,40})?")
+FENCE = re.compile(r"```[\w+#.-]*\s*")
+# the program may print integers of any length
+PYTHON = functools.partial(python_command, "-X", "int_max_str_digits=0")
 
 
 @dataclass(frozen=True)
@@ -54,6 +56,8 @@ class Tests:
     pairs: tuple[tuple[str, str], ...] = ()  # standard input of a program, and the standard output that is expected
     assertions: str = ""  # Python code with assertions about names that the program defines
     entry_point: str | None = None  # the function under test; needed only if its name is that of a builtin function
+    preamble: str = ""  # Python that runs before the program, in its module
+    harness: Harness = PLAIN
 
 
 def check(recipe: Recipe) -> None:
@@ -104,7 +108,9 @@ class Code:
         tests, source = read_tests(prompt, self._language), program_of(response)
         if tests.assertions:
             return self._assert(source, tests, prompt)
-        program = Program(python_command("/box/main.py"), {"/box/main.py": _bytes(source)})
+        program = Program(PYTHON("/box/main.py"), {"/box/main.py": _bytes(source)})
+        if tests.preamble:
+            program = _with({}, "running.py", _sources(source, tests))
         if tests.language == "cpp":
             binary = cpp.compiled(_bytes(source))
             if not binary.succeeded:
@@ -122,7 +128,7 @@ class Code:
             outcome = run(program, given.encode(), self._limits)
             left -= outcome.seconds
             over = over or outcome.over
-            right += is_right(outcome, expected)
+            right += is_right(outcome, expected, tests.harness)
         share = right / len(tests.pairs)
         return Score(share if self._partial else float(share == 1), over=over)
 
@@ -137,31 +143,29 @@ class Code:
 
 
 def program_of(response: str) -> str:
-    """The content of the last fenced code block; the whole response if it has none."""
+    """The content of the last fenced code block; the whole response if it has none.
+
+    A fence may end a line of text or of the program.
+    """
     found: str | None = None
     block: list[str] | None = None
     for line in response.splitlines(keepends=True):
-        if line.lstrip().startswith("```"):
-            if block is None:
-                block = []
-            else:
-                found, block = "".join(block), None
-        elif block is not None:
-            block.append(line)
+        before, fence, after = line.rpartition("```")
+        if not fence or (before.strip() and ("```" in before or not FENCE.fullmatch(fence + after))):
+            if block is not None:
+                block.append(line)
+        elif block is None:
+            block = []
+        else:
+            found, block = "".join([*block, before] if before.strip() else block), None
     if block is not None:  # never closed
         found = "".join(block)
     return response if found is None else found
 
 
-def is_right(outcome: Outcome, expected: str) -> bool:
-    """Whether a program succeeded and wrote the expected output.
-
-    White space at the ends of lines and of the output is ignored, and equal numbers may differ in form: 2.50 and 2.5.
-    """
-    if not outcome.succeeded:
-        return False
-    found, right = (_lines(text) for text in (outcome.output.decode(errors="replace"), expected))
-    return found == right or (len(found) == len(right) and all(map(_same_words, found, right)))
+def is_right(outcome: Outcome, expected: str, harness: Harness = PLAIN) -> bool:
+    """Whether a program succeeded and wrote the expected output, as ``harness`` compares it."""
+    return outcome.succeeded and harness.agrees(outcome.output.decode(errors="replace"), expected)
 
 
 def asserted(source: str, tests: Tests, limits: Limits) -> tuple[bool, Outcome, Outcome]:
@@ -169,7 +173,7 @@ def asserted(source: str, tests: Tests, limits: Limits) -> tuple[bool, Outcome, 
     passed = 100 + secrets.randbelow(100)  # the tests' exit status for success, drawn anew for each run
     task = {"tests": tests.assertions, "entry_point": tests.entry_point, "passed": passed}
     files = {"/box/values.py": (INSIDE / "values.py").read_bytes()}
-    solution = _with(files, "solution.py", {"/box/program.py": _bytes(source)})
+    solution = _with(files, "solution.py", _sources(source, tests))
     asserting = _with(files, "asserting.py", {"/box/tests.json": json.dumps(task).encode()})
     with contextlib.ExitStack() as stack:
         of_program, of_tests = socket.socketpair()
@@ -188,23 +192,15 @@ def asserted(source: str, tests: Tests, limits: Limits) -> tuple[bool, Outcome, 
 def _with(files: dict[str, bytes], script: str, more: dict[str, bytes]) -> Program:
     """A program for the sandbox that runs ``script`` of `megarl.rewards.inside` beside these files."""
     content = {f"/box/{script}": (INSIDE / script).read_bytes()}
-    return Program(python_command(f"/box/{script}"), files | content | more)
+    return Program(PYTHON(f"/box/{script}"), files | content | more)
+
+
+def _sources(source: str, tests: Tests) -> dict[str, bytes]:
+    return {"/box/preamble.py": _bytes(tests.preamble), "/box/program.py": _bytes(source)}
 
 
 def _bytes(source: str) -> bytes:
     return source.encode(errors="replace")
-
-
-def _lines(text: str) -> list[str]:
-    return [line.rstrip() for line in text.rstrip().split("\n")]
-
-
-def _same_words(found: str, expected: str) -> bool:
-    ours, theirs = found.split(), expected.split()
-    return len(ours) == len(theirs) and all(
-        a == b or bool(NUMBER.fullmatch(a) and NUMBER.fullmatch(b) and Decimal(a) == Decimal(b))
-        for a, b in zip(ours, theirs, strict=True)
-    )
 
 
 def read_tests(prompt: Prompt, language: str) -> Tests:
@@ -217,10 +213,13 @@ def read_tests(prompt: Prompt, language: str) -> Tests:
     found = row.get("tests") or prompt.answer
     if isinstance(found, str) and found.lstrip()[:1] in ("[", "{"):
         found = _from_json(found)
+    harness, name = PLAIN, None
     if isinstance(found, Mapping):
-        found = _pairs_of_lists(found, row)
+        harness, name = _harness(found.get("harness")), found.get("fn_name") or row.get("fn_name")
+        found = _pairs_of_lists(found, name, harness)
+    preamble = (row.get("preamble") or harness.preamble) if language == "python" else ""
     if isinstance(found, list) and found and all(isinstance(test, Mapping) for test in found):
-        return Tests(language, pairs=tuple(map(_pair, found)))
+        return Tests(language, pairs=tuple(map(_pair, found)), preamble=preamble, harness=harness)
     if isinstance(found, list) and found and all(isinstance(test, str) for test in found):
         found = "\n".join(found)
     if not isinstance(found, str) or not found.strip():
@@ -233,7 +232,7 @@ def read_tests(prompt: Prompt, language: str) -> Tests:
             f"this row's language is {language!r}, which needs pairs of input and output; assert statements and "
             f"fn_name are for Python only; got {found!r:.60}"
         )
-    return Tests(language, (), _assertions(found, row), row.get("entry_point"))
+    return Tests(language, (), _assertions(found, row), row.get("entry_point") or name, preamble)
 
 
 def _language(name: object) -> str:
@@ -243,6 +242,12 @@ def _language(name: object) -> str:
     return language
 
 
+def _harness(name: object) -> Harness:
+    if name is not None and name not in HARNESSES:
+        raise UserError(f"harness {name!r} of tests: known are {', '.join(HARNESSES)}")
+    return HARNESSES[str(name)] if name else PLAIN
+
+
 def _from_json(text: str) -> Any:
     try:
         return json.loads(text)
@@ -250,22 +255,28 @@ def _from_json(text: str) -> Any:
         return text  # it may be Python code, which can begin with a bracket, too
 
 
-def _pairs_of_lists(found: Mapping[str, Any], row: Mapping[str, Any]) -> Any:
+def _pairs_of_lists(found: Mapping[str, Any], name: Any, harness: Harness) -> Any:
     """Convert {"inputs": [...], "outputs": [...]}, the form of APPS and TACO, to pairs, or to assert statements.
 
-    The latter with "fn_name": each of the inputs is then a list of the function's arguments.
+    The latter with "fn_name": each of the inputs is then a list of the function's arguments; with a benchmark's harness
+    it may be JSON, an argument on each line.
     """
     inputs, outputs = found.get("inputs"), found.get("outputs")
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
         raise UserError("tests need inputs and outputs, two lists of the same length")
-    name = found.get("fn_name") or row.get("fn_name")
+    pairs = list(zip(inputs, outputs, strict=True))
     if name is None:
-        return [{"input": given, "output": expected} for given, expected in zip(inputs, outputs, strict=True)]
+        return [{"input": given, "output": expected} for given, expected in pairs]
     if not isinstance(name, str) or not all(part.isidentifier() for part in name.split(".")):
         raise UserError(f"fn_name {name!r} is not the name of a function")
-    if not all(isinstance(given, list) for given in inputs):
+    if harness is not PLAIN and all(isinstance(text, str) for pair in pairs for text in pair):
+        try:
+            pairs = [([*map(json.loads, given.splitlines())], json.loads(expected)) for given, expected in pairs]
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"inputs and outputs of {name} are not JSON: {error}") from error
+    if not all(isinstance(given, list) for given, _ in pairs):
         raise UserError("with fn_name each of inputs must be a list of arguments")
-    return [f"assert {name}(*{given!r}) == {expected!r}" for given, expected in zip(inputs, outputs, strict=True)]
+    return [f"assert __{harness.returns}__({name}(*{given!r}), {expected!r})" for given, expected in pairs]
 
 
 def _pair(test: Mapping[str, Any]) -> tuple[str, str]:

@@ -16,7 +16,7 @@ import re
 from decimal import Decimal
 from typing import Any
 
-from megarl.data.boxes import last_box
+from megarl.data.boxes import joined_boxes, last_box
 from megarl.data.prompts import Prompt, PromptSource
 from megarl.recipe.tables import Recipe, RewardTable
 from megarl.rewards import NoAnswer, Verifier, check_rows, right_answers
@@ -28,6 +28,20 @@ SPACING = re.compile(r"\\(?:left|right|middle)(?![a-zA-Z])|\\[,;!:]|~")
 # "The answer is", also as \text{The answer is} 42 or \text{The answer is 42}
 WORDS = re.compile(r"(\\(?:text|mathrm|textbf|mbox)\s*\{)?\s*[A-Za-z][A-Za-z ,']*\b(?:is|are)\b\s*:?\s*(.*)", re.DOTALL)
 BRACES = re.compile(r"(?:\\(?:mathbf|mathrm|boldsymbol|bm)\s*)?\{([^{}]*)\}")
+TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+# what says nothing about the value: colours, bold of Markdown, spacing after commas; and other signs for those of LaTeX
+HARMLESS = (
+    (re.compile(r"\\(?:textcolor|colorbox)\s*\{[^{}]*\}\s*(?=\{)|\\color\s*\{[^{}]*\}"), ""),
+    (re.compile(r"(?<![\w)])\*\*|\*\*(?![\w(])"), ""),  # but not in 2**3
+    (re.compile(r"(?<=\d),\s*\\!\s*(?=\d{3}(?!\d))"), ""),
+    (re.compile(r",\s*\\[,;: ]"), ", "),
+    (re.compile("\u2212"), "-"),
+    (re.compile("\u00b0"), r"^\\circ "),
+    (re.compile(r"(?<![\w.,/^{])(-?\d+) +(\d+)/(\d+)(?![\w.,/])"), r"\1\\frac{\2}{\3}"),
+)
+WORD = re.compile(r"(?:\\(?:text|mathrm|textbf)\s*\{)?\s*([A-Za-z]{4,}|yes|no|odd)\s*\}?\s*\.?", re.IGNORECASE)
+# a number with its base, such as 101_2 or 1A_{16}, whose base math-verify drops
+BASED = re.compile(r"(?<![\w.,])(-?\d[\dA-F]*)_(?:\{\s*(\d+)\s*\}|(\d+))\W*")
 SINGLETON = re.compile(r"(?:(?<=\$)|(?<=boxed\{))\[([^\[\],;$]+)\](?=[$}])")  # [42], which math-verify takes for 42
 SET_BUILDER = re.compile(r"\\\{\s*[a-zA-Z]\s*(?:\\in\s*[^:|]*?)?\s*(?:\\mid|\\vert|[:|])(.*)\\\}", re.DOTALL)
 
@@ -54,11 +68,21 @@ class Math:
         self._parse_answer = functools.lru_cache(1024)(self._parse_uncached)
 
     def score(self, prompt: Prompt, response: str) -> float:
-        gold, answer = self.gold(prompt), last_box(response)
+        gold = self.gold(prompt)
+        response = response.rpartition("</think>")[2] or response
+        *_, text = [response, *TAGGED.findall(response)]
+        answer = last_box(text)
         if answer is None and self._boxed:
             return 0.0
+        if answer is None and text is not response:
+            answer = text
+        if same_word(response if answer is None else answer, right_answers(prompt)):
+            return 1.0
         try:
-            found = self._parse(response) if answer is None else self._parse_uncached(answer)
+            found = self._parse(harmless(text)) if answer is None else self._parse_uncached(answer)
+            if any(self._equal(right, value) for right in gold for value in found):
+                return 1.0
+            found = self._parse_uncached(several) if (several := joined_boxes(text)) else []
             return float(any(self._equal(right, value) for right in gold for value in found))
         except MemoryError:
             raise
@@ -77,12 +101,14 @@ class Math:
 
     def _parse_uncached(self, answer: str) -> list[Any]:
         """Parse an answer: bare (42, 1/2, \\frac{1}{2}, \\$18.90), or text with $...$ or \\boxed{...}."""
-        answer = bare(answer)
+        answer = bare(harmless(answer))
         if DOLLAR.search(answer) or "\\boxed" in answer:
             return self._parse(answer)
         return self._parse(f"\\boxed{{{answer}}}") or self._parse(f"${answer}$")
 
     def _parse(self, text: str) -> list[Any]:
+        if (based := _last_based(text)) is not None:
+            return [based]
         text = SCIENTIFIC.sub(lambda number: format(Decimal(number[0]), "f"), SINGLETON.sub(r"\\{\1\\}", text))
         text = text.replace("varnothing", "emptyset")
         return [exact(value) for value in self._library.parse(text, parsing_timeout=None)]
@@ -92,7 +118,50 @@ class Math:
 
         if isinstance(right, FiniteSet) != isinstance(value, FiniteSet):
             return False
-        return bool(self._library.verify(right, value, timeout_seconds=None))
+        if isinstance(right, str) and isinstance(value, str) and BASED.fullmatch(right):
+            return right == value
+        return bool(self._library.verify(right, value, timeout_seconds=None)) or equal_where_real(right, value)
+
+
+def _last_based(text: str) -> str | None:
+    """The number with its base that ends a text."""
+    for found in BASED.finditer(text):
+        if found.end() == len(text):
+            return f"{found[1]}_{found[2] or found[3]}"
+    return None
+
+
+def harmless(text: str) -> str:
+    """The text without what says nothing about the value of an answer, and with 3\\frac{1}{2} for 3 1/2."""
+    for found, instead in HARMLESS:
+        text = found.sub(instead, text)
+    return text
+
+
+def same_word(answer: str, rights: tuple[str, ...]) -> bool:
+    """Whether an answer is a word, such as YES, that is right in another case."""
+    found = WORD.fullmatch(answer.strip())
+    words = [word[1].lower() for right in rights if (word := WORD.fullmatch(right.strip()))]
+    return found is not None and found[1].lower() in words
+
+
+def equal_where_real(right: Any, value: Any) -> bool:
+    """Whether two formulas with roots are equal for positive variables, and for others where ``right`` is real: as
+    \\sqrt{1/n} and 1/\\sqrt{n}, but not \\sqrt{x^2} and x."""
+    from sympy import Dummy, Expr, Pow, Rational, simplify
+
+    both = [each for each in (right, value) if isinstance(each, Expr)]
+    symbols = sorted(right.free_symbols, key=str) if len(both) == 2 else []
+    roots = [power for each in both for power in each.atoms(Pow) if power.exp.is_Rational and not power.exp.is_Integer]
+    if not symbols or not roots or right.free_symbols != value.free_symbols:
+        return False
+    for signs in range(2 ** min(len(symbols), 4)):  # numbers first, which are quicker than `simplify`
+        at = {symbol: Rational(7 + n, 5) * (-1) ** (signs >> n & 1) for n, symbol in enumerate(symbols)}
+        expected, found = (complex(each.xreplace(at).evalf()) for each in both)
+        if (not signs or abs(expected.imag) < 1e-9) and abs(expected - found) > 1e-9 * max(1.0, abs(expected)):
+            return False
+    positive = {symbol: Dummy(positive=True) for symbol in symbols}
+    return bool(simplify(right.xreplace(positive) - value.xreplace(positive)) == 0)
 
 
 def bare(answer: str) -> str:
@@ -101,6 +170,8 @@ def bare(answer: str) -> str:
     if words := WORDS.fullmatch(answer):
         answer = words[2].replace("}", "", 1) if words[1] else words[2]
     answer = answer.strip().rstrip(".").strip()
+    if answer.startswith("{") and (whole := last_box(f"\\boxed{answer}")) and len(whole) == len(answer) - 2:
+        answer = whole.strip()
     inner = SET_BUILDER.fullmatch(answer) or BRACES.fullmatch(answer)
     return inner[1] if inner else answer
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
+import re
 import select
 import socket
 import sys
@@ -25,6 +26,8 @@ EVALUATING = {
     *("string_insertion", "spiral_matrix", "binary_matrix", "n_queens"),  # eval
     *("countdown", "puzzle24", "polynomial_multiplication", "simple_integration", "intermediate_integration"),  # SymPy
 }
+TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+MARKS = ("**", "`", "$")  # what may stand around an answer
 SECONDS = 5.0  # processor time of a response
 ATTEMPTS = 2  # times that a response is scored if its sandbox ends
 # no file can be created: an empty /tmp takes the only one
@@ -70,6 +73,14 @@ class ReasoningGym:
         self._sandbox = Sandbox(evaluating)
 
     def score(self, prompt: Prompt, response: str) -> float | Score:
+        answers = answers_in(response)
+        best = self._score(prompt, answers[0])
+        for answer in answers[1:]:
+            if _value(best) < 1.0:
+                best = max(best, self._score(prompt, answer), key=_value)
+        return best
+
+    def _score(self, prompt: Prompt, response: str) -> float | Score:
         # for a composite generator: the generator inside it that made this item
         name = prompt.entry["generator"]
         source = prompt.entry["metadata"].get("source_dataset", name)
@@ -82,6 +93,30 @@ class ReasoningGym:
             raise
         except Exception:
             return 0.0  # some scorers, as of prime_factorization, raise on text that they cannot parse
+
+
+def answers_in(response: str) -> list[str]:
+    """The answer of a response in the ways in which it may be meant: scorers take white space, bold or a final dot for
+    a part of it, which they are of some answers.
+
+    As with the library's `extract_answer` it stands in the last <answer>; else it is what follows any thoughts.
+    """
+    text = response.rpartition("</think>")[2]
+    text = (TAGGED.findall(text) or [text])[-1]
+    plain = text.strip()
+    bare = _bare(plain.removesuffix("."))
+    return list(dict.fromkeys((plain, text, _bare(plain), bare, bare.removesuffix("."))))
+
+
+def _bare(text: str) -> str:
+    for mark in MARKS:
+        if len(text) > 2 * len(mark) and text.startswith(mark) and text.endswith(mark):
+            text = text[len(mark) : -len(mark)].strip()
+    return text
+
+
+def _value(score: float | Score) -> float:
+    return score.value if isinstance(score, Score) else score
 
 
 class Sandbox:

@@ -211,7 +211,7 @@ def test_livecodebench(tmp_path):
     assert code_tests_of(stdin).pairs == (("1 2", "3"), ("5 2", "7"))
     assert stdin["question"] == "Add."
     assert function["question"] == f"Add.\n\n```python\n{starter}\n```"
-    assert code_tests_of(function).assertions == "\nassert add(*[[1, 2], 3]) == 6"
+    assert code_tests_of(function).assertions == "\nassert __same_list__(add(*[[1, 2], 3]), 6)"
 
 
 class Bomb:

@@ -31,6 +31,11 @@ def score(prompt, response, **settings):
         ("so:\n```python\nprint(1)\n```\nor rather\n```\nprint(2)\n```\nThat is it.", "print(2)\n"),
         ("```py\nprint(1)\n```\n```cut\nprint(2)", "print(2)"),
         ("``` a\n```\n", ""),
+        ("```python\nprint(1)```", "print(1)"),
+        ("```python\nprint(1)\nprint(2)```\nThat is it.", "print(1)\nprint(2)"),
+        ("Here it is: ```python\nprint(1)\n```\nDone.", "print(1)\n"),
+        ("  ```python\nprint(1)\n  ```", "print(1)\n"),
+        ("with `a` and ```b``` in it:\n```\nprint('```x```')\n```\nas ```c```", "print('```x```')\n"),
     ],
 )
 def test_the_last_code_block_is_the_program(response, program):
@@ -49,6 +54,8 @@ def test_the_last_code_block_is_the_program(response, program):
         ("", "0", False),
         ("Yes", "YES", False),
         (" 1", "1", True),
+        ("\n\n1\n", "1", True),
+        ("1\r\n2\r\n", "1\n2", True),
     ],
 )
 def test_output_is_compared_line_by_line(written, expected, right):

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megarl.data.boxes import joined_boxes, last_box
 from megarl.data.prompts import Prompt
 from megarl.recipe.tables import RewardTable
 from megarl.rewards.answers import answer_of
@@ -55,3 +56,104 @@ def test_a_dot_or_words_in_the_box_do_not_count(gold, writing):
     response = writing.replace("%s", gold)
     assert boxed.score(Prompt(0, "?", (1,), gold, {}), response) == 1.0
     assert answer_of("math", response) == answer_of("math", f"\\boxed{{{gold}}}")
+
+
+HARMLESS = (
+    "\\boxed{%s}",
+    " \\boxed{ %s } ",
+    "\\boxed{%s.}",
+    "\\boxed{\\textcolor{red}{%s}}",
+    "\\boxed{\\color{blue}%s}",
+)
+HARMLESS += ("<think>\\boxed{no}</think>$\\boxed{%s}$", "<answer>%s</answer>", "<answer>$%s$</answer>", "**$%s$**")
+HARMLESS += ("The answer is **\\boxed{%s}**.", "<think>so</think>\n\n<answer>\\boxed{%s}</answer>\n")
+ANSWERS = (
+    "5",
+    "-3",
+    "42",
+    "1/2",
+    "\\frac{7}{2}",
+    "0.25",
+    "x^2+1",
+    "3\\sqrt{2}",
+    "(1,2)",
+    "[0,1)",
+    "\\{1,2\\}",
+    "2\\pi",
+)
+
+
+@pytest.mark.parametrize("writing", HARMLESS)
+@pytest.mark.parametrize("gold", ANSWERS)
+def test_harmless_text_around_an_answer_changes_no_verdict(gold, writing):
+    assert score(gold, writing.replace("%s", gold)) == 1.0
+    others = [other for other in ANSWERS if other != gold]
+    assert [other for other in others if score(gold, writing.replace("%s", other))] == []
+
+
+def score(gold, response):
+    return VERIFIER.score(Prompt(0, "?", (1,), gold, {}), response)
+
+
+VERIFIER = Math(RewardTable(kind="math"))
+
+
+@pytest.mark.parametrize(
+    ("gold", "response", "right"),
+    [
+        ("90", "\\boxed{90°}", True),
+        ("90^\\circ", "\\boxed{90°}", True),
+        ("90", "\\boxed{91°}", False),
+        ("7/2", "\\boxed{3 1/2}", True),
+        ("3 1/2", "\\boxed{3.5}", True),
+        ("3/2", "\\boxed{3 1/2}", False),
+        ("31/2", "\\boxed{3 1/2}", False),
+        ("-3", "The answer is \u22123", True),
+        ("3", "The answer is \u22123", False),
+        ("yes", "\\boxed{YES}", True),
+        ("Yes", "\\boxed{\\text{yes}}", True),
+        ("yes", "\\boxed{no}", False),
+        ("23", "\\boxed{2**3}", False),
+        ("\\sqrt{1/n}", "\\boxed{\\frac{1}{\\sqrt{n}}}", True),
+        ("\\sqrt{\\frac{a}{b}}", "\\boxed{\\frac{\\sqrt{a}}{\\sqrt{b}}}", True),
+        ("|x|", "\\boxed{x}", False),
+        ("\\sqrt{x^2}", "\\boxed{x}", False),
+        ("\\sqrt{x^2}", "\\boxed{|x|}", True),
+        ("\\sqrt{x}", "\\boxed{\\sqrt{x+1}}", False),
+        ("11111111100", "\\boxed{11,\\! 111,\\! 111,\\! 100}", True),
+        ("1, 2, 3", "\\boxed{1},\\boxed{2},\\boxed{3}", True),
+        ("\\{1,2\\}", "$\\boxed{1}$ and $\\boxed{2}$", True),
+        ("(1,2),(2,1)", "\\[\\boxed{(1, 2)} \\quad \\text{and} \\quad \\boxed{(2, 1)}\\]", True),
+        ("1, 2, 3", "\\boxed{1},\\boxed{2},\\boxed{4}", False),
+        ("1, 2, 3", "\\boxed{1},\\boxed{2}", False),
+        ("1, 2", "First \\boxed{1}, then we see \\boxed{2}", False),
+        ("12", "\\boxed{1},\\boxed{2}", False),
+        ("3", "\\boxed{1} and \\boxed{2}", False),
+        ("25", "so $x=2$, $\\boxed 25$", True),
+        ("5", "so \\boxed5", True),
+        ("-5", "so \\boxed-5", True),
+        ("5", "so \\boxed{6} and not \\boxedtimes 5", False),
+        ("1/3", "\\boxed{0.33333333333333333333333333333333}", False),
+        ("10^{20}", "\\boxed{100000000000000000001}", False),
+        ("\\frac{1}{2004!}", "\\boxed{\\frac{1}{2006!}}", False),
+        ("\\frac{1}{2^{99}}", "\\boxed{\\frac{1}{2^{98}}}", False),
+        ("101_2", "\\boxed{101_2}", True),
+        ("101_2", "\\boxed{101_{2}}", True),
+        ("101_{2}", "The answer is $101_2$.", True),
+        ("101_2", "\\boxed{101_3}", False),
+        ("101_2", "\\boxed{101}", False),
+        ("101", "\\boxed{101_2}", False),
+        ("1A_{16}", "\\boxed{1B_{16}}", False),
+        ("5", "As $101_2 = 5$, the answer is $5$", True),
+        ("5", "<answer>6</answer> 5", False),
+        ("5", "<think>\\boxed{5}</think> I do not know, perhaps \\boxed{6}", False),
+    ],
+)
+def test_forms_of_an_answer_and_what_is_none(gold, response, right):
+    assert score(gold, response) == float(right)
+
+
+def test_boxes_that_are_never_closed_take_no_time():
+    assert last_box("\\boxed{" * 50_000) is None  # hours, if each were read to the end
+    assert last_box("\\boxed{" * 50_000 + "1" + "}" * 50_000) == "1"
+    assert joined_boxes("\\boxed{1}, $\\boxed 2$ and \\boxed{\\frac{1}{\\boxed{3}}}") == "1, 2, \\frac{1}{\\boxed{3}}"

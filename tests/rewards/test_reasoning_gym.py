@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.data.prompts import build_prompts
-from megarl.data.sources import import_reasoning_gym
+from megarl.data.prompts import Prompt, build_prompts
+from megarl.data.sources import GymItems, import_reasoning_gym
 from megarl.errors import UserError
 from megarl.rewards import reasoning_gym, sandbox
 from megarl.rewards.parts import build_verifier, check_reward
@@ -240,3 +240,41 @@ def test_every_scorer_that_evaluates_text_is_known():
     assert len(DATASETS) > 90
     found = {name for name, (kind, _) in DATASETS.items() if used_by(kind.score_answer, kind, set()) & EVALUATES}
     assert found == EVALUATING | OWN_TEXT
+
+
+FORMS = ("{}", "{}\n", " {} ", "<think>no: <answer>7</answer></think>\n<answer>{}</answer>", "<answer>\n{}\n</answer>")
+FORMS += ("**{}**", "so it is\n<answer>`{}`.</answer>", "{}.")
+FORMED = (  # generators whose answers are numbers, words, sentences, grids with spaces at their ends, lists, formulas
+    *("acre", "aiw", "arc_1d", "base_conversion", "basic_arithmetic", "bf", "caesar_cipher", "calendar_arithmetic"),
+    *("chain_sum", "complex_arithmetic", "decimal_arithmetic", "dice", "emoji_mystery", "fraction_simplification"),
+    *("futoshiki", "game_of_life", "gcd", "knights_knaves", "letter_counting", "letter_jumble", "list_functions"),
+    *(
+        "mahjong_puzzle",
+        "mini_sudoku",
+        "number_format",
+        "number_sorting",
+        "palindrome_generation",
+        "prime_factorization",
+    ),
+    *("products", "ransom_note", "rotate_matrix", "self_reference", "sentence_reordering", "simple_geometry"),
+    *("spell_backward", "string_splitting", "syllogism", "time_intervals", "tsumego", "word_ladder", "word_sorting"),
+)
+
+
+@pytest.mark.parametrize("name", FORMED)
+def test_harmless_text_around_an_answer_changes_no_score(name, monkeypatch):
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    items = GymItems(name, {})
+    verifier = reasoning_gym.ReasoningGym({name: items.scorer})
+    for number in range(3):
+        item = items.train(0, number, 0)
+        prompt = Prompt(0, "?", (1,), str(item["answer"]), item)
+        assert [verifier.score(prompt, form.format(item["answer"])) for form in FORMS] == [1.0] * len(FORMS)
+        assert verifier.score(prompt, f"<answer>{item['answer']}</answer> or <answer>no answer</answer>") < 1.0
+
+
+@pytest.mark.parametrize("generator", sorted(EVALUATING))
+def test_harmless_text_changes_no_score_in_the_sandbox(source, generator):
+    settings, prompts = source[generator]
+    verifier, prompt = build_verifier(settings, prompts), prompts.train(0)
+    assert [verifier.score(prompt, form.format(prompt.answer)).value for form in FORMS] == [1.0] * len(FORMS)

@@ -18,6 +18,9 @@ KEY = "a-secret-key"
 PROMPT = Prompt(0, "2 + 2?", (1,), "4", {"metadata": {"level": 3}})
 
 
+SAID = {"SILENT": "", "NONE": None, "LARGE": "SCORE: 7", "TENTHS": "SCORE: 1/10", "CUT": "SCORE: 0"}
+
+
 class Server(ThreadingHTTPServer):
     """A server that does what the response to be scored says, and records the requests."""
 
@@ -25,7 +28,7 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.asked, self.keys, self.under_way, self.most = [], set(), 0, 0
+        self.asked, self.keys, self.under_way, self.most, self.temperatures = [], set(), 0, 0, {}
         self.lock, self.gate = threading.Lock(), threading.Event()
 
     @property
@@ -44,6 +47,7 @@ class Handler(BaseHTTPRequestHandler):
         text = body["messages"][0]["content"] if judge else body["response"]
         with self.server.lock:
             self.server.asked.append((self.path, body))
+            self.server.temperatures[text] = body.get("temperature")
             times = sum(other == body for _, other in self.server.asked)
             self.server.under_way += 1
             self.server.most = max(self.server.most, self.server.under_way)
@@ -75,8 +79,11 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(200, "x" * (service.LARGEST_ANSWER + 1))
         elif judge:
             said = f"SCORE: 0? No.\n**SCORE: {'1' if 'RIGHT' in text else '.25'}**"
-            said = {"SILENT": "", "NONE": None, "LARGE": "SCORE: 7"}.get(text.split()[-1], said)
-            choice = {"message": {"role": "assistant", "content": said}}
+            said = SAID.get(text.split()[-1], said)
+            if "HESITATES" in text and self.server.temperatures.get(text, 0) == 0:
+                said = "I would say 1/10"
+            reason = "length" if "CUT" in text else "stop"
+            choice = {"message": {"role": "assistant", "content": said}, "finish_reason": reason}
             self.answer(200, {} if "ODD" in text else {"choices": [choice]})
         else:
             self.answer(200, {"score": 1 if "RIGHT" in text else 0.25, "reward": -2.0})
@@ -137,14 +144,24 @@ def scored(settings, texts):
 def test_a_judges_answer_gives_the_score(tmp_path, server):
     settings = recipe(tmp_path, server.url)
     check_reward(settings)
-    texts = ["RIGHT", "wrong {answer}", "ONCE RIGHT", "SILENT", "NONE", "LARGE"]
-    nothing = Score(0.0, "judge says no score")
-    assert scored(settings, texts) == [Score(1.0), Score(0.25), Score(1.0), nothing, nothing, nothing]
+    texts = ["RIGHT", "wrong {answer}", "ONCE RIGHT"]
+    assert scored(settings, texts) == [Score(1.0), Score(0.25), Score(1.0)]
     asked = [(path, body["messages"][0]["content"]) for path, body in server.asked]
     assert ("/v1/chat/completions", "2 + 2? is 4: wrong {answer}") in asked
     assert [text for _, text in asked].count("2 + 2? is 4: ONCE RIGHT") == 2
     assert server.keys == {f"Bearer {KEY}"}
     assert {(body["model"], body["temperature"]) for _, body in server.asked} == {("grader", 0.0)}
+
+
+@pytest.mark.parametrize("text", sorted(SAID))
+def test_a_judge_without_a_score_is_asked_again_and_then_ends_the_phase(tmp_path, server, text):
+    with pytest.raises(VerifierUnavailable, match="after 3 attempts: the judge"):
+        scored(recipe(tmp_path, server.url), ["RIGHT", text])
+    assert [body["temperature"] for _, body in server.asked if text in body["messages"][0]["content"]] == [0, 1, 1]
+
+
+def test_a_judge_may_give_its_score_when_it_is_asked_again(tmp_path, server):
+    assert scored(recipe(tmp_path, server.url), ["HESITATES RIGHT"]) == [Score(1.0)]
 
 
 @pytest.mark.parametrize(
@@ -157,6 +174,15 @@ def test_a_judges_answer_gives_the_score(tmp_path, server):
         ("SCORE: 0? No. SCORE: 1.0", 1.0),
         ("SCORE: 1\nSCORE: none", None),
         ("SCORE: 1/2", None),
+        ("SCORE: 1/10", None),
+        ("SCORE: 10", None),
+        ("SCORE: 1 out of 10", None),
+        ("SCORE: 0,9", None),
+        ("SCORE: 50%", None),
+        ("SCORE: 1 SCORE", None),
+        ("SCORE: [0 to 1]", None),
+        ("<think>SCORE: 1</think>I cannot say.", None),
+        ("<think>SCORE: 1</think>SCORE: 0", 0.0),
         ("SCORE: 1e0", None),
         ("SCORE: 0x1", None),
         ("SCORE: 0.9 (good)", None),

@@ -11,6 +11,7 @@ import ast
 import builtins
 import importlib
 import json
+import math
 import os
 import sys
 from typing import Any
@@ -105,6 +106,30 @@ def keep(value: Any) -> Any:
     raise Unusable(f"tests pass a {type(value).__name__} to the program")
 
 
+def same_list(found: Any, expected: Any) -> bool:
+    """LiveCodeBench's comparison (`grade_call_based`): equal, also if a tuple is returned in place of a list."""
+    return bool((list(found) if isinstance(found, tuple) else found) == expected)
+
+
+def close(found: Any, expected: Any) -> bool:
+    """The comparison of functions in files of APPS and TACO, whose values were JSON: equal but for the last digits of
+    floats, tuples in place of lists, and numbers in place of the texts that are keys; or the only item of ``expected``,
+    in which many of their rows wrap what is returned."""
+    return _close(found, expected) or (isinstance(expected, list) and len(expected) == 1 and _close(found, expected[0]))
+
+
+def _close(found: Any, expected: Any) -> bool:
+    if isinstance(expected, float) and isinstance(found, float):
+        return found == expected or math.isclose(found, expected, rel_tol=1e-9, abs_tol=1e-12)
+    if isinstance(expected, list) and isinstance(found, list | tuple):
+        return len(found) == len(expected) and all(map(_close, found, expected))
+    if isinstance(expected, dict) and isinstance(found, dict):
+        named = found if found.keys() == expected.keys() else {str(key): value for key, value in found.items()}
+        same = named.keys() == expected.keys() and len(named) == len(found)
+        return same and all(_close(named[key], expected[key]) for key in expected)
+    return bool(found == expected)
+
+
 def names_of(tests: ast.Module) -> set[str]:
     """The names that the tests use but do not define."""
     used: set[str] = set()
@@ -132,9 +157,11 @@ def main() -> None:
     try:
         wire.answer()  # the program has been loaded
         tests = ast.parse(task["tests"])
-        space: dict[str, Any] = {"__name__": "tests"}
+        space: dict[str, Any] = {"__name__": "tests", "__close__": close, "__same_list__": same_list}
+        space |= {"inf": math.inf, "nan": math.nan}  # how Python writes these values of JSON
+        known = {*space, *dir(builtins), *sys.stdlib_module_names}
         for name in names_of(tests):
-            if name == task["entry_point"] or not (hasattr(builtins, name) or name in sys.stdlib_module_names):
+            if name == task["entry_point"] or name not in known:
                 space[name] = Remote(wire, name)
             elif name in sys.stdlib_module_names:
                 space[name] = importlib.import_module(name)

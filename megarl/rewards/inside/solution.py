@@ -34,8 +34,9 @@ def main() -> None:
         replies.flush()
 
     def load() -> None:
-        with open("/box/program.py", encoding="utf-8", errors="surrogateescape") as file:
-            exec(compile(file.read(), "program.py", "exec"), program.__dict__)
+        for name in ("preamble.py", "program.py"):
+            with open(f"/box/{name}", encoding="utf-8", errors="surrogateescape") as file:
+                exec(compile(file.read(), name, "exec"), program.__dict__)
 
     reply(load)
     for line in requests:
@@ -44,8 +45,9 @@ def main() -> None:
 
 
 def named_in(program: types.ModuleType, name: str) -> Any:
-    """The program's object of this name, or the method of its class ``Solution``, which some data sets require."""
-    return getattr(program if hasattr(program, name) else program.Solution(), name)
+    """The method of the program's class ``Solution``, which some data sets require, or its object of this name."""
+    solution: Any = getattr(program, "Solution", None)
+    return getattr(solution() if hasattr(solution, name) else program, name)
 
 
 def answer_to(request: dict[str, Any], program: types.ModuleType, objects: list[Any]) -> Any:
