@@ -52,7 +52,8 @@ def test_gradient_and_updates_equal_those_of_one_rank(results, name, case):
 @pytest.mark.parametrize("name", [name for name in LAYOUTS if name != "one"])
 def test_log_probs_of_responses_that_share_a_prompt_equal_those_of_whole_sequences(results, name):
     for shared, whole in zip(results[name]["logprobs"], results["one"]["logprobs"], strict=True):
-        np.testing.assert_allclose(shared, whole, rtol=0, atol=1e-6)
+        # four roundings of a float32 of this size in each (top, sum, logarithm, difference), besides the hidden states'
+        np.testing.assert_allclose(shared, whole, rtol=4 * np.finfo(np.float32).eps, atol=1e-6)
 
 
 def test_routing_disagreement_is_zero_at_first_and_half_for_random_experts(results):
