@@ -138,14 +138,21 @@ def test_hostile_answers_to_generators_are_wrong_and_a_right_response_after_them
     assert sum(verdict.over is not None for verdict in verdicts) >= 5
 
 
-def test_a_response_that_exceeds_a_limit_costs_only_its_own_score():
-    with pool(Scripted) as verifiers:
-        bad, right = ["spin", "eat", "crash", "kill"], ["a"] * 40  # more than fit in a message
+@pytest.mark.parametrize(
+    ("bad", "over", "limits"),
+    [
+        (["spin"], ["time"], TIGHT),
+        (["eat", "crash", "kill"], ["memory", "died", "died"], Limits(seconds=600, memory=1 << 30, workers=2)),
+    ],
+)
+def test_a_response_that_exceeds_a_limit_costs_only_its_own_score(bad, over, limits):
+    with pool(Scripted, limits) as verifiers:
+        right = ["a"] * 40  # more than fit in a message
         texts = [text for one in bad for text in (*right, one, *right)]
         verdicts = score(verifiers, [(prompt_for("a"), text) for text in texts])
     assert [verdict for text, verdict in zip(texts, verdicts, strict=True) if text == "a" and verdict != RIGHT] == []
     wrong = [verdict for text, verdict in zip(texts, verdicts, strict=True) if text != "a"]
-    assert [verdict.over for verdict in wrong] == ["time", "memory", "died", "died"]
+    assert [verdict.over for verdict in wrong] == over
     assert {verdict.value for verdict in wrong} == {0.0}
 
 
