@@ -17,7 +17,7 @@ from tests.helpers import ROOT
 from tests.rehearsal.build import build
 
 REHEARSED = ("doctor", "build", "contact", "kernels", "actor", "quickstart", "vllm", "selection", "actor_gpu")
-REHEARSED += ("operators", "adam")
+REHEARSED += ("adam",)
 
 
 def python(code: str) -> list[str]:
