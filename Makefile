@@ -3,7 +3,7 @@
 PYTHON ?= python3
 RUN := .venv/bin/python
 KERNELS := CMakeLists.txt $(shell find csrc megarl/objectives -type f -not -name "*.pyc")
-.PHONY: quickstart smollm2 test gate test-slow faults lint gpu launch wheel
+.PHONY: quickstart smollm2 check test gate test-slow lint gpu launch wheel
 
 quickstart: .venv/.stamp
 	$(RUN) examples/quickstart/run.py
@@ -15,17 +15,17 @@ smollm2: .venv/.stamp
 	OMP_NUM_THREADS=2 $(RUN) -m megarl.cli train examples/smollm2/$(or $(TASK),sums).toml \
 	    --run-dir runs/smollm2-$(or $(TASK),sums)
 
+check: .venv/.stamp  # the tests that a change reaches, for five minutes at most
+	$(RUN) -m tests.check $(if $(BASE),--base $(BASE))
+
 test: .venv/.stamp  # all that needs neither vLLM, SGLang nor Slurm, on the CPU's path
 	$(RUN) -m tests.suites test
 
-gate: .venv/.stamp  # what a change has to pass
-	$(RUN) -m tests.suites --gate
+gate: .venv/.stamp  # what a change has to pass; GATE_BASE=REV: with the suites of what has changed since
+	$(RUN) -m tests.suites --gate $(if $(GATE_BASE),--base $(GATE_BASE))
 
-test-slow: .venv/.stamp  # WHAT="layouts crashes": these suites of tests/suites.py instead of all
-	$(RUN) -m tests.suites $(WHAT)
-
-faults: .venv/.stamp  # needs a C compiler; KILLS=1000 SEED=0: that many random kills instead
-	$(RUN) -m $(if $(KILLS),tests.faults.kills $(KILLS) $(SEED),tests.faults)
+test-slow: .venv/.stamp  # in full; WHAT="layouts crashes": these suites of tests/suites.py instead of all
+	MEGARL_EVERY=1 $(RUN) -m tests.suites $(WHAT)
 
 lint: .venv/.stamp
 	$(RUN) -m ruff check .

@@ -77,7 +77,7 @@ SUITES = {
             *("-k", "test_updates or test_transformer_engine or test_lockstep"),
         ),
         before=("-m", "tests.rehearsal.build"),
-        environment={"MEGARL_EVERY_LAYOUT": "1"},
+        environment={"MEGARL_EVERY": "1", "MEGARL_EVERY_LAYOUT": "1"},
     ),
     "engines": Suite(
         ("-m", "vllm or sglang"), before=("tools/setup_venv.py", "sglang"), paths=("megarl/rollout/", "tests/rollout/")

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from megarl.objectives import build_objective
 from tests.actor.layout_ranks import LAYOUTS, join, recipe_of, update_samples, whole_gradient
+from tests.extent import few
 
 EVERY = ("one", "TP2 EP2", "PP2 uneven", "CP2")
 FAMILIES = {  # names in `tests.actor.conftest`, each with the layouts for which the family's layers have their own code
@@ -20,6 +21,8 @@ FAMILIES = {  # names in `tests.actor.conftest`, each with the layouts for which
     "gpt_oss": EVERY,
     "qwen3_5_moe": ("one", "TP2 EP2", "PP2 uneven"),
 }
+# those with layers that no other family has
+TRAINED = few(FAMILIES, "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss")
 PARTS = {  # parts of a layer that layouts of two ranks without pipeline stages recompute
     "olmoe": ["core_attn", "layernorm", "moe"],
     "qwen2_moe": ["layernorm", "mlp", "shared_experts"],
@@ -31,7 +34,7 @@ PARTS = {  # parts of a layer that layouts of two ranks without pipeline stages 
     "gpt_oss": ["core_attn", "layernorm", "moe"],
 }
 # families that pass a checkpoint from layout to layout: each loads that of the layout before it and saves a new one
-CONTINUED = ("olmoe", "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss")
+CONTINUED = few(("olmoe", "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss"), "glm4_moe", "deepseek_v3")
 
 
 def train(name: str, layout: str, models: Path, rollouts: Path, folder: Path) -> dict[str, Any]:
@@ -96,9 +99,10 @@ def worker(rank: int, ranks: int, models: Path, rollouts: Path, folder: Path) ->
     for layout in EVERY:
         if LAYOUTS[layout].ranks != ranks:
             continue
-        recipe = recipe_of(LAYOUTS[layout], models / "olmoe")
+        recipe = recipe_of(LAYOUTS[layout], models / TRAINED[0])
         parallel.build_groups(recipe)
-        for name, layouts in FAMILIES.items():
+        for name in TRAINED:
+            layouts = FAMILIES[name]
             if layout in layouts:
                 results[name, layout] = train(name, layout, models, rollouts, folder)
             if layout in layouts and name in CONTINUED:

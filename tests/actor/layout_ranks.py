@@ -14,10 +14,10 @@ from safetensors.torch import load_file
 from megarl.objectives import build_objective
 from megarl.recipe.tables import Recipe
 from tests.actor.conftest import make_recipe
+from tests.extent import EVERY, few
 
-UPDATES = 20
-FEW = 3
-# they make all 20 updates; between them they have all kinds of parallelism
+UPDATES, FEW = 20 if EVERY else 3, 3
+# they make all updates; between them they have all kinds of parallelism
 LONG = ("one", "TP2 EP4", "CP2 PP2", "DP2 EP2")
 PROMPTS = 4  # groups per update
 
@@ -75,6 +75,9 @@ LAYOUTS = {
     "DP2 EP2": Layout(4, {"expert_parallel": 2}),
     "TP2 CP2": Layout(4, {"tensor_parallel": 2, "context_parallel": 2}),
 }
+# those of the matrix
+MATRIX = few(LAYOUTS, "one", "one, shared prompts", "TP2 EP2", "PP2 VPP2", "CP2 PP2", "DP2 EP2")
+MATRIX_CASES = few(CASES, "mu_grpo", "m2po", "frozen policies", "replay actor", "replay engine")
 
 
 @torch.no_grad()
@@ -179,7 +182,8 @@ def run_layout(name: str, model: Path, rollouts: Path, folder: Path) -> dict[str
         assert actor.models[0].shares_prompts
         return packing.micro_batches(samples, 128, actor.device, share=name != "one")
 
-    for case, settings in CASES.items():
+    for case in MATRIX_CASES:
+        settings = CASES[case]
         objective, replay = build_objective(settings.objective, settings.fields), settings.routing_replay
         # the layout "one" recomputes nothing, so the comparison with it tests replay under recomputation
         recompute = "full" if replay != "none" and name != "one" else "none"
@@ -286,8 +290,8 @@ def worker(rank: int, ranks: int, model: Path, rollouts: Path, folder: Path) -> 
     join(rank, ranks, folder)
     from megatron.core import parallel_state as mpu
 
-    for name, layout in LAYOUTS.items():
-        if layout.ranks != ranks:
+    for name in MATRIX:
+        if LAYOUTS[name].ranks != ranks:
             continue
         results = run_layout(name, model, rollouts, folder)
         if results["reports"]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.actor.conftest import make_hf_model
-from tests.actor.family_ranks import CONTINUED, EVERY, FAMILIES, worker
+from tests.actor.family_ranks import CONTINUED, EVERY, FAMILIES, TRAINED, worker
 from tests.actor.layout_ranks import seal_rollouts
 from tests.actor.ranks import once, run_ranks
 
@@ -18,7 +18,7 @@ BIAS = "e_score_correction_bias"
 @pytest.fixture(scope="module")
 def results(tmp_path_factory):
     def compute(folder):
-        for name in FAMILIES:
+        for name in TRAINED:
             model = make_hf_model(name, num_hidden_layers=3, initializer_range=0.1)
             model.save_pretrained(folder / "models" / name)
         seal_rollouts(model, folder / "rollouts", updates=2)
@@ -29,7 +29,7 @@ def results(tmp_path_factory):
     return {key: value for layout in EVERY for key, value in torch.load(folder / f"{layout}.pt").items()}
 
 
-CASES = [(name, layout) for name, layouts in FAMILIES.items() for layout in layouts if layout != "one"]
+CASES = [(name, layout) for name in TRAINED for layout in FAMILIES[name] if layout != "one"]
 
 
 @pytest.mark.parametrize(("name", "layout"), CASES)

@@ -3,8 +3,8 @@
 A run of two stages, staged or live, is stopped in the middle of the second stage, damaged and started again. It must
 end with the same bytes as an undisturbed run, or exit with 2 and one message that says what is wrong. If a system call
 fails once, the start must end with these bytes, or exit with 1 or 2 and a message (for a full disk with 2, and the
-message must say so); the start after that must end with these bytes. ``make faults`` prints one row for each fault. The
-argument is a regular expression: only faults whose names match somewhere are tried.
+message must say so); the start after that must end with these bytes. ``python -m tests.faults`` prints one row for each
+fault. The argument is a regular expression: only faults whose names match somewhere are tried.
 """
 
 from __future__ import annotations

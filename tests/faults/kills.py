@@ -1,4 +1,4 @@
-"""Kills whole runs at random moments, as often as asked for: ``make faults KILLS=1000 SEED=0``.
+"""Kills whole runs at random moments, as often as asked for: ``python -m tests.faults.kills 1000 0``.
 
 Staged runs (evaluations, rollouts, updates) and live ones (deterministic, with a delay) learn from rewards that differ.
 Each start is held at a random file operation of one of its processes, or runs for a random time. Then its parent, its

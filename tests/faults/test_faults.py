@@ -1,4 +1,4 @@
-"""A few faults of ``make faults``, with every kind of outcome."""
+"""A few faults of ``python -m tests.faults``, with every kind of outcome."""
 
 import subprocess
 import sys

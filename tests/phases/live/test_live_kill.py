@@ -10,6 +10,7 @@ import pytest
 
 from megarl.errors import STOPPED
 from megarl.storage.ledger import LEDGER, parse
+from tests.extent import EVERY
 from tests.helpers import processes_of, start_megarl, wait_until_held
 from tests.phases.live.conftest import histogram, metrics
 from tests.phases.live.test_live import groups, weights
@@ -17,7 +18,7 @@ from tests.storage.sample_rollouts import as_bytes
 
 pytestmark = pytest.mark.crash
 
-UPDATES = 96  # more than twenty killed attempts make
+KILLS, UPDATES = (20, 96) if EVERY else (6, 40)  # more updates than as many killed attempts make
 SETTINGS = {"kind": "live", "stages": 1, "updates_per_stage": UPDATES, "sync_every": 2, "prompts_per_update": 2}
 DELAYED = SETTINGS | {"delay": 1, "rollout__groups_per_chunk": 2}
 FREE = SETTINGS | {"max_lag": 8, "partial": True, "rollout__groups_per_chunk": 4}
@@ -58,10 +59,10 @@ def check_exactly_once(run):
     assert run.versions() == []
 
 
-def test_a_delayed_stage_ends_with_the_same_bytes_after_twenty_kills(phases, new_run):
+def test_a_delayed_stage_ends_with_the_same_bytes_after_kills(phases, new_run):
     undisturbed, killed = (new_run(name, actor__checkpoint_every=2, **DELAYED) for name in ("undisturbed", "killed"))
     phases(undisturbed, "live")
-    disturb(phases, killed, kills=20, seed=0)
+    disturb(phases, killed, kills=KILLS, seed=0)
     check_exactly_once(killed)
     assert weights(killed.final) == weights(undisturbed.final)
     assert [as_bytes(g) for g in groups(killed)] == [as_bytes(g) for g in groups(undisturbed)]
@@ -89,7 +90,7 @@ def test_lost_groups_that_were_trained_are_an_error(phases, new_run):
 
 def test_a_free_running_stage_with_partial_responses_trains_each_group_once_after_kills(phases, new_run):
     run = new_run("run", actor__checkpoint_every=4, **FREE)
-    disturb(phases, run, kills=8, seed=1)
+    disturb(phases, run, kills=KILLS * 2 // 5, seed=1)
     check_exactly_once(run)
     assert max(histogram(metrics(run))) <= 8
     for number, group in enumerate(groups(run)):

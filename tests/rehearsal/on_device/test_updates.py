@@ -10,6 +10,7 @@ import gc
 import hashlib
 import pickle
 import re
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +18,8 @@ import pytest
 import torch
 
 from tests.actor import family_ranks
-from tests.actor.layout_ranks import LAYOUTS, recipe_of, update_samples
+from tests.actor.layout_ranks import LAYOUTS, MATRIX, recipe_of, update_samples
+from tests.extent import EVERY
 from tests.rehearsal.branches import of_all_recipes
 from tests.rehearsal.counts import counted
 from tests.rehearsal.forks import in_fork, in_ranks
@@ -44,7 +46,7 @@ WAITS, LAUNCHES = 2, 2300
 TORCH = {"kernels": "torch"}
 RESUMED = {"actor": TORCH, "updates": 4, "saved_after": 2}
 # the layouts of the matrix; on GPUs all communication overlaps
-SEVERAL = {name: Case(layout, **RESUMED) for name, layout in LAYOUTS.items() if layout.ranks > 1}
+SEVERAL = {name: Case(LAYOUTS[name], **RESUMED) for name in MATRIX if LAYOUTS[name].ranks > 1}
 CASES = {
     **SEVERAL,
     "one": Case(actor=TORCH, many_pieces=False, bucket_size=None),
@@ -57,11 +59,19 @@ CASES = {
 }
 # families with another kind of layer, each in the layouts for which its layers have their own code
 PLAIN = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_tied")  # with no layers of their own
+
+
+def layouts_of(family: str) -> Iterable[str]:
+    if not EVERY:
+        return ["TP2 EP2"]
+    wanted = LAYOUTS if EVERY_LAYOUT else ("DP2", *family_ranks.FAMILIES.get(family, ()))
+    return [layout for layout in wanted if LAYOUTS[layout].ranks > 1 and fits(family, LAYOUTS[layout])]
+
+
 FAMILIES = {
     f"{family} {layout}": Case(LAYOUTS[layout], family=family, **RESUMED)
-    for family, layouts in (family_ranks.FAMILIES | dict.fromkeys(PLAIN, ())).items()
-    for layout in (LAYOUTS if EVERY_LAYOUT else ("DP2", *layouts))
-    if LAYOUTS[layout].ranks > 1 and fits(family, LAYOUTS[layout])
+    for family in (*family_ranks.TRAINED, *(PLAIN if EVERY else ()))
+    for layout in layouts_of(family)
 }
 # these compute something else than CASES, so the CPU computes each of them too
 OTHER_CASES = {

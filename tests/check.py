@@ -1,0 +1,134 @@
+"""``make check``: the tests that a change reaches, nearest first, for five minutes at most.
+
+A test reaches what its file imports, directly or not. What is imported by name at run time, and what is no Python, has
+edges of its own (`DYNAMIC`, `OTHERS`).
+
+    python -m tests.check [--base REV] [argument of pytest ...]     REV: where main and this branch part
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PLACES = ("megarl", "tests", "examples", "launch", "tools", "benchmarks", "lab")
+SECONDS = 300.0
+MARKS = "not vllm and not sglang and not crash and not layouts"
+SLOW = ("tests/rehearsal/", "tests/gpu/", "tests/wheel/", "tests/examples/", "tests/launch/test_cluster.py")
+DYNAMIC = {"megarl.phases": "megarl.phases.", "megarl.rollout": "megarl.rollout.", "megarl.cli": "megarl.phases."}
+OTHERS = {  # start of a file's path -> tests
+    "csrc/sandbox": ("tests/rewards/",),
+    "csrc/": ("tests/kernels/",),
+    "CMakeLists.txt": ("tests/kernels/",),
+    "docs/": ("tests/docs/", "tests/test_house_rules.py"),
+    "examples/": ("tests/recipe/", "tests/planner/test_plan.py"),
+    "lab/": ("tests/lab/",),
+    "Makefile": ("tests/test_house_rules.py",),
+    ".ci/": ("tests/test_house_rules.py",),
+    "pyproject.toml": ("tests/test_house_rules.py", "tests/test_imports.py"),
+}
+# whatever changes; they read the files of the repository
+ALWAYS = ("tests/test_imports.py", "tests/test_house_rules.py")
+
+
+def module_of(file: str) -> str:
+    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def imports_of(file: str, modules: Iterable[str]) -> set[str]:
+    """The modules that a file imports, in functions too, with the packages around them."""
+    named: set[str] = set()
+    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+        if isinstance(node, ast.Import):
+            named.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            named.update(f"{node.module}.{alias.name}" for alias in node.names)
+    found = {".".join(name.split(".")[:n]) for name in named for n in range(1, name.count(".") + 2)}
+    return found & set(modules)
+
+
+def graph() -> dict[str, set[str]]:
+    """{file: files that it imports}, all relative to the root."""
+    tracked = lines("git", "ls-files", "--cached", "--others", "--exclude-standard", *(f"{p}/**.py" for p in PLACES))
+    files = {module_of(file): file for file in tracked if (ROOT / file).exists()}
+    edges = {file: {files[m] for m in imports_of(file, files)} for file in files.values()}
+    for module, prefix in DYNAMIC.items():
+        edges[files[module]] |= {file for name, file in files.items() if name.startswith(prefix)}
+    for file in edges:  # pytest imports the conftest of every folder above a test; the uppermost one reaches everything
+        edges[file] |= {c for p in Path(file).parents[:-2] if (c := f"{p}/conftest.py") in edges and c != file}
+    return edges
+
+
+def reached(changed: Iterable[str], edges: dict[str, set[str]]) -> list[str]:
+    """Files of tests that reach a changed file, those with the fewest imports between first."""
+    importers: dict[str, set[str]] = {}
+    for file, targets in edges.items():
+        for target in targets:
+            importers.setdefault(target, set()).add(file)
+    seen: dict[str, None] = {}
+    front = dict.fromkeys([*changed, *_others(changed, edges)])
+    while front:
+        seen |= front
+        front = dict.fromkeys(i for file in front for i in sorted(importers.get(file, ())) if i not in seen)
+    tests = [file for file in seen if is_test(file) and file in edges]
+    return [*tests, *(file for file in ALWAYS if file not in tests)]
+
+
+def is_test(file: str) -> bool:
+    return file.startswith("tests/") and Path(file).name.startswith("test_") and not file.startswith(SLOW)
+
+
+def _others(changed: Iterable[str], edges: dict[str, set[str]]) -> Iterator[str]:
+    for file in changed:
+        starts = next((tests for start, tests in OTHERS.items() if file.startswith(start)), ())
+        if file.endswith(".md"):
+            starts = ("tests/docs/",)
+        if file.startswith("tests/") and not file.endswith(".py"):  # data of the tests beside it
+            starts = (f"{Path(file).parent.as_posix()}/",)
+        yield from (test for test in edges if starts and test.startswith(starts))
+
+
+def lines(*command: str) -> list[str]:
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout.splitlines()
+
+
+class Limit:
+    """Ends the tests after `SECONDS`."""
+
+    def __init__(self) -> None:
+        self.end = time.monotonic() + SECONDS
+
+    @pytest.hookimpl
+    def pytest_sessionstart(self, session: pytest.Session) -> None:
+        self.session = session
+
+    @pytest.hookimpl
+    def pytest_runtest_logreport(self) -> None:
+        if time.monotonic() > self.end:
+            self.session.shouldstop = f"the other tests would take longer than {SECONDS:.0f} s: make test"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", metavar="REV")
+    options, arguments = parser.parse_known_args()
+    base = options.base or lines("git", "merge-base", "HEAD", "main")[0]
+    untracked = lines("git", "ls-files", "--others", "--exclude-standard")
+    changed = [*lines("git", "diff", "--name-only", base), *untracked]
+    tests = reached(changed, graph())
+    print(f"{len(changed)} changed files reach {len(tests)} files of tests", flush=True)
+    jobs = ["-n", str(os.cpu_count() or 1)]
+    return pytest.main(["-q", "-m", MARKS, *jobs, *arguments, *tests], plugins=[Limit()])
+
+
+if __name__ == "__main__":
+    sys.exit(main())
