@@ -3,6 +3,7 @@ r"""Finds ``\boxed{...}``, which marks the final answer in mathematical response
 from __future__ import annotations
 
 import re
+from typing import NamedTuple
 
 BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|(?:\s+|(?=-?\.?\d))(?P<bare>[^\s$]+))")
 BRACE = re.compile(r"(?<!\\)[{}]")
@@ -12,7 +13,7 @@ BETWEEN = re.compile(r"(?:[\s$,;&]|\\[\\,;:!()\[\]]|\\q?quad|\\text\{\s*(?:and|o
 def last_box(response: str) -> str | None:
     r"""The content of the last ``\boxed{...}``, ``\fbox{...}`` (with matching braces) or ``\boxed 42``; else None."""
     boxes = _boxes(response)
-    return boxes[-1][2] if boxes else None
+    return response[boxes[-1].content] if boxes else None
 
 
 def joined_boxes(response: str) -> str | None:
@@ -20,15 +21,24 @@ def joined_boxes(response: str) -> str | None:
     \boxed{2}`` is ``1, 2``; None if there are not several."""
     found: list[str] = []
     last = 0
-    for start, end, content in _boxes(response):
-        if start >= last:  # else it is a box in a box
-            found = [*found, content] if BETWEEN.fullmatch(response, last, start) else [content]
-            last = end
+    for box in _boxes(response):
+        if box.start >= last:  # else it is a box in a box
+            content = response[box.content]
+            found = [*found, content] if BETWEEN.fullmatch(response, last, box.start) else [content]
+            last = box.end
     return ", ".join(found) if len(found) > 1 else None
 
 
-def _boxes(response: str) -> list[tuple[int, int, str]]:
-    """Where each complete box begins and ends, and its content."""
+class Box(NamedTuple):
+    """Places in a response. (The contents of boxes in boxes in boxes would be many copies of it.)"""
+
+    start: int
+    end: int
+    content: slice
+
+
+def _boxes(response: str) -> list[Box]:
+    """The complete boxes, as they begin."""
     boxes = list(BOX.finditer(response))
     closing: dict[int, int] = {}
     opened: list[int] = []
@@ -40,7 +50,7 @@ def _boxes(response: str) -> list[tuple[int, int, str]]:
     found = []
     for box in boxes:
         if box["bare"]:
-            found.append((box.start(), box.end(), box["bare"]))
+            found.append(Box(*box.span(), slice(*box.span("bare"))))
         elif end := closing.get(box.end()):
-            found.append((box.start(), end + 1, response[box.end() : end]))
+            found.append(Box(box.start(), end + 1, slice(box.end(), end)))
     return found

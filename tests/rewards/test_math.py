@@ -1,6 +1,7 @@
 """The verifier for mathematics agrees with verdicts made by hand (judged_pairs.jsonl)."""
 
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -153,7 +154,10 @@ def test_forms_of_an_answer_and_what_is_none(gold, response, right):
     assert score(gold, response) == float(right)
 
 
-def test_boxes_that_are_never_closed_take_no_time():
+def test_boxes_in_boxes_take_neither_time_nor_memory():
+    tracemalloc.start()
     assert last_box("\\boxed{" * 50_000) is None  # hours, if each were read to the end
-    assert last_box("\\boxed{" * 50_000 + "1" + "}" * 50_000) == "1"
+    assert last_box("\\boxed{" * 50_000 + "1" + "}" * 50_000) == "1"  # 10 GB, if each were a text of its own
+    assert tracemalloc.get_traced_memory()[1] < 100e6
+    tracemalloc.stop()
     assert joined_boxes("\\boxed{1}, $\\boxed 2$ and \\boxed{\\frac{1}{\\boxed{3}}}") == "1, 2, \\frac{1}{\\boxed{3}}"
