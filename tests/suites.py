@@ -154,7 +154,7 @@ def run(name: str, retry: bool = False, output: IO[str] | None = None) -> bool:
     shutil.rmtree(memory, ignore_errors=True)
 
     def pytest(*arguments: str) -> int:
-        command = [PYTHON, "-m", "pytest", "-q", "--durations=10", "-o", f"cache_dir={memory}", *arguments]
+        command = [PYTHON, "-m", "pytest", "-q", "--durations=40", "-o", f"cache_dir={memory}", *arguments]
         return subprocess.run([*command, *suite.arguments], cwd=ROOT, env=environment, stdout=output).returncode
 
     code = pytest(*(["-n", str(suite.jobs), "--dist", "worksteal"] if suite.jobs > 1 else []))

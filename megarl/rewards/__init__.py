@@ -33,6 +33,10 @@ class NoAnswer(UserError):
     """A prompt has no reference answer, or one that cannot be read. In a suite every response to it is then wrong."""
 
 
+class NoNumber(UserError):
+    """What was returned as a score or reward is no finite number."""
+
+
 class VerifierUnavailable(RuntimeError):
     """A service that a verifier needs does not answer. It ends the phase, which can be restarted; no score is given."""
 
@@ -108,11 +112,11 @@ def read_score(found: Any, who: str, scores: tuple[float, float] | None = None) 
 
 def _number(value: Any, who: str) -> float:
     if value is None:
-        raise UserError(f"{who} returned a score or reward that is None; is a return missing?")
+        raise NoNumber(f"{who} returned a score or reward that is None; is a return missing?")
     try:
         return bounded(value.item() if hasattr(value, "item") else value)  # numpy's and torch's numbers
     except (ValueError, RuntimeError) as error:
-        raise UserError(f"{who} returned a score or reward that {error}") from error
+        raise NoNumber(f"{who} returned a score or reward that {error}") from error
 
 
 def row_of(prompt: Prompt) -> dict[str, Any]:

@@ -86,7 +86,10 @@ class Handler(BaseHTTPRequestHandler):
             choice = {"message": {"role": "assistant", "content": said}, "finish_reason": reason}
             self.answer(200, {} if "ODD" in text else {"choices": [choice]})
         else:
-            self.answer(200, {"score": 1 if "RIGHT" in text else 0.25, "reward": -2.0})
+            score = {"NOTHING": None, "WORD": "high", "NAN": float("nan")}.get(text.split()[0], 0.25)
+            if "HESITATES" in text and times == 1:
+                score = None
+            self.answer(200, {"score": 1 if "RIGHT" in text and score is not None else score, "reward": -2.0})
 
     def answer(self, status, body):
         data = json.dumps(body).encode()
@@ -151,6 +154,15 @@ def test_a_judges_answer_gives_the_score(tmp_path, server):
     assert [text for _, text in asked].count("2 + 2? is 4: ONCE RIGHT") == 2
     assert server.keys == {f"Bearer {KEY}"}
     assert {(body["model"], body["temperature"]) for _, body in server.asked} == {("grader", 0.0)}
+
+
+@pytest.mark.parametrize("text", ["NOTHING", "WORD", "NAN"])
+def test_a_service_that_answers_no_number_is_asked_again_and_then_ends_the_phase(tmp_path, server, text):
+    settings = recipe(tmp_path, server.url, "http")
+    assert scored(settings, ["HESITATES RIGHT"]) == [Score(1.0, reward=-2.0)]
+    with pytest.raises(VerifierUnavailable, match="after 3 attempts: .* returned a score or reward that"):
+        scored(settings, [text])
+    assert [body["response"] for _, body in server.asked] == ["HESITATES RIGHT"] * 2 + [text] * 3
 
 
 @pytest.mark.parametrize("text", sorted(SAID))
