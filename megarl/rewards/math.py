@@ -81,7 +81,7 @@ class Math:
         if answer is None and self._boxed:
             return 0.0
         if answer is None:
-            *_, answer = [None, *MARKED.findall(text)] if text is response else [text]
+            answer = text if text is not response else (MARKED.findall(text) or [None])[-1]
         if (word := same_word(response if answer is None else answer, right_answers(prompt))) is not None:
             return float(word)
         try:
