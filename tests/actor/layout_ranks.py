@@ -16,7 +16,7 @@ from megarl.recipe.tables import Recipe
 from tests.actor.conftest import make_recipe
 from tests.extent import EVERY, few
 
-UPDATES, FEW = 20 if EVERY else 3, 3
+UPDATES, FEW = 20 if EVERY else 6, 3  # a resumed one makes six
 # they make all updates; between them they have all kinds of parallelism
 LONG = ("one", "TP2 EP4", "CP2 PP2", "DP2 EP2")
 PROMPTS = 4  # groups per update
