@@ -10,6 +10,7 @@ import ast
 import functools
 import itertools
 import json
+import os
 import pkgutil
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 import megarl
+from megarl.phases import PHASES
 from megarl.recipe.names import ENGINES
 
 PACKAGE = Path(megarl.__file__).parent
@@ -126,6 +128,17 @@ def test_imports_load_heavy_packages_only_where_allowed() -> None:
     for modules in by_engine.values():
         wrong += violations(imported(modules, list(HEAVY)))
     assert wrong == []
+
+
+def test_no_phase_imports_what_asks_for_gpus(tmp_path: Path) -> None:
+    """As flashinfer does, which vLLM brings along and Megatron imports; processes choose their GPUs later."""
+    (tmp_path / "flashinfer.py").write_text("raise RuntimeError('it asks for all GPUs')")
+    imports = "".join(f"import {phase.module}\n" for phase in PHASES.values())
+    code = f"{imports}import sys\nassert 'flashinfer' not in sys.modules\nprint('imported')"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(PACKAGE.parent)])}
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert result.stdout.endswith("imported\n"), result.stderr
 
 
 @functools.cache

@@ -44,7 +44,6 @@ SLOW_PARTS_OF_MEGATRON = (
     "torch._functorch.aot_autograd",
     "torch._inductor.decomposition",
     "torch._inductor.kernel.flex",
-    "megatron.core",
 )
 
 Call = tuple[Callable[..., int], tuple[Any, ...]]  # what a fork runs: a function, which returns the exit code
