@@ -179,6 +179,8 @@ class LiveRolloutWorker:
         return None if newest is None else self.rule.version(update, newest)
 
     def _newest(self) -> int | None:
+        if self.schedule.colocate and not self.state.turns_begun():
+            return None
         newest = self.state.newest()
         if newest is None and self.fresh:  # trainers may still be starting, but they start from this version
             return self.stage.first_update

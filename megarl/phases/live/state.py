@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Literal, cast
+
 import torch.distributed as dist
 
+Decision = Literal["wait", "train", "stop"]
 NO_VERSION = 1 << 62  # later than any version: announced by an engine that will not load another one
 
 
@@ -21,6 +24,34 @@ class LiveState:
         """The newest published version; None until the trainers have found out from which version they continue."""
         return self._number("newest")
 
+    # --- trainers among themselves: a collective would use the devices on which engines may be at work ---
+
+    def decide(self, update: int, decision: Decision) -> None:
+        """First trainer: say what all trainers do about an update."""
+        self._store.set(f"update/{update}", decision)
+
+    def decision(self, update: int) -> Decision | None:
+        """The last decision about an update."""
+        key = f"update/{update}"
+        return cast(Decision, self._store.get(key).decode()) if self._store.check([key]) else None
+
+    def ask_stop(self) -> None:
+        """Trainer: report that it was asked to stop."""
+        self._store.set("stop", "1")
+
+    def stop_asked(self) -> bool:
+        return self._store.check(["stop"])
+
+    def give(self, update: int) -> None:
+        """Trainer: announce that it has given back the memory that it can do without while it waits for an update."""
+        self._store.add(f"given/{update}", 1)
+
+    def given(self, update: int) -> int:
+        """How many trainers have."""
+        return self._number(f"given/{update}") or 0
+
+    # --- all ---
+
     def take(self) -> int:
         """Take the next chunk; returns its number, from 0. No two engines get the same one."""
         return self._store.add("next_chunk", 1) - 1
@@ -34,6 +65,14 @@ class LiveState:
         return min(self._number(f"using/{worker}") or 0 for worker in self._workers)
 
     # --- taking turns on the same devices: in each round first the engines, then the trainers ---
+
+    def begin_turns(self) -> None:
+        """Trainers: announce that they hold all the memory that they keep during the engines' turns."""
+        self._store.set("turns", "1")
+
+    def turns_begun(self) -> bool:
+        """Whether engines may start, which measure the free memory then."""
+        return self._store.check(["turns"])
 
     def round(self) -> int:
         """The number of the current round, from 0."""

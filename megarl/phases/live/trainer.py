@@ -18,7 +18,7 @@ from megarl.heartbeats import WAITS, beat
 from megarl.phases.candidates import Choice, add_stored
 from megarl.phases.export import Exporter
 from megarl.phases.live.service import serve
-from megarl.phases.live.state import LiveState
+from megarl.phases.live.state import Decision, LiveState
 from megarl.phases.stop import StopRequest
 from megarl.phases.updates import build_actor, check_rollouts, find_start, make_updates, resume
 from megarl.storage.files import make_directory
@@ -58,6 +58,7 @@ def train(stage: Stage, role: Role, workers: int) -> None:
     publisher = Publisher(stage, state)
     if stage.is_trained():  # an earlier attempt made all updates, but died before its exit
         publisher.continue_after(stage.run.recipe.schedule.updates_per_stage)
+        state.begin_turns()
     else:
         start = find_start(stage)
         if start.done:
@@ -67,10 +68,20 @@ def train(stage: Stage, role: Role, workers: int) -> None:
         resume(actor, start)
         exporter = Exporter(actor, stage, start.done)
         publisher.trained(exporter, start.done)
+        release(device)
+        dist.barrier()
         batches = LiveBatches(actor, publisher, exporter, stop)
+        if role.rank == 0:
+            state.begin_turns()
         make_updates(actor, stage, start, batches, stop, exporter)
         batches.log_idle()
     publisher.end_stage()
+
+
+def release(device: torch.device) -> None:
+    """Give the memory that torch's allocator holds in reserve back to the device, for engines that share it."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 @dataclass(frozen=True)
@@ -135,11 +146,19 @@ class LiveBatches:
     def read(self, update: int) -> list[Group] | None:
         """Wait until the groups of an update are stored and return them; None if asked to stop. Collective."""
         start = time.perf_counter()
-        while not (ready := self._ready(update)):
-            if ready is None:
+        decision, given = self._decision(update), False
+        while decision != "train" or self._missing(update):  # what another node stored becomes visible late
+            if decision == "stop":
                 return None
+            if self.stop.asked:
+                self.state.ask_stop()
+            if decision == "wait" and not given:
+                release(self.actor.device)
+                self.state.give(update)
+                given = True
             beat(WAITS, f"wait for the groups of update {self.stage.first_update + update + 1}")
             time.sleep(POLL_SECONDS)
+            decision = self._decision(update)
         beat("update", f"update {self.stage.first_update + update + 1}")
         groups = self.store.read(self._groups(update))
         self._check_lags(self.stage.first_update + update, groups)
@@ -166,20 +185,30 @@ class LiveBatches:
             self.choice = None
         return groups
 
-    def _ready(self, update: int) -> bool | None:
-        """Whether all ranks see the groups and it is the trainers' turn; None if a stop was asked for. Collective."""
+    def _missing(self, update: int) -> bool:
+        """Whether this rank does not see all groups of an update yet."""
         self.store.refresh()
         wanted = self._groups(update)
-        missing = not wanted or bool(self.store.missing(wanted))
-        if self.schedule.colocate and dist.get_rank() == 0:  # on shared devices trainers and engines take turns
-            rests = self.state.all_rest()
-            if rests and missing:
-                self.state.next_round()  # the engines' turn begins
-            missing = missing or not rests
-        flags = torch.tensor([float(self.stop.asked), float(missing)], device=self.actor.device)
-        dist.all_reduce(flags, dist.ReduceOp.MAX)
-        asked, waits = flags.tolist()
-        return None if asked else not waits
+        return not wanted or bool(self.store.missing(wanted))
+
+    def _decision(self, update: int) -> Decision | None:
+        """What all trainers do next: train an update, wait for its groups, or stop. The first one decides.
+
+        On shared devices trainers and engines take turns. The engines' turn begins once no stored groups are left to
+        train and all trainers have given back the memory that they can do without.
+        """
+        decided = self.state.decision(update)
+        if dist.get_rank() or decided == "train":
+            return decided
+        missing, rest = self._missing(update), not self.schedule.colocate or self.state.all_rest()
+        decision: Decision = "wait" if missing or not rest else "train"
+        if self.stop.asked or self.state.stop_asked():
+            decision = "stop"
+        if decision != decided:
+            self.state.decide(update, decision)
+        if decision == "wait" and self.schedule.colocate and rest and self.state.given(update) == dist.get_world_size():
+            self.state.next_round()
+        return decision
 
     def _check_lags(self, batch: int, groups: list[Group]) -> None:
         largest = self.schedule.lag_rule.max_lag

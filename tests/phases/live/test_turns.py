@@ -1,0 +1,113 @@
+"""Trainers and engines on the same devices: who works when, decided through the store alone."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megarl.phases.live import trainer
+from megarl.phases.live.service import LiveRolloutWorker
+from megarl.phases.live.state import LiveState
+from megarl.phases.live.trainer import LiveBatches
+
+LOCAL = threading.local()
+
+
+class Trainers:
+    """Two trainers, as threads, that wait for update 0; there is one engine."""
+
+    def __init__(self, monkeypatch, colocate):
+        # all that they may use of torch.distributed; a collective would be an AttributeError
+        ranks = SimpleNamespace(get_rank=lambda: LOCAL.rank, get_world_size=lambda: 2)
+        monkeypatch.setattr(trainer, "dist", ranks)
+        self.released = []
+        monkeypatch.setattr(trainer, "release", lambda device: self.released.append(LOCAL.rank))
+        store = dist.HashStore()
+        self.state, self.stored, self.found, self.polls = LiveState(store, 1), threading.Event(), {}, [0, 0]
+        self.batches = [self.make(LiveState(store, 1), colocate, rank) for rank in (0, 1)]
+        self.threads = [threading.Thread(target=self.read, args=(rank,), daemon=True) for rank in (0, 1)]
+
+    def make(self, state, colocate, rank):
+        def missing(update):
+            self.polls[rank] += 1
+            return not self.stored.is_set()
+
+        batches = object.__new__(LiveBatches)
+        batches.actor = SimpleNamespace(device=torch.device("cpu"))
+        batches.state, batches.stop = state, SimpleNamespace(asked=False)
+        batches.schedule = SimpleNamespace(colocate=colocate)
+        batches.stage = SimpleNamespace(first_update=0)
+        batches.store = SimpleNamespace(read=lambda groups: ["a group"])
+        batches.idle_seconds = 0.0
+        batches._missing, batches._groups, batches._check_lags = missing, lambda update: [0], lambda *_: None
+        return batches
+
+    def read(self, rank):
+        LOCAL.rank = rank
+        self.found[rank] = self.batches[rank].read(0)
+
+    def until(self, condition):
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+
+    def end(self):
+        for thread in self.threads:
+            thread.join(60)
+        return self.found
+
+
+def test_engines_begin_once_all_trainers_have_released_memory_and_trainers_once_engines_rest(monkeypatch):
+    trainers = Trainers(monkeypatch, colocate=True)
+    trainers.threads[0].start()
+    trainers.state.rest(0, 0)  # an engine that has generated all that it may
+    before = trainers.polls[0]
+    trainers.until(lambda: trainers.polls[0] > before + 5)
+    assert trainers.state.round() == 0  # the other trainer still holds its memory
+    trainers.threads[1].start()
+    trainers.until(lambda: trainers.state.round() == 1)
+    assert sorted(trainers.released) == [0, 1]
+    trainers.stored.set()
+    before = trainers.polls[0]
+    trainers.until(lambda: trainers.polls[0] > before + 5)
+    assert trainers.found == {}  # the engine is still at work
+    trainers.state.rest(0, 1)
+    assert trainers.end() == {0: ["a group"], 1: ["a group"]}
+
+
+@pytest.mark.parametrize("asked", [0, 1])
+@pytest.mark.parametrize("colocate", [True, False])
+def test_all_trainers_stop_if_one_is_asked_to_while_they_wait(monkeypatch, colocate, asked):
+    trainers = Trainers(monkeypatch, colocate)
+    for thread in trainers.threads:
+        thread.start()
+    trainers.until(lambda: trainers.state.decision(0) == "wait")
+    trainers.batches[asked].stop.asked = True
+    assert trainers.end() == {0: None, 1: None}
+
+
+def test_trainers_with_devices_of_their_own_train_as_soon_as_the_groups_are_stored(monkeypatch):
+    trainers = Trainers(monkeypatch, colocate=False)
+    for thread in trainers.threads:
+        thread.start()
+    trainers.until(lambda: trainers.state.given(0) == 2)
+    trainers.stored.set()
+    assert trainers.end() == {0: ["a group"], 1: ["a group"]} and trainers.state.round() == 0
+
+
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize("colocate", [True, False])
+def test_engines_on_shared_devices_start_after_the_trainers(colocate, fresh):
+    """An engine measures the free memory when it starts, at the first start and when the stage is resumed."""
+    state = LiveState(dist.HashStore(), 1)
+    worker = object.__new__(LiveRolloutWorker)
+    worker.schedule, worker.state, worker.fresh = SimpleNamespace(colocate=colocate), state, fresh
+    worker.stage = SimpleNamespace(first_update=8)
+    state.publish(10)  # which trainers do before they load the model
+    assert worker._newest() == (None if colocate else 10)
+    state.begin_turns()
+    assert worker._newest() == 10
