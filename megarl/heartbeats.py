@@ -1,7 +1,7 @@
 """Heartbeats by which the processes of a phase show progress, so that their node agent notices when one stalls.
 
 Each process overwrites its latest heartbeat in a small file of its own, which `megarl.workers.watch` polls. A heartbeat
-marks the beginning of a step of some ``kind``; the agent decides how long a step of that kind may take.
+marks the beginning of a step, which may take ``run.stall_seconds``.
 """
 
 from __future__ import annotations

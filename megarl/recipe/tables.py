@@ -94,7 +94,7 @@ class RunTable(Table):
     seed: int = Field(0, ge=0, lt=2**32)  # of prompts, sampling and batches
     max_restarts: int = Field(0, ge=0)  # times a failed phase is started again
     # how long a process may make no progress before its phase is restarted: docs/running.md
-    stall_seconds: float = Field(600.0, gt=0, le=10**7)
+    stall_seconds: float = Field(1800.0, gt=0, le=10**7)
     tensorboard: bool = True  # write the metrics as TensorBoard events
     wandb: bool = False  # and send them to Weights & Biases
     mlflow: bool = False  # and to MLflow

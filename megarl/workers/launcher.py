@@ -24,7 +24,7 @@ from megarl.storage.files import INTACT
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.workers.nodes import Nodes, Report
 from megarl.workers.processes import Ended, Process, Processes, stop_signals_noted, supervise
-from megarl.workers.watch import MOST, Watch, Watched
+from megarl.workers.watch import Watch, Watched
 
 NEARLY_FULL = 1 << 20  # bytes; with less free space a failure is blamed on the full disk
 PRIMARY_SIGNALS = (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS)  # no process dies of these because another one died
@@ -146,7 +146,7 @@ def start_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Pat
             log=str(_log(logs, rank)),
             environment=_environment(nodes, rank, processes)
             | {ERROR_FILE: str(_error_file(errors, rank)), FILE: str(_beats_file(errors, rank))}
-            | {PATIENCE: str(2 * MOST * seconds), STORE: nodes.phase_store or str(errors / "store")}
+            | {PATIENCE: str(2 * seconds), STORE: nodes.phase_store or str(errors / "store")}
             | (_flight_recorder(logs, errors) if _trains_on_gpus(stage, phase, rank % processes) else {}),
         )
         for rank in _ranks(nodes, processes)

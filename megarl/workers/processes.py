@@ -25,7 +25,7 @@ import psutil
 from megarl.errors import STOP_SIGNALS, PhaseFailed
 from megarl.phases import PHASES
 from megarl.workers.warm import CHECK, GENERATION, LAST_WORDS, TRAINING, Call, run_phase_process
-from megarl.workers.watch import FIRST, Stall, Watch
+from megarl.workers.watch import Stall, Watch
 
 if TYPE_CHECKING:
     from megarl.recipe.tables import Recipe
@@ -229,7 +229,7 @@ class Starter:
 
     def prepare(self, recipe: Recipe) -> None:
         """Have the warm process import what the recipe needs; returns at once."""
-        self._patience = FIRST * recipe.run.stall_seconds
+        self._patience = recipe.run.stall_seconds
         if not self._always_cold:
             self.warm_up().prepare(recipe)
 

@@ -1,8 +1,7 @@
 """Notices a stalled process of a phase by its missing heartbeats (`megarl.heartbeats`), and reports where it is stuck.
 
-A step may take ``[run] stall_seconds``, or several times as long as the longest step of its kind so far; the first step
-of a kind, which may load or compile, has more time. Only time in which the watch itself runs is counted, so a job that
-is suspended as a whole does not count as stalled.
+A step may take ``[run] stall_seconds``. Only time in which the watch itself runs is counted, so a job that is suspended
+as a whole does not count as stalled.
 """
 
 from __future__ import annotations
@@ -20,9 +19,6 @@ import psutil
 from megarl.heartbeats import WAITS, Beat, read_beat
 from megarl.linux import state_of
 
-FIRST = 6  # limit of the first step of a kind, in units of `stall_seconds`
-SLOWER = 5  # limit of a later step, in units of the longest step of its kind so far
-MOST = 30  # largest limit, in units of `stall_seconds`
 LOST_SECONDS = 1.0  # at most this much counts between two checks; beyond it the watch itself was suspended
 TREE_SECONDS = 1.0  # least time between two checks of all descendants of the phase's processes
 DUMP_SECONDS = 10.0  # timeout for processes to write their Python stacks
@@ -71,7 +67,6 @@ class Watch:
         self._idle = [0.0 for _ in watched]  # seconds since the last heartbeat
         self._waiting = [0.0 for _ in watched]  # seconds for which it has only waited for others
         self._stopped: dict[int, float] = {}  # process id -> seconds for which it has been in state T (stopped)
-        self._longest: dict[str, float] = {}  # kind -> seconds of its longest step
         self._last_check, self._time = time.monotonic(), 0.0  # `_time`: seconds in which the watch ran
         self._tree_checked = 0.0  # `_time` at the last check of descendants
 
@@ -86,9 +81,9 @@ class Watch:
         running = [index for index in range(len(pids)) if index not in ended]
         for index in running:
             self._read_heartbeat(index, elapsed)
-        late = [index for index in running if self._idle[index] > self._limit(self._beats[index].kind)]
+        late = [index for index in running if self._idle[index] > self._seconds]
         stopped = self._long_stopped([pids[index] for index in running])
-        everybody_waits = self._alone and all(self._waiting[index] > FIRST * self._seconds for index in running)
+        everybody_waits = self._alone and all(self._waiting[index] > self._seconds for index in running)
         if not running or not (late or stopped or everybody_waits):
             return None
         idle = max((self._idle[index] for index in running), default=0.0)
@@ -114,16 +109,7 @@ class Watch:
         self._waiting[index] = self._waiting[index] + elapsed if now and now.kind == before.kind == WAITS else 0.0
         if now is None or now.number == before.number:
             return
-        if before is not START:
-            self._longest[before.kind] = max(self._longest.get(before.kind, 0.0), self._idle[index])
         self._beats[index], self._idle[index] = now, 0.0
-
-    def _limit(self, kind: str) -> float:
-        """Seconds that a step of this kind may take."""
-        longest = self._longest.get(kind)
-        if longest is None and kind != WAITS:
-            return FIRST * self._seconds
-        return min(max(self._seconds, SLOWER * (longest or 0.0)), MOST * self._seconds)
 
     def _long_stopped(self, pids: Sequence[int]) -> dict[int, float]:
         """Descendants of the phase's processes, such as an engine's, that are stopped for too long: {id: seconds}."""
@@ -154,10 +140,7 @@ class Watch:
         ]
 
     def _remedy(self) -> str:
-        return (
-            f"  A step may take [run] stall_seconds = {self._seconds:g}, or longer if earlier steps of its kind did; "
-            f"raise it if this step was only slow"
-        )
+        return f"  A step may take [run] stall_seconds = {self._seconds:g}; raise it if this step was only slow"
 
     def dump(self, pids: Sequence[int]) -> list[str]:
         """Have all processes write their Python stacks to their logs, and NCCL its last collectives to files.

@@ -12,12 +12,13 @@ import psutil
 import pytest
 
 from megarl.workers.watch import Watch, Watched
+from tests.extent import few
 from tests.helpers import megarl, processes_of, read_lines, start_megarl, wait_until_held, wait_until_nobody_works_on
 from tests.phases.test_kill import assert_same_run
 
 pytestmark = pytest.mark.crash
 
-SECONDS = 6
+SECONDS = 20
 SMALL = ("schedule.stages=1", "schedule.updates_per_stage=24", "schedule.prompts_per_update=2", "eval.every=0")
 LIVE = ("schedule.kind=live", "schedule.sync_every=2", "schedule.max_lag=4")
 EVALUATES = ("eval.every=1", "eval.prompts=128", "eval.samples=8")
@@ -56,11 +57,11 @@ CASES = {
     "live trainer": (of_rank("live:0"), TRAINS, LIVE, "live", ""),
     "live generator": (of_rank("live:1"), STORES, LIVE, "live", ""),
     "warm": (warm, TRAINS, (), "optimize", ""),
-    "writer": (None, WRITES, ("actor.checkpoint_every=4", "run.stall_seconds=12"), "optimize", "update_000004"),
+    "writer": (None, WRITES, ("actor.checkpoint_every=4", "run.stall_seconds=24"), "optimize", "update_000004"),
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", few(CASES, "trainer", "live generator", "warm", "writer"))
 def test_a_stopped_process_ends_the_phase_and_is_named(case, recipe, tmp_path):
     find, operation, others, phase, place = CASES[case]
     run, held = tmp_path / "run", tmp_path / "held"
@@ -150,23 +151,20 @@ class Clock:
         return None
 
 
-def test_the_limit_is_larger_for_first_steps_and_after_slow_steps(monkeypatch, tmp_path):
+def test_every_step_has_the_configured_limit(monkeypatch, tmp_path):
     clock = Clock(monkeypatch, tmp_path)
-    assert clock.after(59) is None  # both ranks load
+    assert clock.after(9) is None  # both ranks load
     for rank in (0, 1):
         clock.beat(rank, 1)
-    assert clock.after(40) is None
-    for rank in (0, 1):
-        clock.beat(rank, 2)
-    assert clock.after(1) is None
-    clock.beat(0, 3)
-    assert clock.after(198) is None  # the limit is five times the slowest step, of about 40 s
-    found = clock.after(5)
+    assert clock.after(6) is None
+    clock.beat(0, 2)
+    assert clock.after(3) is None
+    found = clock.after(2)
     assert found and "rank 1 was last seen at update 7 (update)" in found.text
     assert clock.warned == [found.text.splitlines()[0]]
 
 
-def test_quick_steps_have_the_configured_limit_and_suspended_time_does_not_count(monkeypatch, tmp_path):
+def test_suspended_time_does_not_count(monkeypatch, tmp_path):
     clock = Clock(monkeypatch, tmp_path)
     for number in (1, 2):
         clock.beat(0, number)

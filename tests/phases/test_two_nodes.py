@@ -207,7 +207,7 @@ def test_dead_process_of_one_node_restarts_the_phase_on_both(recipe, two_nodes, 
 
 
 def test_a_stopped_process_of_one_node_is_named_and_all_ranks_are_listed(recipe, sealed):
-    options = ("--set", "run.stall_seconds=9", "--set", "run.max_restarts=0")
+    options = ("--set", "run.stall_seconds=20", "--set", "run.max_restarts=0")
     with TwoNodes(recipe, sealed, *options, hold=SECOND_UPDATE) as two:
         two.wait_until_held()
         (rank,) = two.children(1, "optimize")

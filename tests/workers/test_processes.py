@@ -295,7 +295,7 @@ def test_an_import_that_fails_in_the_background_ends_no_fork(tmp_path, monkeypat
 
 def test_a_warm_process_that_was_stopped_before_the_first_phase_is_given_up_after_the_recipes_time(stage, monkeypatch):
     """The check of the recipe and the phase do without it, and the phase's events say so."""
-    recipe = override_recipe(stage.run.recipe, ["run.stall_seconds=1"])
+    recipe = override_recipe(stage.run.recipe, ["run.stall_seconds=6"])
     with Nodes(NodeRank()) as nodes:
         stopped = nodes.starter.warm_up().process
         stopped.send_signal(signal.SIGSTOP)
