@@ -393,7 +393,7 @@ def test_a_prompt_says_what_its_row_says_or_the_row_is_refused(tmp_path, rows, t
 
 
 def test_a_mark_of_the_byte_order_reaches_no_prompt(tmp_path):
-    """Notepad and PowerShell begin files with it (playwright issue 39420)."""
+    """Notepad and PowerShell begin files with it (playwright pull request 39420)."""
     (tmp_path / "t.jinja").write_bytes(b"\xef\xbb\xbf{{ messages[0].content }}")
     for name, text in (("p.jsonl", '\ufeff{"prompt": "p", "answer": 4}'), ("p.csv", "\ufeffprompt,answer\np,4\n")):
         (item,) = read(tmp_path, text, name)
