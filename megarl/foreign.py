@@ -38,7 +38,8 @@ def shown(value: Any) -> str:
 
 def quoted(value: object) -> str:
     """``value``, such as a path, as one word of a printed command, which people paste into a shell."""
-    return shlex.quote(str(value))
+    text = str(value)
+    return shlex.quote(f"./{text}" if text.startswith("-") else text)  # else it would be an option
 
 
 def parse_json(text: str | bytes) -> Any:
@@ -80,7 +81,7 @@ def read_file(path: Path) -> str:
         data = file.read(MAX_FILE + 1)
     if len(data) > MAX_FILE:
         raise ValueError(f"it is larger than {MAX_FILE >> 20} MiB")
-    return data.decode()
+    return data.decode("utf-8-sig")  # editors of Windows begin files with a mark of the byte order
 
 
 def escape(text: str, newlines: bool = True) -> str:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
+from megarl.foreign import quoted
 
 PREFIX = "own_"  # of the names of the modules
 SLOW_SECONDS = 10.0
@@ -33,7 +34,7 @@ def file_of(path: str) -> str:
 def absolute(path: str) -> str:
     """FILE.py:NAME with the absolute path of the file."""
     file, _, name = path.rpartition(":")
-    return f"{Path(file).resolve()}:{name}"
+    return f"{Path(file).absolute()}:{name}"
 
 
 @functools.cache
@@ -58,7 +59,7 @@ def load(path: str, setting: str) -> Any:
         except (Exception, SystemExit) as error:
             del sys.modules[module_name]
             beside = isinstance(error, ModuleNotFoundError) and (Path(file).parent / f"{error.name}.py").exists()
-            hint = f"; it lies beside the file: set PYTHONPATH={Path(file).resolve().parent}" if beside else ""
+            hint = f"; it lies beside the file: set PYTHONPATH={quoted(Path(file).absolute().parent)}" if beside else ""
             raise UserError(f"{here} cannot be loaded: {describe(error, file)}{hint}") from error
     module = sys.modules[module_name]
     if not hasattr(module, name):

@@ -1,8 +1,11 @@
 """Commands that megarl prints can be pasted into a shell, whatever characters the paths in them have."""
 
+import argparse
 import ast
 import re
+import shlex
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -37,7 +40,17 @@ def test_every_path_in_a_printed_command_is_quoted():
             assert NO_PATHS.fullmatch(field), f"{where}: {field} in {command!r}"
 
 
-@pytest.mark.parametrize("path", ["a", "a b", "it's", 'say "x"', "$HOME", "a;b", "*", "ü", "", "a\nb", "~", "#x"])
+@pytest.mark.parametrize(
+    "path",
+    ["a", "a b", "it's", 'say "x"', "$HOME", "a;b", "*", "ü", "", "a\nb", "~", "#x", "{a,b}", "!x", "%s", "a\\b"],
+)
 def test_a_quoted_path_is_one_word_for_a_shell(path):
     said = subprocess.run(["sh", "-c", f"printf %s {quoted(path)}"], capture_output=True, text=True, check=True)
     assert said.stdout == path
+
+
+@pytest.mark.parametrize("path", ["-run", "--stage", "-", "-r un"])
+def test_a_quoted_path_is_no_option(path):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("run_dir", type=Path)
+    assert parser.parse_args(shlex.split(quoted(Path(path)))).run_dir == Path(path)

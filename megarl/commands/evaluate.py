@@ -140,7 +140,7 @@ def _suite_of(data: str) -> SuiteTable:
     """A suite made of ``data``, a prompt file or generator that the recipe does not name."""
     source: Literal["file", "reasoning_gym"] = "reasoning_gym"
     if Path(data).suffix in FILES:
-        source, data = "file", str(Path(data).resolve())
+        source, data = "file", str(Path(data).absolute())
     return SuiteTable(name=default_name(source, data), source=source, suite=data)
 
 

@@ -28,7 +28,7 @@ def init(name: str, folder: Path) -> str:
     text = re.sub(rf"examples/({beside.name}/\w+\.py)", rf"{examples}/\1", recipes[name].read_text())
     write_atomic(target, text)
     made = re.findall(r'"(.+)"  # made by (\w+\.py)', text)
-    steps = [f"python {quoted(beside / script)}  # makes {path} in this directory" for path, script in made]
+    steps = [f"python {quoted(beside / script)}" for _, script in made]
     steps += [f"megarl data show {quoted(target)}"]
     if tomllib.loads(text).get("actor", {}).get("backend") != "cpu":
         steps += [f"megarl plan {quoted(target)} --gpu h200"]

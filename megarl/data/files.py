@@ -6,6 +6,8 @@ import csv
 import itertools
 import json
 import math
+import re
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from megarl.errors import UserError, nearest
 from megarl.recipe.data_table import FILES, SourceTable
 
 _REST = "(without a column)"
+_SMALL = {"halffloat": "float16", "float": "float32"}  # Arrow's names of types of numbers, and NumPy's
 MAX_LINE = 16 << 20  # most bytes of a line of a .jsonl file; a longer one means that the file is not JSON lines
 # {"question": str | chat messages, "answer": str, "metadata": dict}, reasoning-gym's form; of the file of a suite also
 # "exam": True, and then the answer may be ""
@@ -102,12 +105,16 @@ def _read_csv(path: Path, form: Format | None) -> Rows:
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, restkey=_REST, strict=True)
-            rows, names = list(reader), reader.fieldnames or []
+            rows: list[Any] = list(reader)
+            names = reader.fieldnames or []
     except (csv.Error, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
     if twice := [name for name in names if names.count(name) > 1]:
         raise UserError(f"{path} has two columns {twice[0]!r}")
-    return ((f"{path}, row {number}", row) for number, row in enumerate(rows, 1))
+    for number, row in enumerate(rows, 1):
+        where = f"{path}, row {number}"
+        quoted = [cell for cell in row.values() if isinstance(cell, str) and re.fullmatch(' +".*"', cell, re.DOTALL)]
+        yield where, UserError(f"{where}: has a space before the quotes of {quoted[0]:.60}") if quoted else row
 
 
 def _read_parquet(path: Path, form: Format | None) -> Rows:
@@ -118,17 +125,52 @@ def _read_parquet(path: Path, form: Format | None) -> Rows:
         there = pyarrow.parquet.read_schema(path).names
         wanted = [name for name in there if name in (*form.columns, *form.optional)] if form else None
         table = pyarrow.parquet.read_table(path, columns=wanted)
-    except (pyarrow.ArrowException, OSError) as error:
+        labels = _labels(table.schema.metadata)
+    except (pyarrow.ArrowException, OSError, ValueError, LookupError, AttributeError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
-    for at, field in enumerate(table.schema):
-        if field.type in (pyarrow.float16(), pyarrow.float32()):  # as written: 0.1, not 0.10000000149011612
-            table = table.set_column(at, field.name, table[at].cast("float32").cast("string").cast("float64"))
-    places = (f"{path}, row {number}" for number in itertools.count(1))
-    return zip(places, (_of_parquet(row) for batch in table.to_batches(64) for row in batch.to_pylist()), strict=False)
+    rows = (row for batch in table.to_batches(64) for row in _rows_of(batch))
+    for number, row in enumerate(rows, 1):
+        where = f"{path}, row {number}"
+        if isinstance(row, Exception):
+            yield where, UserError(f"{where}: {row}")
+            continue
+        for field in table.schema:
+            value = row[field.name]
+            if field.name in labels:
+                row[field.name] = dict(enumerate(labels[field.name])).get(value)
+            elif field.name == "tools":
+                row[field.name] = without_null(value)
+            elif "float" in str(field.type):
+                row[field.name] = _as_written(value, field.type)
+        yield where, row
 
 
-def _of_parquet(row: dict[str, Any]) -> dict[str, Any]:
-    return row | {"tools": without_null(row["tools"])} if "tools" in row else row
+def _labels(written: dict[bytes, bytes] | None) -> dict[str, list[str]]:
+    """The names that a column's numbers stand for, which Hugging Face's datasets writes beside them: 2 may mean "C"."""
+    features = json.loads((written or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
+    found = {name: own for name, own in features.items() if isinstance(own, dict) and own.get("_type") == "ClassLabel"}
+    return {name: own["names"] for name, own in found.items()}
+
+
+def _rows_of(batch: Any) -> list[Any]:
+    """The rows of a batch; an exception in place of one that has no values in Python, such as text that is no UTF-8."""
+    try:
+        return list(batch.to_pylist())
+    except (ValueError, OverflowError) as error:
+        each = (batch.slice(at, 1) for at in range(batch.num_rows))
+        return [error] if batch.num_rows == 1 else [row for one in each for row in _rows_of(one)]
+
+
+def _as_written(value: Any, kind: Any) -> Any:
+    """A value of Parquet with floats of 16 and 32 bits as they were written: 0.1, not 0.10000000149011612."""
+    import numpy as np
+
+    if isinstance(value, dict):
+        return {part.name: _as_written(value[part.name], part.type) for part in kind}
+    if isinstance(value, list):
+        return [_as_written(entry, getattr(kind, "value_type", kind)) for entry in value]
+    small = _SMALL.get(str(kind))
+    return float(str(np.dtype(small).type(value))) if small and value is not None else value
 
 
 def _renamed(row: Any, table: SourceTable, form: Format | None, where: str) -> Any:
@@ -146,7 +188,7 @@ def _renamed(row: Any, table: SourceTable, form: Format | None, where: str) -> A
             raise UserError(f"{where}: no column {name!r}, which data.format = {table.format!r} needs")
     try:
         return form.convert(row)
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, zlib.error) as error:
         raise UserError(f"{where} is not a row of data.format = {table.format!r}: {error!r}") from error
 
 
@@ -173,6 +215,10 @@ def _item_of_row(row: Any, where: str, exam: bool) -> Item:
         given = None  # pandas writes so that there is none
     try:
         prompt, answer = prompt_of(row["prompt"]), answer_of(given)
+        others = row.get("also_right") or []
+        if not isinstance(others, list):
+            raise ValueError(f"also_right must be a list of answers, got {others!r:.60}")
+        others = [other for other in map(answer_of, others) if other]
     except ValueError as error:
         raise UserError(f"{where}: {error}") from error
     if answer is None and not exam and (given is not None or not row.get("tests")):  # tests need no answer
@@ -184,5 +230,6 @@ def _item_of_row(row: Any, where: str, exam: bool) -> Item:
     except (ValueError, RecursionError) as error:  # such as half of a surrogate pair, which no tokenizer accepts
         raise UserError(f"{where}: not valid text: {error}") from error
     metadata = {key: value for key, value in row.items() if key not in ("prompt", "answer")}
+    metadata |= {"also_right": others} if "also_right" in row else {}
     item = {"question": prompt, "answer": answer or "", "metadata": metadata}
     return item | {"exam": True} if exam else item

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.data.boxes import last_box
-from megarl.data.values import answer_of, parse, prompt_of
+from megarl.data.values import check_exact, parse, prompt_of
 
 Row = dict[str, Any]
 LARGEST_TESTS = 1 << 30  # most bytes of a row's compressed tests after decompression
@@ -77,7 +77,7 @@ def skywork_or1(row: Row) -> Row:
     if isinstance(truth, str):
         return {"prompt": prompt, "answer": truth}
     if isinstance(truth, list):
-        return {"prompt": prompt, "answer": truth[0], "also_right": [answer_of(other) or "" for other in truth[1:]]}
+        return {"prompt": prompt, "answer": truth[0], "also_right": truth[1:]}
     if truth.get("test_code") is not None:
         names = {"tests": "test_code", "entry_point": "entry_point"} | dict.fromkeys(
             ("test_setup", "preamble"), "import_prefix"
@@ -114,10 +114,9 @@ def big_math(row: Row) -> Row:
 def code_contests(row: Row) -> Row:
     """https://huggingface.co/datasets/deepmind/code_contests, with its public, private and generated tests."""
     groups = [row.get(name) or {} for name in ("public_tests", "private_tests", "generated_tests")]
-    tests: Row = {
-        f"{side}s": [text for each in groups for text in each.get(side) or []] for side in ("input", "output")
-    }
-    tests["harness"] = "code_contests"  # see `megarl.rewards.harness`
+    pairs = [pair for each in groups for pair in zip(_list(each.get("input")), _list(each.get("output")), strict=True)]
+    # for harness see `megarl.rewards.harness`
+    tests = {"inputs": [pair[0] for pair in pairs], "outputs": [pair[1] for pair in pairs], "harness": "code_contests"}
     return {"prompt": row["description"], "tests": tests, "name": row.get("name"), "difficulty": row.get("difficulty")}
 
 
@@ -143,7 +142,7 @@ def evalplus(row: Row) -> Row:
 
     Questions of the latter do not name the function, so their first short test, ``test_list[0]``, is appended.
     """
-    example = "".join("\n\n" + test for test in (row.get("test_list") or [])[:1])
+    example = "".join("\n\n" + test for test in _list(row.get("test_list"))[:1])
     tests = row["test"].replace("import numpy as np", NUMPY, 1)
     return {"prompt": f"{row['prompt']}{example}", "tests": tests, "entry_point": row.get("entry_point")}
 
@@ -159,8 +158,8 @@ def gpqa(row: Row) -> Row:
 
 def arc(row: Row) -> Row:
     """https://huggingface.co/datasets/allenai/ai2_arc"""
-    labels, choices = row["choices"]["label"], row["choices"]["text"]
-    if row["answerKey"] not in labels:
+    labels, choices = _list(row["choices"]["label"]), _list(row["choices"]["text"])
+    if labels.count(row["answerKey"]) != 1:
         raise ValueError(f"answerKey {row['answerKey']!r} is not one of {labels}")
     return {"prompt": _choices(row["question"], labels, choices), "answer": row["answerKey"]}
 
@@ -184,8 +183,9 @@ def enigmata(row: Row) -> Row:
     ``answer`` or, without one, that of ``meta``.
     """
     meta = row.get("meta")
-    meta = json.loads(meta) if isinstance(meta, str) and meta else meta or {}
+    meta = parse(meta) if isinstance(meta, str) and meta else meta or {}
     answer = meta.get("answer") if row.get("answer") in (None, "") else row["answer"]
+    check_exact(answer, "answer", null=True)
     answer = json.dumps(answer, ensure_ascii=False) if isinstance(answer, list | dict | bool) else answer
     return {"prompt": row["prompt"], "answer": answer, "task_name": row["task_name"], "meta": meta}
 
@@ -224,7 +224,16 @@ def _user_text(messages: list[dict[str, Any]]) -> str:
     return str(message["content"])
 
 
+def _list(value: Any) -> list[Any]:
+    """A list, empty for null; ValueError for a text, whose characters would pass for its entries."""
+    if not isinstance(value, list | None):
+        raise ValueError(f"{value!r:.60} is not a list")
+    return value or []
+
+
 def _grid(rows: list[list[int]]) -> str:
+    if not all(type(cell) is int for row in rows for cell in row):
+        raise ValueError("a grid has cells that are not whole numbers")
     return "\n".join(" ".join(map(str, row)) for row in rows)
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import Environment, TemplateError, meta
 
 from megarl.data.files import Item
-from megarl.data.values import tools_of
+from megarl.data.values import check_exact, leaves, name_of, tools_of, without_null
 from megarl.errors import UserError
 from megarl.recipe.data_table import GIVEN, DataTable
 
@@ -181,13 +181,14 @@ class Renderer:
                     part for part in message["content"] if part.get("type", "text") != "text" or "text" not in part
                 )
                 raise UserError(f"{where} has a part that is no text, and only text can reach the model: {part!r:.60}")
-        columns = {name: row[name] for name in self.shown - self._fields if row.get(name) not in (None, "", [], {})}
+        names = (name for name in self.shown - self._fields - {"tools"} if row.get(name) not in (None, "", [], {}))
+        columns = {name: without_null(row[name]) for name in names}
         if twice := columns.keys() & self._table.template_arguments:
             raise UserError(f"{where} has a column {min(twice)}, which data.template_arguments sets too")
-        if row.get("tools") and "tools" not in self.shown:
-            raise UserError(f"{where} has tools, which the chat template does not show")
         try:
-            tools = tools_of(columns.pop("tools", None))
+            for name, value in columns.items():
+                check_exact(value, f"column {name}")
+            tools = tools_of(None if "tools" in self._fields else row.get("tools"))
         except ValueError as error:
             raise UserError(f"{where}: {error}") from error
         if (first := columns.pop("system", None)) is not None:
@@ -198,7 +199,10 @@ class Renderer:
         shape = tuple((message["role"], *message) for message in messages), bool(tools)
         if shape not in self._complete:
             marked = [message | {"content": f"{_TURN}{n}{_TURN}"} for n, message in enumerate(messages)]
-            self._check_shown(marked, self._open(marked, where, tools, columns), where, messages)
+            text = self._open(marked, where, tools, columns)
+            if not all(str(name_of(tool)) in text for tool in tools or ()):
+                raise UserError(f"{where} has tools, which the chat template does not show")
+            self._check_shown(marked, text, where, messages)
             self._complete.add(shape)
         text = self._open(messages, where, tools, columns)
         self._check_shown(messages, text, where, messages)
@@ -224,7 +228,7 @@ class Renderer:
     def _check_shown(self, messages: list[dict[str, Any]], text: str, where: str, given: list[dict[str, Any]]) -> None:
         """`UserError` unless ``text`` has the contents and the called functions of all ``messages``."""
         for message, own in zip(messages, given, strict=True):
-            needed = [call.get("function", call)["name"] for call in message.get("tool_calls", ())]
+            needed = (str(name_of(call)) for call in message.get("tool_calls", ()))
             # templates leave out the reasoning of earlier turns
             for part in (*needed, message["content"].rpartition("</think>")[2]):
                 if part.strip() not in text:
@@ -293,7 +297,7 @@ class Renderer:
 
 def _read_template(path: str) -> str:
     try:
-        return Path(path).read_text()
+        return Path(path).read_text("utf-8-sig")  # without a mark of the byte order, which would begin each prompt
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read data.template {path}: {error}") from error
 
@@ -308,8 +312,7 @@ def _names(template: str) -> list[str]:
 def _fill(template: str, fields: dict[str, Any], where: str) -> str:
     try:
         for name in _names(template):
-            if fields.get(name, "") is None:
-                raise ValueError(f"column {name} is null")
+            check_exact(string.Formatter().get_field(name, (), fields)[0], f"column {name}")
         return template.format(**fields)
     except (KeyError, IndexError, AttributeError, ValueError, TypeError) as error:
         raise UserError(
@@ -324,11 +327,7 @@ def _message(role: str, content: str) -> dict[str, Any]:
 
 def texts(value: Any) -> Iterator[str]:
     """All strings in nested lists and dictionaries."""
-    if isinstance(value, str):
-        yield value
-    elif isinstance(value, dict | list):
-        for part in value.values() if isinstance(value, dict) else value:
-            yield from texts(part)
+    return (leaf for leaf in leaves(value) if isinstance(leaf, str))
 
 
 def _replaced(value: Any, new: dict[str, str]) -> Any:

@@ -5,10 +5,17 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import re
+from collections.abc import Iterator
 from decimal import Decimal
 from typing import Any
 
 NUMBER_DIGITS = 17  # characters up to which the text of a float is exact: it then has at most 15 digits
+_SMALLEST = 1e-300  # numbers nearer to 0 may have fewer digits than others
+# a text that is a conversation, or one message, as JSON or Python writes it: of messages as transformers or ShareGPT
+_CHAT = re.compile(
+    r"""\s*(?:array\()?\s*\[?\s*\{(?=.*["'](?:role|from)["']\s*:)(?=.*["'](?:content|value)["']\s*:)\s*(.)""", re.S
+)
 
 
 class Inexact(float):
@@ -16,16 +23,27 @@ class Inexact(float):
 
 
 def parse(text: str | bytes) -> Any:
-    """The value of a JSON text, with `Inexact` for numbers that floats cannot hold; ValueError if it is malformed."""
+    """The value of a JSON text, with `Inexact` for numbers that floats cannot hold.
+
+    ValueError if it is malformed, or if an object has a name twice.
+    """
     try:
-        return json.loads(text, parse_float=_float)
+        return json.loads(text, parse_float=_float, object_pairs_hook=_object)
     except RecursionError as error:
         raise ValueError(str(error)) from error
 
 
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError(f"an object has two values of one name: {[name for name, _ in pairs]!r:.80}")
+    return found
+
+
 def _float(text: str) -> float:
     number = float(text)
-    exact = (number and len(text) < NUMBER_DIGITS) or (math.isfinite(number) and Decimal(repr(number)) == Decimal(text))
+    short = abs(number) > _SMALLEST and len(text) < NUMBER_DIGITS
+    exact = short or (math.isfinite(number) and Decimal(repr(number)) == Decimal(text))
     return number if exact else Inexact(number)
 
 
@@ -54,11 +72,11 @@ def prompt_of(value: Any) -> str | list[dict[str, Any]]:
 
     ValueError, without the place, for one that is empty or not all text.
     """
-    if isinstance(value, str) and value.lstrip()[:2] == "[{" and "role" in value:
+    if isinstance(value, str) and (written := _CHAT.match(value)):
+        if written[1] == "'":
+            raise ValueError(f"prompt is a list as Python prints it, which is no JSON: {value:.60}")
         with contextlib.suppress(ValueError):
             value = parse(value)
-        if isinstance(value, str) and value.lstrip().startswith("[{'"):
-            raise ValueError(f"prompt is a list as Python prints it, which is no JSON: {value:.60}")
     if isinstance(value, str) and value.strip():
         return value
     chat = isinstance(value, list) and all(isinstance(m, dict) and {"role", "content"} <= m.keys() for m in value)
@@ -75,6 +93,8 @@ def _message(given: dict[str, Any], what: str) -> dict[str, Any]:
     role, content, calls = given["role"], given["content"], given.get("tool_calls") or []
     if not isinstance(role, str) or not role:
         raise ValueError(f"{what} has the role {role!r:.60}, expected a text")
+    if given.get("function_call"):
+        raise ValueError(f"{what} has a function_call, which templates leave out: write it as tool_calls")
     if isinstance(content, list):
         if not all(isinstance(part, dict) for part in content):
             raise ValueError(f"{what} must have a text as content, or a list of parts, got {content!r:.60}")
@@ -91,13 +111,14 @@ def _message(given: dict[str, Any], what: str) -> dict[str, Any]:
 def _call(call: Any, what: str) -> dict[str, Any]:
     """A call of a tool; templates write its arguments as JSON themselves."""
     call = without_null(call)
-    function = call.get("function", call) if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    if not isinstance(call, dict) or name_of(call) is None:
         raise ValueError(f"{what} has a tool call without a function's name: {call!r:.60}")
+    function = call.get("function", call)
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         with contextlib.suppress(ValueError):
             function["arguments"] = parse(arguments)
+    check_exact(function.get("arguments"), f"{what} has a tool call that", null=True)
     return call
 
 
@@ -106,9 +127,34 @@ def tools_of(value: Any) -> list[dict[str, Any]] | None:
     tools = parse(value) if isinstance(value, str) and value.strip() else value
     if not tools:
         return None
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise ValueError(f"tools must be a list of objects, got {value!r:.60}")
+    if not (isinstance(tools, list) and all(isinstance(tool, dict) and name_of(tool) for tool in tools)):
+        raise ValueError(f"tools must be a list of objects with names, got {value!r:.60}")
     return tools
+
+
+def name_of(tool: dict[str, Any]) -> str | None:
+    """The name of the function of a tool or of a call; None if that is no text."""
+    function = tool.get("function", tool)
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def leaves(value: Any) -> Iterator[Any]:
+    """All values in nested lists and dictionaries that are neither."""
+    if isinstance(value, dict | list):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from leaves(part)
+    else:
+        yield value
+
+
+def check_exact(value: Any, what: str, null: bool = False) -> None:
+    """ValueError if a value, ``what`` in the message, would not become text as it was written. null: it may be null."""
+    for part in leaves(value):
+        if part is None and not null:
+            raise ValueError(f"{what} is null")
+        if isinstance(part, bytes | Inexact) or (isinstance(part, float) and not math.isfinite(part)):
+            raise ValueError(f"{what} has {part!r:.60}, which is no exact text")
 
 
 def without_null(value: Any) -> Any:

@@ -90,13 +90,15 @@ def _drop_foreign_fields(table: dict[str, Any]) -> None:
 
 
 def _absolute_paths(recipe: Recipe) -> Recipe:
-    """Make all paths absolute, because a run can be resumed from any directory. A loop of links is left as it is."""
+    """Make all paths absolute, because a run can be resumed from any directory.
+
+    Links to files are kept: those of a Hugging Face cache lead to files whose names have no suffix.
+    """
     model, data, evaluation = recipe.model, recipe.data, recipe.eval
     tokenizer = model.tokenizer and Path(os.path.realpath(model.tokenizer))
     model = model.model_copy(update={"path": Path(os.path.realpath(model.path)), "tokenizer": tokenizer})
     suites = [_absolute_suite(suite, data.source) for suite in evaluation.suites]
     evaluation = _absolute_suite(evaluation, data.source).model_copy(update={"suites": suites})
-    # links are kept: an environment's interpreter is a link that must be called by its name
     interpreters = {f"{name}_python": path.absolute() for name in ENGINES if (path := recipe.rollout.interpreter(name))}
     rollout = recipe.rollout.model_copy(update=interpreters)
     changed: dict[str, BaseModel] = {
@@ -111,7 +113,10 @@ def _absolute_paths(recipe: Recipe) -> Recipe:
 
 def _absolute_reward(table: RewardTable) -> RewardTable:
     parts = tuple(part.model_copy(update={"path": part.path and absolute(part.path)}) for part in table.parts)
-    return table.model_copy(update={"path": table.path and absolute(table.path), "parts": parts})
+    service = table.service
+    if service and service.prompt:
+        service = service.model_copy(update={"prompt": service.prompt.absolute()})
+    return table.model_copy(update={"path": table.path and absolute(table.path), "parts": parts, "service": service})
 
 
 def _absolute_objective(table: ObjectiveTable) -> ObjectiveTable:
@@ -122,23 +127,23 @@ def _absolute_objective(table: ObjectiveTable) -> ObjectiveTable:
 def _absolute_data(data: DataTable) -> DataTable:
     changed: dict[str, Any] = {"sources": tuple(map(_absolute_source, data.sources))}
     if data.source == "file" and data.train:
-        changed["train"] = str(Path(data.train).resolve())
+        changed["train"] = str(Path(data.train).absolute())
     if data.template_file:
-        changed["template"] = str(Path(data.template_file).resolve())
+        changed["template"] = str(Path(data.template_file).absolute())
     return data.model_copy(update=changed)
 
 
 def _absolute_source(table: SourceTable) -> SourceTable:
-    resolved = str(Path(table.train).resolve()) if table.source == "file" else table.train
-    return table.model_copy(update={"train": resolved})
+    train = str(Path(table.train).absolute()) if table.source == "file" else table.train
+    return table.model_copy(update={"train": train})
 
 
 def _absolute_suite(table: AnySuite, source: str | None) -> AnySuite:
     changed: dict[str, Any] = {}
     if table.suite and (table.source or source) == "file":
-        changed["suite"] = str(Path(table.suite).resolve())
+        changed["suite"] = str(Path(table.suite).absolute())
     if (template := table.data.get("template", "raw")) not in MESSAGES:
-        changed["data"] = {**table.data, "template": str(Path(template).resolve())}
+        changed["data"] = {**table.data, "template": str(Path(template).absolute())}
     return table.model_copy(update=changed)
 
 

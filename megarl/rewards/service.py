@@ -82,7 +82,7 @@ class Judge:
 
     def __init__(self, table: ServiceTable) -> None:
         self._service, self._model = Service(table), table.model
-        self._question = table.prompt.read_text() if table.prompt else QUESTION
+        self._question = table.prompt.read_text("utf-8-sig") if table.prompt else QUESTION
 
     def score(self, prompt: Prompt, response: str) -> Score:
         about = {"prompt": prompt.text, "answer": prompt.answer, "response": response}
@@ -220,7 +220,7 @@ def check(recipe: Recipe) -> None:
 
 def _check_question(path: Path) -> None:
     try:
-        text = path.read_text()
+        text = path.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"[reward.service] prompt: {path} cannot be read: {error}") from None
     if "{response}" not in text:

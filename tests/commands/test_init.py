@@ -39,9 +39,9 @@ def test_it_writes_a_recipe_that_loads_and_lists_all_shipped_ones(tmp_path: Path
 
 def test_a_recipe_whose_model_a_script_makes_names_the_script_and_no_plan(tmp_path: Path) -> None:
     said = init("quickstart/recipe", tmp_path)
-    assert f"next    python {ROOT}/examples/quickstart/make_base.py  # makes examples/quickstart/base" in said
+    assert f"next    python {ROOT}/examples/quickstart/make_base.py\n" in said
     assert "megarl plan" not in said and "megarl plan" in init("starter", tmp_path)
-    assert f"python {ROOT}/examples/smollm2/tasks.py  # makes examples" in init("smollm2/instructions", tmp_path)
+    assert f"python {ROOT}/examples/smollm2/tasks.py\n" in init("smollm2/instructions", tmp_path)
     assert (
         load_recipe(tmp_path / "smollm2-instructions.toml").reward.path == f"{ROOT}/examples/smollm2/tasks.py:follows"
     )

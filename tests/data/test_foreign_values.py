@@ -3,6 +3,7 @@
 import json
 from decimal import Decimal
 
+import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -244,3 +245,156 @@ def test_cells_of_csv_files_that_belong_to_no_column_are_refused(tmp_path, text,
 def test_null_and_lists_become_no_text_of_a_published_row(tmp_path, name, row):
     with pytest.raises(UserError, match="line 1"):
         read(tmp_path, [row], format=name)
+
+
+def arrow(kind, value, **more):
+    """A table with an answer of Arrow's type ``kind``."""
+    return pyarrow.table({"prompt": ["p"], "answer": pyarrow.array([value], kind)} | more)
+
+
+def chat_of(ground_truth):
+    return [{"prompt": [user("p")], "reward_model": {"ground_truth": ground_truth}}]
+
+
+TRUTH = {"columns": {"answer": "answer.ground_truth"}}
+STRUCT = pyarrow.struct([("ground_truth", pyarrow.float32())])
+NOT_UTF8 = pyarrow.StringArray.from_buffers(
+    1, pyarrow.py_buffer(np.array([0, 2], np.int32)), pyarrow.py_buffer(b"\xff\xfe")
+)
+LABELS = {"answer": {"names": ["A", "B", "C", "D"], "_type": "ClassLabel"}}
+HUGGING_FACE = {b"huggingface": json.dumps({"info": {"features": LABELS}}).encode()}
+LIVE = {"question_content": "q", "public_test_cases": "[]", "metadata": "{}"}
+CONTEST = {"description": "p", "public_tests": {"input": ["1", "2"], "output": ["1"]}}
+CHOICES = {"question": "q", "answerKey": "A"}
+GRID = {"train": [{"input": [[1]], "output": [[1]]}]}
+PUZZLE = {"prompt": "p", "task_name": "t"}
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "settings", "answer"),  # answer: None if the row is refused
+    [
+        # RFC 8259, section 4: an object whose names are not unique
+        ("p.jsonl", '{"prompt": "p", "answer": "1", "answer": "2"}', {}, None),
+        # IEEE 754: numbers below 2.2e-308 have fewer digits
+        ("p.jsonl", '{"prompt": "p", "answer": 1.2345678e-320}', {}, None),
+        # RFC 4180, section 2: no quotes in a field that does not begin with them
+        ("p.csv", 'prompt,answer\np, "4"\n', {}, None),
+        ("p.csv", "prompt;answer\np;4\n", {}, None),
+        ("p.jsonl", [{"prompt": "p", "answer": "1", "also_right": "42"}], {}, None),
+        ("p.jsonl", [{"prompt": "p", "answer": "1", "also_right": None}], {}, "1"),
+        # verl's reward_model.ground_truth in Parquet, with Arrow's smaller floats
+        ("p.parquet", arrow(STRUCT, {"ground_truth": 0.1}), TRUTH, "0.1"),
+        ("p.parquet", arrow(pyarrow.list_(pyarrow.float32()), [0.1]), {"columns": {"answer": "answer.0"}}, "0.1"),
+        ("p.parquet", arrow(pyarrow.float16(), np.float16(0.1)), {}, "0.1"),
+        # cais/mmlu and tasksource issue 6: the answer is a ClassLabel of Hugging Face's datasets
+        ("p.parquet", arrow(pyarrow.int64(), 2).replace_schema_metadata(HUGGING_FACE), {}, "C"),
+        ("p.parquet", arrow(pyarrow.int64(), -1).replace_schema_metadata(HUGGING_FACE), {}, None),
+        # Parquet files of writers that check no UTF-8, and dates beyond those of Python
+        ("p.parquet", pyarrow.table({"prompt": ["p"], "answer": NOT_UTF8}), {}, None),
+        ("p.parquet", arrow(pyarrow.string(), "4", day=pyarrow.array([6585000], pyarrow.date32())), {}, None),
+        ("p.parquet", arrow(pyarrow.string(), "4", at=pyarrow.array([1], pyarrow.timestamp("ns"))), {}, None),
+        ("p.parquet", arrow(pyarrow.date32(), 1), {}, None),
+        ("p.parquet", arrow(pyarrow.bool_(), True), {}, None),
+        ("p.parquet", arrow(pyarrow.list_(pyarrow.string()), ["4"]), {}, None),
+        ("p.parquet", arrow(pyarrow.map_(pyarrow.string(), pyarrow.float32()), [("ground_truth", 4)]), TRUTH, None),
+        # deepmind/code_contests: outputs that would belong to the inputs of another group of tests; texts for lists
+        ("p.jsonl", [CONTEST | {"private_tests": {"input": ["3"], "output": ["2", "3"]}}], "code_contests", None),
+        ("p.jsonl", [CONTEST | {"public_tests": {"input": "12", "output": "12"}}], "code_contests", None),
+        # evalplus/mbppplus as CSV has its lists as texts; allenai/ai2_arc
+        ("p.jsonl", [{"prompt": "p", "test": "t", "test_list": "['assert f(1)']"}], "evalplus", None),
+        ("p.jsonl", [CHOICES | {"choices": {"label": "AB", "text": ["x", "y"]}}], "arc", None),
+        ("p.jsonl", [CHOICES | {"choices": {"label": ["A", "A"], "text": ["x", "y"]}}], "arc", None),
+        # fchollet/ARC-AGI: cells are digits
+        ("p.jsonl", [GRID | {"test": [{"input": [[1]], "output": [[0, None]]}]}], "arc_agi", None),
+        ("p.jsonl", [GRID | {"test": [{"input": [[1]], "output": [[1.0]]}]}], "arc_agi", None),
+        ("p.jsonl", [GRID | {"test": [{"input": [[1]], "output": [[True]]}]}], "arc_agi", None),
+        ("p.jsonl", [GRID | {"test": [{"input": ["12"], "output": ["34"]}]}], "arc_agi", None),
+        # BytedTsinghua-SIA/Enigmata-Eval: meta is JSON
+        ("p.jsonl", [PUZZLE | {"meta": '{"answer": 0.1234567890123456789}'}], "enigmata", None),
+        ("p.jsonl", [PUZZLE | {"meta": '{"answer": [NaN]}'}], "enigmata", None),
+        ("p.jsonl", [PUZZLE | {"meta": '{"answer": [1.50, null]}'}], "enigmata", "[1.5, null]"),
+        # livecodebench/code_generation_lite: base64 of what is no zlib, and of nothing
+        ("p.jsonl", [LIVE | {"private_test_cases": "AAAA"}], "livecodebench", None),
+        ("p.jsonl", [LIVE | {"private_test_cases": ""}], "livecodebench", None),
+        # Skywork/Skywork-OR1-RL-Data: an interval is no JSON; an answer beside the right one is empty
+        ("p.jsonl", chat_of("[0, 1)"), "skywork_or1", None),
+        ("p.jsonl", chat_of('["1", "", null]'), "skywork_or1", "1"),
+    ],
+)
+def test_an_answer_keeps_its_meaning_or_its_row_is_refused(tmp_path, name, rows, settings, answer):
+    settings = {"format": settings} if isinstance(settings, str) else settings
+    if answer is None:
+        with pytest.raises(UserError, match=r"(line|row) 1"):
+            read(tmp_path, rows, name, **settings)
+    else:
+        (item,) = read(tmp_path, rows, name, **settings)
+        assert item["answer"] == answer and not item["metadata"].get("also_right")
+
+
+CALLED = "{% for m in messages %}{{ m.role }}: {{ m.content }}{{ m.tool_calls }}{% endfor %}"
+OPENED = "<|start|>user\nhi<|end|>\n<|start|>assistant\n"
+CALL = {"type": "function", "function": {"name": "f", "arguments": '{"x": 0.1234567890123456789}'}}
+
+
+def chat(**columns):
+    return [{"prompt": [user("hi")], "answer": "4"} | columns]
+
+
+def called(**fields):
+    return chat(prompt=[user("hi"), assistant("") | fields, {"role": "tool", "content": "5"}])
+
+
+@pytest.mark.parametrize(
+    ("rows", "template", "settings", "text"),  # text: None if the row is refused
+    [
+        # conversations in CSV files: json.dumps(indent=2), str of a list, a message or NumPy's array, ShareGPT's JSON
+        (chat(prompt=json.dumps([user("hi")], indent=2)), CHAT, {}, OPENED),
+        (chat(prompt=str(user("hi"))), CHAT, {}, None),
+        (chat(prompt=f"array([{user('hi')}], dtype=object)"), CHAT, {}, None),
+        (chat(prompt=json.dumps(user("hi"))), CHAT, {}, None),
+        (chat(prompt='[{"from": "human", "value": "hi"}]'), CHAT, {}, None),
+        (chat(prompt='{"from": "a", "to": "b"}'), "{{ messages[0].content }}", {}, '{"from": "a", "to": "b"}'),
+        # datasets' Sequence of objects, OpenAI's Responses, its function_call, TRL's tool_calls as JSON
+        (chat(prompt={"role": ["user"], "content": ["hi"]}), CHAT, {}, None),
+        (chat(prompt=[user([{"type": "input_text", "text": "hi"}])]), CHAT, {}, None),
+        (called(function_call={"name": "f", "arguments": "{}"}), CALLED, {}, None),
+        (called(tool_calls=json.dumps([CALL])), CALLED, {}, None),
+        (called(tool_calls=[CALL]), CALLED, {}, None),
+        # transformers' documents, with the null fields that Arrow adds, and columns without a value
+        (chat(documents=[{"title": None, "text": "a"}]), "{{ documents[0].title }}" + CHAT, {}, OPENED),
+        ('{"prompt": "hi", "answer": 4, "effort": NaN}', "{{ effort }}" + CHAT, {}, None),
+        (chat(system=[{"type": "text", "text": "S"}]), CHAT, {}, None),
+        (chat(namespace="std", range=3), "{% set n = namespace(at=range(1)) %}" + CHAT, {}, OPENED),
+        # templates as Llama 3.1's and Mistral's show tools only beside some messages
+        (chat(tools=TOOLS), "{% if tools and messages[0].role == 'system' %}{{ tools }}{% endif %}" + CHAT, {}, None),
+        (chat(tools=[{"type": "web_search"}]), "{{ tools | tojson }}" + CHAT, {}, None),
+        # columns of verl's extra_info, and of JSON and Parquet, in prompt_template
+        (chat(prompt="p", info={"hint": None}), None, {"prompt_template": "{info[hint]} {prompt}"}, None),
+        (chat(prompt="p", info=["a", None]), None, {"prompt_template": "{info} {prompt}"}, None),
+        (chat(prompt="p", info={"hint": "h"}), None, {"prompt_template": "{info[hint]} {prompt}"}, "h p"),
+        ('{"prompt": "p", "answer": 4, "x": NaN}', None, {"prompt_template": "{x} {prompt}"}, None),
+        ('{"prompt": "p", "answer": 4, "x": 0.1234567890123456789}', None, {"prompt_template": "{x} {prompt}"}, None),
+        (arrow(pyarrow.string(), "4", x=[b"easy"]), None, {"prompt_template": "{x} {prompt}"}, None),
+    ],
+)
+def test_a_prompt_says_what_its_row_says_or_the_row_is_refused(tmp_path, rows, template, settings, text):
+    def render():
+        (item,) = read(tmp_path, rows, "p.parquet" if isinstance(rows, pyarrow.Table) else "p.jsonl")
+        kind = {"template": "chat"} if template else {}
+        return Renderer(table(max_prompt_tokens=500, **kind, **settings), bpe(chat_template=template)).render(
+            item, "line 1"
+        )
+
+    if text is None:
+        with pytest.raises(UserError, match=r"(line|row) 1"):
+            render()
+    else:
+        assert render().text == text
+
+
+def test_a_mark_of_the_byte_order_reaches_no_prompt(tmp_path):
+    """Notepad and PowerShell begin files with it (playwright pull request 39420)."""
+    (tmp_path / "t.jinja").write_bytes(b"\xef\xbb\xbf{{ messages[0].content }}")
+    for name, text in (("p.jsonl", '\ufeff{"prompt": "p", "answer": 4}'), ("p.csv", "\ufeffprompt,answer\np,4\n")):
+        (item,) = read(tmp_path, text, name)
+        assert Renderer(table(template=str(tmp_path / "t.jinja")), bpe()).render(item, "row 1").text == "p"

@@ -2,8 +2,10 @@
 
 import pytest
 
+from megarl.data.files import read_rows
 from megarl.errors import UserError
 from megarl.recipe.load import dump_recipe, load_recipe
+from megarl.rewards.service import Judge
 
 
 @pytest.mark.parametrize(
@@ -43,3 +45,69 @@ def test_what_was_found_is_said_where_it_is_one_value(recipe):
         load_recipe(recipe, ["rollout.responses_per_prompt=1"])
     with pytest.raises(UserError, match=r"optimizer.lr: .* \(got -1.0\)$"):
         load_recipe(recipe, ["optimizer.lr=-1.0"])
+
+
+SHORT = '[model]\npath = "m"\n[data]\nSINGLE[reward]\nkind = "exact"\n[eval]\nevery = 0\n'
+ONE = 'source = "file"\ntrain = "p.jsonl"\n'
+JUDGE = ["reward.kind=judge", "reward.service.url=http://h/v1", "reward.service.model=m"]
+FILES = [
+    ("p.jsonl", "data.train=hub/p.jsonl", []),
+    ("p.parquet", "data.sources=[{source = 'file', train = 'hub/p.parquet'}]", []),
+    ("p.csv", "eval.suite=hub/p.csv", ["eval.every=1"]),
+    ("p.json", "eval.suites=[{name = 'a', suite = 'hub/p.json'}]", ["eval.every=1"]),
+    ("t.jinja", "data.template=hub/t.jinja", []),
+    ("t.jinja", "eval.data.template=hub/t.jinja", ["eval.every=1", "eval.suite=p.jsonl"]),
+    ("f.py", "reward.path=hub/f.py:score", ["reward.kind=python"]),
+    ("f.py", "reward.parts=[{kind = 'python', weight = 1.0, path = 'hub/f.py:score'}]", []),
+    ("f.py", "objective.advantage=hub/f.py:mine", []),
+    ("q.txt", "reward.service.prompt=hub/q.txt", JUDGE),
+]
+
+
+@pytest.mark.parametrize(("name", "setting", "more"), FILES, ids=[f"{s.partition('=')[0]}-{n}" for n, s, _ in FILES])
+def test_a_file_behind_a_link_keeps_its_name_and_is_found_from_any_directory(
+    tmp_path, monkeypatch, name, setting, more
+):
+    """In a cache of Hugging Face every file is a link to blobs/HASH, whose name has no suffix."""
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "hub").mkdir()
+    (tmp_path / "blobs" / "0ab1").write_text("score = mine = lambda *given: given")
+    (tmp_path / "hub" / name).symlink_to("../blobs/0ab1")
+    single = "" if setting.startswith("data.sources") else ONE
+    (tmp_path / "r.toml").write_text(SHORT.replace("SINGLE", single))
+    monkeypatch.chdir(tmp_path)
+    text = dump_recipe(load_recipe(tmp_path / "r.toml", [setting, *more]))
+    assert f'"{tmp_path / "hub" / name}' in text and "blobs" not in text
+    monkeypatch.chdir("/")
+    (tmp_path / "again.toml").write_text(text)
+    assert dump_recipe(load_recipe(tmp_path / "again.toml")) == text
+
+
+def test_files_that_begin_with_a_mark_of_the_byte_order_are_read_without_it(tmp_path):
+    """As Notepad and PowerShell write them (OpenViking issue 499)."""
+    (tmp_path / "r.toml").write_bytes(b"\xef\xbb\xbf" + SHORT.replace("SINGLE", ONE).replace("\n", "\r\n").encode())
+    assert load_recipe(tmp_path / "r.toml").reward.kind == "exact"
+    (tmp_path / "q.txt").write_bytes(b"\xef\xbb\xbf{response}?")
+    table = load_recipe(tmp_path / "r.toml", [*JUDGE, f"reward.service.prompt={tmp_path / 'q.txt'}"]).reward.service
+    assert Judge(table)._question == "{response}?"
+
+
+@pytest.mark.parametrize(
+    "path", ["loop.jsonl", "gone.jsonl", "~/p.jsonl", "file:///p.jsonl", "folder.jsonl", "a\nb.jsonl"]
+)
+def test_a_prompt_file_that_cannot_be_found_is_named(tmp_path, monkeypatch, path):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "r.toml").write_text(SHORT.replace("SINGLE", ONE))
+    with pytest.raises(UserError, match="there is no prompt file "):
+        read_rows(load_recipe(tmp_path / "r.toml", [("data.train", path)]).data.mixture[0])
+
+
+def test_two_points_lead_to_the_folder_above_the_one_behind_a_link(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "real" / "deep").mkdir(parents=True)
+    (tmp_path / "real" / "p.jsonl").write_text('{"prompt": "p", "answer": 4}')
+    (tmp_path / "link").symlink_to("real/deep")
+    (tmp_path / "r.toml").write_text(SHORT.replace("SINGLE", ONE))
+    assert len(read_rows(load_recipe(tmp_path / "r.toml", ["data.train=link/../p.jsonl"]).data.mixture[0])) == 1
