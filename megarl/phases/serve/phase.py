@@ -88,7 +88,9 @@ class TurnQueue:
         """Pass completions to the threads that wait for them."""
         for number, completion in completions:
             job = self._taken.pop(number)
-            if completion.finish_reason != "interrupted" and (why := fault(completion)):
+            if completion.finish_reason != "interrupted" and (
+                why := fault(completion, job.turn.limit, self._worker.vocabulary)
+            ):
                 job.turn.discarded = discard(why, "the answer to an agent", job.turn.discarded)
                 self._waiting.put(job)
                 continue
