@@ -14,9 +14,9 @@ from typing import Any
 import torch.distributed as dist
 
 from megarl.heartbeats import WAITS, beat
-from megarl.keystore import SECRET, StoreClient
 
-PHASE_ID = "MEGARL_PHASE_ID"  # environment variable: prefix of the keys of one attempt at a phase in the agents' store
+# environment variable: the store of one attempt at a phase, the path of a file or on several nodes "address:port"
+STORE = "MEGARL_STORE"
 PATIENCE = "MEGARL_PATIENCE"  # environment variable: timeout of a collective, in seconds
 POLL_SECONDS = 0.02
 CONNECT_SECONDS = 60.0
@@ -102,27 +102,23 @@ class ReplicaGroup:
         return json.loads(self.store.get(key))
 
 
+@functools.cache  # torch keeps only the C++ half of a store alive
 def _phase_store() -> dist.Store:
-    """The part of the agents' store that belongs to this attempt at a phase; a private one for a single process."""
+    """The store of all processes of this attempt at a phase; a private one for a single process."""
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
-    if PHASE_ID not in os.environ:
+    if STORE not in os.environ:
         return dist.HashStore()
-    names = ("MASTER_ADDR", "MASTER_PORT", SECRET, PHASE_ID)
-    return _agents_store(*(os.environ[name] for name in names))
-
-
-@functools.cache  # torch keeps only the C++ half of a store alive
-def _agents_store(address: str, port: str, secret: str, phase: str) -> dist.Store:
-    deadline = time.monotonic() + CONNECT_SECONDS
-    while True:
-        try:
-            return StoreClient(address, int(port), bytes.fromhex(secret), collective_timeout(), f"{phase}/")
-        except OSError:  # the agent is alive, or this process would have been killed; but its machine may be busy
-            if time.monotonic() > deadline:
-                raise
-        time.sleep(POLL_SECONDS)
+    address, _, port = os.environ[STORE].rpartition(":")
+    store: dist.Store
+    if address:
+        limit = timedelta(seconds=CONNECT_SECONDS)
+        store = dist.TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=limit)
+    else:
+        store = dist.FileStore(port)
+    store.set_timeout(collective_timeout())
+    return store
 
 
 def become_single_process() -> None:

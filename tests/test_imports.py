@@ -54,7 +54,6 @@ ROOMS = {
         "batch",
         "advantages",
         "estimates",
-        "keystore",
         "distributed",
         "kernels",
         "objectives",

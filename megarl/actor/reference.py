@@ -1,7 +1,4 @@
-"""Computes the actor's log-probs of a few fixed sequences, which an export stores so that engines can be compared.
-
-It also finds the tokens whose log-prob depends on a choice between experts that rounding decides.
-"""
+"""Computes the actor's log-probs of a few fixed sequences, which an export stores so that engines can be compared."""
 
 from __future__ import annotations
 
@@ -12,16 +9,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from megarl.actor import routing
 from megarl.actor.model import PolicyModel
 from megarl.actor.packing import Sample, micro_batches
 from megarl.actor.schedule import collect, run_micro_batches
 from megarl.batch import TokenBatch
 from megarl.recipe.megatron import token_alignment
-
-# Router scores of two float32 implementations were measured to differ by up to 6e-7 of a token's largest score
-NEARNESS = 2e-6
-MOVED = 1e-5  # nats; with the same experts, rounding moves a log-prob by less
 
 
 def score(
@@ -51,26 +43,6 @@ def score(
     for sequence, positions, logprobs in (part for rank in everyone for part in rank):
         scores[sequence][positions] = logprobs
     return scores
-
-
-def tied(
-    models: list[PolicyModel],
-    sequences: Sequence[list[int]],
-    scores: Sequence[np.ndarray],
-    budget: int,
-    device: torch.device,
-) -> list[np.ndarray] | None:
-    """[n - 1] bool of each sequence: True from the first token on whose log-prob depends on rounding in a router.
-
-    Where the scores of two experts are equal but for rounding, another implementation may choose the other one. That
-    may move the log-probs of this token and of later ones by whole nats. scores: what `score` returned. Other arguments
-    as there; collective as well. None for a model without experts.
-    """
-    if models[0].config.num_moe_experts is None:
-        return None
-    with routing.second_choices(models, NEARNESS):
-        others = score(models, sequences, budget, device)
-    return [np.maximum.accumulate(np.abs(a - b) > MOVED) for a, b in zip(scores, others, strict=True)]
 
 
 def _parts(batch: TokenBatch) -> list[tuple[int, list[int], list[float]]]:

@@ -5,14 +5,11 @@ recomputation it silently replays the wrong one. Here the routers of a model chu
 before the chunk's forward pass, and again when the backward pass of that micro-batch reaches the chunk.
 
 `count` measures how routers use their experts, with one all-reduce an update and no wait for the device.
-
-`second_choices` is for finding the tokens whose experts depend on rounding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -26,13 +23,12 @@ class LayerRouting:
     """What one router uses instead of Megatron's RouterReplay.
 
     target: the given experts of the current micro-batch, None: none given. replays: whether the router uses them, or
-    only counts in ``agreement`` how many differ from its own choice. nearness: as in `second_choices`; 0 outside it.
+    only counts in ``agreement`` how many differ from its own choice.
     """
 
     def __init__(self, router: TopKRouter, replays: bool) -> None:
         self.router, self.layer, self.replays = router, int(router.layer_number or 0), replays
         self.target: torch.Tensor | None = None
-        self.nearness = 0.0
         self.own: torch.Tensor | None = None  # the experts that the router itself chose in the last forward pass
         # [t] float64, 1 for the tokens to count, which are those with a loss; None while a forward pass is recomputed,
         # or has no backward pass
@@ -56,11 +52,6 @@ class LayerRouting:
         """Megatron's contract: scores [t, experts] -> scores and indices of the chosen experts, both [t, topk]."""
         assert default_compute_topk is not None
         values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        if self.nearness:
-            down = -self.nearness * scores.abs().amax(1, keepdim=True)
-            without = scores.scatter_add(1, own, down.expand(-1, topk))
-            _, own = default_compute_topk(without, topk, num_groups=num_groups, group_topk=group_topk)
-            values = scores.gather(1, own)
         self.own = own
         if self.target is None:
             self._note(scores, own)
@@ -111,24 +102,6 @@ def install(models: Sequence[torch.nn.Module], replays: bool) -> None:
 def routings(model: torch.nn.Module) -> list[LayerRouting]:
     """The `LayerRouting`s of a chunk, wrapped in DDP or not; [] without `install` and in a chunk of dense layers."""
     return _installed(model) or []
-
-
-@contextmanager
-def second_choices(models: Sequence[torch.nn.Module], nearness: float) -> Iterator[None]:
-    """Context in which routers resolve close calls the other way: of two experts whose scores differ by less than
-    ``nearness`` times the token's largest absolute score, the one that was not chosen replaces the one that was.
-
-    `install` must have prepared the models.
-    """
-    assert all(_installed(model) is not None for model in models)
-    layers = [layer for model in models for layer in routings(model)]
-    for layer in layers:
-        layer.nearness = nearness
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.nearness = 0.0
 
 
 def _installed(model: torch.nn.Module) -> list[LayerRouting] | None:

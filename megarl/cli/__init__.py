@@ -6,7 +6,6 @@ the first line of a run appear at once.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import errno
 import os
@@ -17,9 +16,8 @@ import sys
 from typing import NoReturn
 
 from megarl import __version__
-from megarl.cli.arguments import Parser, command
+from megarl.cli.arguments import Parser
 from megarl.cli.comparing import add_comparing
-from megarl.cli.completion import SHELLS, script
 from megarl.cli.recipes import add_recipes
 from megarl.cli.runs import add_runs
 from megarl.cli.stages import add_stages
@@ -115,10 +113,4 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     for add in (add_training, add_comparing, add_runs, add_recipes, add_stages):
         add(commands)
-    sub = command(commands, "completion", _completion, "print a shell script that completes commands and options")
-    sub.add_argument("shell", choices=SHELLS, help='as in: eval "$(megarl completion bash)"')
     return parser
-
-
-def _completion(options: argparse.Namespace) -> None:
-    print(script(options.shell, _parser()))

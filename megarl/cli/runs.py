@@ -1,4 +1,4 @@
-"""The commands that show, verify and list runs: ``samples``, ``sql``, ``trace``, ``report``, ``audit``, ``runs``."""
+"""The commands that show, verify and list runs: ``samples``, ``sql``, ``report``, ``audit``, ``runs``."""
 
 from __future__ import annotations
 
@@ -24,10 +24,6 @@ def add_runs(commands: Commands) -> None:
     sub.add_argument("query", help="such as 'select stage, avg(reward) from responses group by stage'")
     sub.add_argument("--memory", default="1GB", metavar="SIZE", help="memory that DuckDB may use; default: 1GB")
     sub.add_argument("--json", action="store_true", help="print all rows, one JSON object per row")
-
-    sub = command(commands, "trace", _trace, "write phases, updates and replicas as a trace for Perfetto or Chrome")
-    add_run(sub)
-    sub.add_argument("--output", type=Path, help="default: trace.json in the run directory")
 
     sub = command(commands, "runs", _runs, "list the runs below a directory, with their state and last numbers")
     sub.add_argument("directory", type=Path)
@@ -154,12 +150,6 @@ def _sql(options: argparse.Namespace) -> None:
         return
     for row in rows:
         print(as_json(row))
-
-
-def _trace(options: argparse.Namespace) -> None:
-    from megarl.views.trace import write_trace
-
-    print(write_trace(options.run_dir, options.output or options.run_dir / "trace.json"))
 
 
 def _runs(options: argparse.Namespace) -> None:

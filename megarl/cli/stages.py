@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 from pathlib import Path
 
 from megarl.cli.arguments import Commands, add_run, command, settings
@@ -14,7 +13,7 @@ def add_stages(commands: Commands) -> None:
     among = commands.add_parser("stage", help="pack, unpack and ingest sealed stages").add_subparsers(
         required=True, metavar="COMMAND"
     )
-    sub = command(among, "pack", _pack, "pack a sealed stage with everything that its updates depend on")
+    sub = command(among, "pack", _pack, "pack a sealed stage with its policy, prompts and recipe")
     add_run(sub)
     sub.add_argument("stage", type=int, help="number of the stage, from 0")
     sub.add_argument("output", type=Path, help="the directory to make")
@@ -23,7 +22,6 @@ def add_stages(commands: Commands) -> None:
         "--weights", action="store_true", help="include the policy's weights; always done for stages after the first"
     )
     sub.add_argument("--no-prompts", action="store_true", help="leave out the prompt files; their checksums stay")
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
 
     sub = command(among, "unpack", _unpack, "make a run directory from a packed stage, after verifying every file")
     sub.add_argument("packed", type=Path, help="the directory of a packed stage")
@@ -32,7 +30,6 @@ def add_stages(commands: Commands) -> None:
     sub.add_argument(
         "--prompts", type=Path, action="append", default=[], help="a prompt file that was not packed; may be repeated"
     )
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
     settings(sub)
 
     sub = command(
@@ -52,21 +49,19 @@ def add_stages(commands: Commands) -> None:
 
 
 def _pack(options: argparse.Namespace) -> None:
-    from megarl.commands.stages.pack import describe, pack
+    from megarl.commands.stages.pack import pack
 
     manifest = pack(
         options.run_dir, options.stage, options.output, options.license, options.weights, not options.no_prompts
     )
-    size = f"{len(manifest.files)} files, {manifest.bytes / 2**20:.1f} MiB"
-    print(json.dumps(describe(manifest)) if options.json else f"wrote {options.output}: {size}")
+    print(f"wrote {options.output}: {len(manifest.files)} files")
 
 
 def _unpack(options: argparse.Namespace) -> None:
-    from megarl.commands.stages.pack import describe
     from megarl.commands.stages.unpack import describe_unpacked, unpack
 
     manifest = unpack(options.packed, options.run_dir, options.model, options.prompts, options.set)
-    print(json.dumps(describe(manifest)) if options.json else describe_unpacked(manifest, options.run_dir))
+    print(describe_unpacked(manifest, options.run_dir))
 
 
 def _ingest(options: argparse.Namespace) -> None:

@@ -32,7 +32,7 @@ NUMPY = """class np:
     def allclose(a, b, rtol=1e-05, atol=1e-08):
         if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
             return len(a) == len(b) and all(np.allclose(x, y, rtol, atol) for x, y in zip(a, b))
-        return a == b or abs(a - b) <= atol + rtol * abs(b)
+        return a == b or abs(a - b) <= atol + rtol * abs(b) < float("inf")
     class testing:
         def assert_allclose(a, b, rtol=1e-07, atol=0):
             assert np.allclose(a, b, rtol, atol)"""

@@ -45,7 +45,7 @@ def evaluate(stage: Stage) -> None:
     replicas.barrier("evaluated")
 
 
-def start_evaluated(stage: Stage, replicas: ReplicaGroup, interrupted: Callable[[], bool]) -> RolloutWorker:
+def evaluate_due(stage: Stage, replicas: ReplicaGroup, interrupted: Callable[[], bool]) -> RolloutWorker:
     """Evaluate the policies that are due; returns the engine, which has the stage's policy unless interrupted."""
     due = set(replicas.from_first("due", stage.due_evaluations()))
     return _evaluate_all(stage, replicas, due, sorted({*due, stage.first_update}), interrupted, for_training=True)

@@ -103,8 +103,9 @@ class Exporter:
         text = cut_text(texts, data.max_prompt_tokens + table.max_response_tokens)
         if not text:
             return
-        precision = hf.precision(self.actor.models[0], self.stage.run.base)
-        self._reference = Reference(text, self._score(text), precision)
+        model = self.actor.models[0]
+        precision, experts = hf.precision(model, self.stage.run.base), model.config.num_moe_experts is not None
+        self._reference = Reference(text, self._score(text), precision, experts=experts)
         if self._done == 0:  # else these are the weights of a policy in the middle of the stage, not of an exported one
             stored = _stored(text, chosen, self.stage.first_update) if table.temperature == 1 else None
             self._reference = replace(self._reference, stored=stored)
@@ -120,7 +121,6 @@ class Exporter:
         if self._reference is not None:
             scores = self._score(self._reference.sequences)
             judged = replace(self._before(version, self._reference), logprobs=scores)
-            judged = replace(judged, tied=self._tied(judged))
         hf.export_hf(self.actor.models, target, run.base, version, judged)
         if parallel.reports_metrics():
             policy, seconds = str(target.relative_to(run.root)), round(time.perf_counter() - start, 3)
@@ -129,12 +129,6 @@ class Exporter:
     def _score(self, text: list[list[int]]) -> list[np.ndarray]:
         gather_parameters(self.actor.replicas)
         return reference.score(self.actor.models, text, self._budget, self.actor.device)
-
-    def _tied(self, current: Reference) -> list[np.ndarray] | None:
-        """For engines in float32 alone: of others only the mean distance over all tokens is limited."""
-        if current.precision != "float32":
-            return None
-        return reference.tied(self.actor.models, current.sequences, current.logprobs, self._budget, self.actor.device)
 
     def _before(self, version: int, current: Reference) -> Reference:
         """``current`` with the log-probs of the last policy that was exported before ``version`` as `previous`.

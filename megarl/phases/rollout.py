@@ -10,7 +10,7 @@ import sys
 from megarl.distributed import ReplicaGroup
 from megarl.errors import STOPPED
 from megarl.phases.candidates import Candidates
-from megarl.phases.evaluate import start_evaluated
+from megarl.phases.evaluate import evaluate_due
 from megarl.phases.generation import ReplicaRollouts, missing_chunks
 from megarl.phases.partial_rollouts import PartialRollouts
 from megarl.phases.rollout_worker import RolloutWorker
@@ -27,7 +27,7 @@ def rollout(stage: Stage) -> None:
         return  # restarted after a process died between sealing and its exit
     replicas = ReplicaGroup.join(while_waiting=stop.exit_if_asked)
     make_directory(stage.rollouts)
-    worker = start_evaluated(stage, replicas, lambda: stop.asked)
+    worker = evaluate_due(stage, replicas, lambda: stop.asked)
     if stop.asked:  # stop here, because the worker may hold unfinished responses of an evaluation
         worker.close()
         sys.exit(STOPPED)

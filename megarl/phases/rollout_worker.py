@@ -175,15 +175,15 @@ class RolloutWorker:
         on_step: called after each step of the engine or wait for scores, with the completions of responses that ended.
         on_scored: called with each group as soon as it is scored, before it is stored.
         """
-        work = _Work(self, prompt, draws, earlier, other_seeds, on_step)
+        requests = _Requests(self, prompt, draws, earlier, other_seeds, on_step)
         whole, stopping = self.engine.repeats_chunks and interrupted is never, False
         portion, stored = list[Group](), time.monotonic()
         try:
             while True:
                 if not (stopping := stopping or interrupted()):
-                    work.submit(take, scored_first)
+                    requests.submit(take, scored_first)
                 if self.engine.decoding:
-                    work.receive(self.engine.interrupt() if stopping else self.engine.step())
+                    requests.receive(self.engine.interrupt() if stopping else self.engine.step())
                     scored = self.scoring.take() if self.scoring.is_due() else []
                 elif self.scoring.busy and not self.stopped():
                     beat("scoring")
@@ -192,24 +192,24 @@ class RolloutWorker:
                 else:
                     break
                 for group in scored:
-                    del work.pending[group.group_id]
+                    del requests.pending[group.group_id]
                     on_scored(group)
                 portion += scored
                 # chunks come one after another, and so do their groups, since then scoring is in order
                 while portion and (
-                    len(portion) >= work.sizes[0] if whole else time.monotonic() - stored >= store_seconds
+                    len(portion) >= requests.sizes[0] if whole else time.monotonic() - stored >= store_seconds
                 ):
-                    size = work.sizes.pop(0) if whole else len(portion)
+                    size = requests.sizes.pop(0) if whole else len(portion)
                     yield portion[:size]
                     portion, stored = portion[size:], time.monotonic()
         finally:
             self.engine.abort()
         if portion:
             yield portion
-        self.unfinished = list(work.pending.values())
+        self.unfinished = list(requests.pending.values())
 
 
-class _Work:
+class _Requests:
     """The requests of one call of `RolloutWorker.generate`, whose arguments it has."""
 
     def __init__(

@@ -27,21 +27,27 @@ SCIENTIFIC = re.compile(r"(?<![\w.])(?:\d+\.?\d*|\.\d+)[eE][+-]?\d{1,3}(?![\w.]*
 SPACING = re.compile(r"\\(?:left|right|middle)(?![a-zA-Z])|\\[,;!:]|~")
 # "The answer is", also as \text{The answer is} 42 or \text{The answer is 42}
 WORDS = re.compile(r"(\\(?:text|mathrm|textbf|mbox)\s*\{)?\s*[A-Za-z][A-Za-z ,']*\b(?:is|are)\b\s*:?\s*(.*)", re.DOTALL)
-BRACES = re.compile(r"(?:\\(?:mathbf|mathrm|boldsymbol|bm)\s*)?\{([^{}]*)\}")
+STYLE = re.compile(r"^\\(?:mathbf|mathrm|boldsymbol|bm|text(?=\{[^a-zA-Z]*\}))\s*(?=\{)")
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+MARKED = re.compile(r"#### (-?\$?\d[\d,.]*) *$", re.MULTILINE)  # as in GSM8K, but no heading such as #### 2. Sums
 # what says nothing about the value: colours, bold of Markdown, spacing after commas; and other signs for those of LaTeX
 HARMLESS = (
     (re.compile(r"\\(?:textcolor|colorbox)\s*\{[^{}]*\}\s*(?=\{)|\\color\s*\{[^{}]*\}"), ""),
     (re.compile(r"(?<![\w)])\*\*|\*\*(?![\w(])"), ""),  # but not in 2**3
     (re.compile(r"(?<=\d),\s*\\!\s*(?=\d{3}(?!\d))"), ""),
     (re.compile(r",\s*\\[,;: ]"), ", "),
+    (re.compile(r"(?<=\d) +(?=i(?!\.?[a-zA-Z]))"), ""),
+    *(
+        (re.compile(rf"(?<=\d)[ ~]*(?:\\text\{{\s*)?{word}\b\s*\}}?"), rf"\\cdot 10^{{{power}}}")
+        for word, power in (("million", 6), ("billion", 9), ("trillion", 12))
+    ),
     (re.compile("\u2212"), "-"),
     (re.compile("\u00b0"), r"^\\circ "),
     (re.compile(r"(?<![\w.,/^{])(-?\d+) +(\d+)/(\d+)(?![\w.,/])"), r"\1\\frac{\2}{\3}"),
 )
 WORD = re.compile(r"(?:\\(?:text|mathrm|textbf)\s*\{)?\s*([A-Za-z]{4,}|yes|no|odd)\s*\}?\s*\.?", re.IGNORECASE)
-# a number with its base, such as 101_2 or 1A_{16}, whose base math-verify drops
-BASED = re.compile(r"(?<![\w.,])(-?\d[\dA-F]*)_(?:\{\s*(\d+)\s*\}|(\d+))\W*")
+# a number at the end with its base, such as 101_2 or 1A_{16}, whose base math-verify drops
+BASED = re.compile(r"(?<![\w.,])(-?\d[\dA-F]*)_(?:\{\s*(\d+)\s*\}|(\d+))\W*\Z")
 SINGLETON = re.compile(r"(?:(?<=\$)|(?<=boxed\{))\[([^\[\],;$]+)\](?=[$}])")  # [42], which math-verify takes for 42
 SET_BUILDER = re.compile(r"\\\{\s*[a-zA-Z]\s*(?:\\in\s*[^:|]*?)?\s*(?:\\mid|\\vert|[:|])(.*)\\\}", re.DOTALL)
 
@@ -74,10 +80,10 @@ class Math:
         answer = last_box(text)
         if answer is None and self._boxed:
             return 0.0
-        if answer is None and text is not response:
-            answer = text
-        if same_word(response if answer is None else answer, right_answers(prompt)):
-            return 1.0
+        if answer is None:
+            answer = text if text is not response else (MARKED.findall(text) or [None])[-1]
+        if (word := same_word(response if answer is None else answer, right_answers(prompt))) is not None:
+            return float(word)
         try:
             found = self._parse(harmless(text)) if answer is None else self._parse_uncached(answer)
             if any(self._equal(right, value) for right in gold for value in found):
@@ -107,8 +113,8 @@ class Math:
         return self._parse(f"\\boxed{{{answer}}}") or self._parse(f"${answer}$")
 
     def _parse(self, text: str) -> list[Any]:
-        if (based := _last_based(text)) is not None:
-            return [based]
+        if based := BASED.search(text):
+            return [f"{based[1]}_{based[2] or based[3]}"]
         text = SCIENTIFIC.sub(lambda number: format(Decimal(number[0]), "f"), SINGLETON.sub(r"\\{\1\\}", text))
         text = text.replace("varnothing", "emptyset")
         return [exact(value) for value in self._library.parse(text, parsing_timeout=None)]
@@ -123,14 +129,6 @@ class Math:
         return bool(self._library.verify(right, value, timeout_seconds=None)) or equal_where_real(right, value)
 
 
-def _last_based(text: str) -> str | None:
-    """The number with its base that ends a text."""
-    for found in BASED.finditer(text):
-        if found.end() == len(text):
-            return f"{found[1]}_{found[2] or found[3]}"
-    return None
-
-
 def harmless(text: str) -> str:
     """The text without what says nothing about the value of an answer, and with 3\\frac{1}{2} for 3 1/2."""
     for found, instead in HARMLESS:
@@ -138,11 +136,12 @@ def harmless(text: str) -> str:
     return text
 
 
-def same_word(answer: str, rights: tuple[str, ...]) -> bool:
-    """Whether an answer is a word, such as YES, that is right in another case."""
+def same_word(answer: str, rights: tuple[str, ...]) -> bool | None:
+    """Whether an answer is a right word, such as YES, in any case; None unless both are words. math-verify would read
+    words as products of letters, so that listen were silent."""
     found = WORD.fullmatch(answer.strip())
     words = [word[1].lower() for right in rights if (word := WORD.fullmatch(right.strip()))]
-    return found is not None and found[1].lower() in words
+    return found[1].lower() in words if found and words else None
 
 
 def equal_where_real(right: Any, value: Any) -> bool:
@@ -169,11 +168,10 @@ def bare(answer: str) -> str:
     answer = SPACING.sub("", answer).strip()
     if words := WORDS.fullmatch(answer):
         answer = words[2].replace("}", "", 1) if words[1] else words[2]
-    answer = answer.strip().rstrip(".").strip()
+    answer = STYLE.sub("", answer.strip().rstrip(".").strip())
     if answer.startswith("{") and (whole := last_box(f"\\boxed{answer}")) and len(whole) == len(answer) - 2:
         answer = whole.strip()
-    inner = SET_BUILDER.fullmatch(answer) or BRACES.fullmatch(answer)
-    return inner[1] if inner else answer
+    return inner[1] if (inner := SET_BUILDER.fullmatch(answer)) else answer
 
 
 def exact(value: Any) -> Any:
@@ -183,6 +181,8 @@ def exact(value: Any) -> Any:
 
     if isinstance(value, str):
         return value
+    if isinstance(value, Eq) and isinstance(value.rhs, FiniteSet):  # x = 1, 2
+        return exact(value.rhs)
     if isinstance(value, FiniteSet | Tuple):
         parts = [exact(part) for part in value.args]
         ranges = isinstance(value.args[0], Relational | And) and not value.has(Eq)  # x < -1 or x > 1

@@ -203,8 +203,7 @@ class Reference:
     previous: list[np.ndarray] | None = None  # like logprobs, under the policy exported before; None: there was none
     # the log-probs that an engine with that previous policy stored for the last tokens of each sequence; None: unknown
     stored: list[np.ndarray] | None = None
-    # [n - 1] bool each: True from the first token on whose experts depend on rounding; None: unknown, or no experts
-    tied: list[np.ndarray] | None = None
+    experts: bool = False  # whether the model has experts, between which rounding may decide
     base: bool = False  # of a base model on prompts, computed by transformers and not by an actor
 
 
@@ -218,7 +217,7 @@ def cut_text(texts: Iterable[list[int]], longest: int) -> list[list[int]]:
     return [text for text, _ in zip((text for text in cut if len(text) > 1), range(TEXT_SEQUENCES), strict=False)]
 
 
-_ARRAYS = {"logprobs": np.float32, "previous": np.float32, "stored": np.float32, "tied": np.bool_}
+_ARRAYS = {"logprobs": np.float32, "previous": np.float32, "stored": np.float32}
 
 
 def encode_reference(reference: Reference) -> dict[str, Any]:
@@ -228,13 +227,14 @@ def encode_reference(reference: Reference) -> dict[str, Any]:
 
 
 def decode_reference(fields: dict[str, Any]) -> Reference:
-    """The inverse of `encode_reference`."""
+    """The inverse of `encode_reference`, which ignores other fields."""
     arrays = {
         name: fields[name] and [np.array(values, dtype) for values in fields[name]] for name, dtype in _ARRAYS.items()
     }
-    reference = Reference(**(fields | arrays))
+    known = {name: value for name, value in (fields | arrays).items() if name in Reference.__dataclass_fields__}
+    reference = Reference(**known)
     lengths = [(len(sequence) - 1,) for sequence in reference.sequences]
-    for name in ("logprobs", "previous", "tied"):
+    for name in ("logprobs", "previous"):
         values = getattr(reference, name)
         if values is not None and [value.shape for value in values] != lengths:
             raise ValueError(f"{name} does not have a value for each token but the first of each sequence")

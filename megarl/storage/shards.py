@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 
 from megarl.errors import UserError
 from megarl.foreign import bounded
@@ -278,6 +279,35 @@ def to_batch(groups: Sequence[Group], weights_hash: str, logprob_mode: str) -> p
         columns[ROW] = pa.array([group.row for group, _, _ in rows], ROW_TYPE)
         schema = schema.append(pa.field(ROW, ROW_TYPE))
     return pa.RecordBatch.from_pydict(columns, schema=schema)
+
+
+def write_parquet(path: Path, groups: Sequence[Group], weights_hash: str, logprob_mode: str) -> None:
+    """Write groups as a Parquet file with the columns of a shard, for other machines and programs."""
+    pq.write_table(pa.Table.from_batches([to_batch(groups, weights_hash, logprob_mode)]), path)
+
+
+def read_parquet(path: Path, weights_hash: str, logprob_mode: str, vocabulary: int) -> list[Group]:
+    """The groups of a file that `write_parquet` wrote, or a stranger.
+
+    `UserError`, of one line, unless they are valid, encode to the same rows again, and have tokens below
+    ``vocabulary``.
+    """
+    try:
+        batch = pq.ParquetFile(path).read().combine_chunks().to_batches()[0]
+        shard = Shard(batch)
+        groups = [shard.group(group) for group in shard.rows]
+        validate(groups)
+        if max(tokens.max() for _, tokens in (shard.prompts, shard.tokens)) >= vocabulary:
+            raise ValueError(f"a token is outside the vocabulary of {vocabulary}")
+        if not FIRST_VERSION <= shard.versions.min() <= shard.versions.max() < -FIRST_VERSION:
+            raise ValueError("a policy_version does not fit into 32 bits")
+        expected = to_batch(groups, weights_hash, logprob_mode)
+        if not batch.cast(expected.schema).equals(expected):
+            raise ValueError("its rows are not complete groups of this policy in order")
+    except Exception as error:  # a file made on purpose can make every step fail
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"{path} has no valid rollouts: {reason:.300}") from error
+    return groups
 
 
 def _offsets(arrays: list[np.ndarray]) -> np.ndarray:

@@ -119,7 +119,7 @@ def _panel(state: RunState) -> RenderableType:
         bar = ProgressBar(total or None, done, width=32, pulse=False) if total else ""
         amount = f"{done}/{total} {unit}  " if total else ""
         table.add_row(_current_place(state), bar, amount + _left(state.seconds_left))
-    if not find_phase(state.phase).beside:
+    if find_phase(state.phase).part_of_run:
         amount = f"{updates}/{all_updates} updates  {_left(state.run_seconds_left)}"
         table.add_row("run", ProgressBar(all_updates, updates, width=32), amount)
     grid = Table.grid()

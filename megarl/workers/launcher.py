@@ -14,10 +14,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from megarl.distributed import PATIENCE, PHASE_ID
+from megarl.distributed import PATIENCE, STORE
 from megarl.errors import STOPPED, PhaseFailed, UserError
 from megarl.heartbeats import FILE
-from megarl.keystore import SECRET
 from megarl.phases import PHASES
 from megarl.phases.entry import ERROR_FILE
 from megarl.rollout import engine_module
@@ -147,7 +146,7 @@ def start_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Pat
             log=str(_log(logs, rank)),
             environment=_environment(nodes, rank, processes)
             | {ERROR_FILE: str(_error_file(errors, rank)), FILE: str(_beats_file(errors, rank))}
-            | {PATIENCE: str(2 * MOST * seconds)}
+            | {PATIENCE: str(2 * MOST * seconds), STORE: nodes.phase_store or str(errors / "store")}
             | (_flight_recorder(logs, errors) if _trains_on_gpus(stage, phase, rank % processes) else {}),
         )
         for rank in _ranks(nodes, processes)
@@ -162,7 +161,7 @@ def _ranks(nodes: Nodes, processes: int) -> range:
 
 
 def _environment(nodes: Nodes, rank: int, processes: int) -> dict[str, str]:
-    """The environment variables of torch and the engines that tell a process its rank and where the store is."""
+    """The environment variables of torch and the engines that tell a process its rank."""
     values = {
         "RANK": rank,
         "WORLD_SIZE": nodes.count * processes,
@@ -170,10 +169,6 @@ def _environment(nodes: Nodes, rank: int, processes: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": processes,
         "GROUP_RANK": nodes.rank,
         "GROUP_WORLD_SIZE": nodes.count,
-        "MASTER_ADDR": nodes.address,
-        "MASTER_PORT": nodes.port,
-        PHASE_ID: nodes.phase_id,
-        SECRET: nodes.secret.hex(),
     }
     return {name: str(value) for name, value in values.items()}
 

@@ -25,8 +25,8 @@ class NodeRank:
 def find_node_rank(environ: Mapping[str, str]) -> NodeRank:
     """The rank from ``NNODES NODE_RANK MASTER_ADDR``, else from the Slurm step; a single node where neither is set.
 
-    ``MASTER_PORT`` is optional, for networks that let only certain ports through. `UserError` if variables are missing
-    or contradict each other.
+    ``MASTER_PORT`` is optional, for networks that let only certain ports through; the port after it is used too.
+    `UserError` if variables are missing or contradict each other.
     """
     port = _integer(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else 0
     if "NNODES" in environ:

@@ -1,12 +1,11 @@
-"""The node agents of a run: one process per node, which communicate through a key-value store on the first node.
+"""The node agents of a run: one process per node, which meet in a store of torch (TCPStore) on the first node.
 
 The agent of the first node, the leader, publishes an order for each phase; it alone writes events. Every agent starts
 the processes of the phase on its own node and reports how they ended. When an agent reports a failure, or its
 heartbeats stop, all others kill their processes of the phase at once.
 
-Agents of several nodes find the leader's store through two files in the run directory. ``secret``: 32 random bytes,
-created once per run, which only their owner can read. ``leader.json``: address and port of the leader's store; one of
-an earlier start is harmless: nothing listens there, or a store with another secret.
+Agents find the store through ``leader.json`` in the run directory: address, port, and an id drawn anew by each start,
+by which the store of another start is told apart. The only node of a run has no store and listens nowhere.
 """
 
 from __future__ import annotations
@@ -15,28 +14,31 @@ import contextlib
 import faulthandler
 import json
 import os
+import secrets
 import socket
 import threading
 import time
+from collections import deque
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from megarl.errors import PhaseFailed, UserError
-from megarl.keystore import DIGEST, StoreClient, StoreServer, new_secret
+import torch.distributed as dist
+
+from megarl.errors import PhaseFailed
 from megarl.storage.files import make_directory, write_atomic
 from megarl.workers.node_rank import NodeRank
-from megarl.workers.processes import STALLED, Starter
+from megarl.workers.processes import POLL_SECONDS, STALLED, Starter
 
-HEARTBEAT_SECONDS = 0.5
+HEARTBEAT_SECONDS = 0.1
 DEAD_AFTER_SECONDS = 15.0  # without a heartbeat; less than Slurm's KillWait, so the cause is logged before a job dies
-LEADER_LOST_SECONDS = 60.0  # timeout of a request to the leader's store: more than a busy machine or file system needs
-JOIN_TIMEOUT = timedelta(minutes=10)  # nodes of one job start seconds apart, but may have to pull a container first
-POLL_SECONDS = 0.05
+LEADER_LOST_SECONDS = 60.0  # without an answer of the leader's store: more than a busy machine or network needs
+JOIN_SECONDS = 600.0  # nodes of one job start seconds apart, but may have to pull a container first
+CONNECT_SECONDS = 15.0
 HANGS_SECONDS = 600.0  # without CPU time the main thread counts as hanging; a healthy one polls all the time
 LOOPBACK = "127.0.0.1"
-LOST = (RuntimeError, OSError)  # what a request raises once the store's server is gone
+LEFT = "left"  # the last heartbeat of an agent that leaves the run
 
 
 @dataclass(frozen=True)
@@ -55,56 +57,68 @@ class Report:
 class Nodes:
     """This agent's connection to all agents of a run.
 
-    The leader (rank 0) calls `order` and `reports`, the others `next_order`, and all of them `report`.
+    The leader (rank 0) calls `order` and `reports`, the others `next_order`, and all of them `report`. They leave
+    messages for the thread of `_check`, and find its messages: a request to the store may hang with the leader.
     """
 
     def __init__(self, node: NodeRank, starter: Starter | None = None, run_dir: Path | None = None) -> None:
         """Join the other agents. ``run_dir``: needed with several nodes, which must share it; it may not exist yet."""
         self.starter = starter or Starter()
         self.rank, self.count, self.address, self.port = node.rank, node.count, node.address, node.port
-        self._server: StoreServer | None = None
-        self._store = self._join(run_dir) if self.rank else self._open(run_dir)
-        self._names: list[str] = []
         self._orders = 0
-        self._aborted = 0, ""  # an order that all nodes must end, and the reason; written by the thread
-        self._last_heartbeat: dict[int, tuple[bytes, int]] = {}  # rank -> (value, number of checks when it changed)
+        self._own: Report | None = None  # on the current order
+        self._messages: deque[tuple[str, str]] = deque()  # keys and values to set, in this order
+        self._wanted: set[str] = set()  # keys whose values `_found` gets
+        self._found: dict[str, str] = {}
+        self._left: frozenset[int] = frozenset()  # ranks of agents that have left; what they reported is in `_found`
+        self._leaving = self._has_left = False  # this agent; `_has_left`: the others know
+        self._aborted = 0, ""  # an order that all nodes must end, and the reason
+        self._polls = self._answered = 0  # of the main thread: all, and those before the last answer of the store
+        self._last_heartbeat: dict[int, tuple[str, int]] = {}  # rank -> (value, number of checks when it changed)
         self.dead: dict[int, str] = {}  # rank -> message about the agent's death
         self.leader_lost = False
         self._closing = threading.Event()
+        self._store: dist.Store | None = None
+        self._of_phase: dist.TCPStore | None = None  # the leader's for the processes of the current phase
+        self.phase_store = ""  # where these find it; "" on the only node
+        self._fixed_port = self.port != 0
+        if self.count > 1:
+            assert run_dir is not None
+            self._store = self._join(run_dir) if self.rank else self._open(run_dir)
+        clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._thread = threading.Thread(target=self._check, args=(clock,), daemon=True)
+        self._thread.start()
         if self.count > 1:
             self._meet()
-        clock = time.pthread_getcpuclockid(threading.get_ident())
-        threading.Thread(target=self._check, args=(clock,), daemon=True).start()
 
-    def _open(self, run_dir: Path | None) -> StoreClient:
-        """Leader: start the store's server, on loopback if there is only one node, and connect to it."""
-        self.secret = new_secret() if run_dir is None or self.count == 1 else make_secret(run_dir)
+    def _open(self, run_dir: Path) -> dist.Store:
+        """Leader: open the store and say where it is."""
         try:
-            self._server = StoreServer(self.secret, LOOPBACK if self.address == LOOPBACK else "", self.port)
-        except OSError as error:
+            store = _serve(self.port)
+        except RuntimeError as error:
             raise PhaseFailed(
                 f"cannot listen on port {self.port} of {self.address} for the other nodes: {error}; set MASTER_PORT to "
                 "a free port, or unset it to have one chosen"
             ) from error
-        self.port = self._server.port
-        if run_dir is not None and self.count > 1:
-            write_atomic(run_dir / "leader.json", json.dumps({"address": self.address, "port": self.port}))
-        return StoreClient(LOOPBACK, self.port, self.secret, JOIN_TIMEOUT)
+        self.port = store.port
+        store.set("id", identity := secrets.token_hex(8))
+        make_directory(run_dir)
+        leader = {"address": self.address, "port": self.port, "id": identity}
+        write_atomic(run_dir / "leader.json", json.dumps(leader))
+        return store
 
-    def _join(self, run_dir: Path | None) -> StoreClient:
-        """Others: connect to the leader's store, waiting until it listens; `PhaseFailed` after `JOIN_TIMEOUT`."""
-        assert run_dir is not None
-        deadline, fixed = time.monotonic() + JOIN_TIMEOUT.total_seconds(), self.port != 0
+    def _join(self, run_dir: Path) -> dist.Store:
+        """Others: connect to the leader's store, waiting until it listens; `PhaseFailed` after `JOIN_SECONDS`."""
+        deadline, file = time.monotonic() + JOIN_SECONDS, run_dir / "leader.json"
         while True:
             try:
-                self.secret = read_secret(run_dir)
-                if not fixed:
-                    leader = json.loads((run_dir / "leader.json").read_text())
+                leader = json.loads(file.read_text())
+                if not self._fixed_port:
                     self.address, self.port = leader["address"], leader["port"]
-                return StoreClient(self.address, self.port, self.secret, JOIN_TIMEOUT)
-            except (OSError, ValueError, KeyError) as error:  # no files yet, or those of an earlier start
+                return _connect(self.address, self.port, leader["id"])
+            except (OSError, ValueError, KeyError, TypeError) as error:  # no file yet, or that of an earlier start
                 if time.monotonic() > deadline:
-                    where = f"{self.address}:{self.port}" if fixed else f"the address in {run_dir / 'leader.json'}"
+                    where = f"{self.address}:{self.port}" if self._fixed_port else f"the address in {file}"
                     raise PhaseFailed(
                         f"cannot reach node 0 at {where}: {error}; the run directory must lie on a file system that "
                         "all nodes share, and MASTER_ADDR, if set, must name the first node"
@@ -112,65 +126,91 @@ class Nodes:
             time.sleep(POLL_SECONDS)
 
     def _meet(self) -> None:
-        """Wait until all agents have joined; `PhaseFailed` names one that has not within `JOIN_TIMEOUT`."""
-        self._store.set(f"host/{self.rank}", socket.gethostname())
-        deadline = time.monotonic() + JOIN_TIMEOUT.total_seconds()
+        """Wait until all agents have joined; `PhaseFailed` names one that has not within `JOIN_SECONDS`."""
+        self._put(f"host/{self.rank}", socket.gethostname())
+        deadline = time.monotonic() + JOIN_SECONDS
         for rank in range(self.count):
-            while not self._store.check([f"host/{rank}"]):
+            while self._get(f"host/{rank}") is None:
                 if time.monotonic() > deadline:
                     raise PhaseFailed(
-                        f"node {rank} of {self.count} did not join within {JOIN_TIMEOUT}: see that node's output"
+                        f"node {rank} of {self.count} did not join within {JOIN_SECONDS:.0f} s: see that node's output"
                     )
-                time.sleep(POLL_SECONDS)
-            self._names.append(f"node {rank} ({self._store.get(f'host/{rank}').decode()})")
+                self._poll()
 
     def name(self, rank: int | None = None) -> str:
         """The name of a node, by default this one, for messages: rank and host name."""
-        return self._names[self.rank if rank is None else rank]
+        rank = self.rank if rank is None else rank
+        host = self._found.get(f"host/{rank}")
+        return f"node {rank} ({host})" if host else f"node {rank}"
 
-    @property
-    def phase_id(self) -> str:
-        """Prefix of the store's keys that the processes of the current phase use."""
-        return f"phase{self._orders}"
+    def _put(self, key: str, value: str) -> None:
+        self._messages.append((key, value))
+
+    def _get(self, key: str) -> str | None:
+        """A value of another agent; None as long as it is not known here."""
+        self._wanted.add(key)
+        return self._found.get(key)
+
+    def _poll(self) -> None:
+        """Let a moment pass. Raises `PhaseFailed` once the leader is gone."""
+        if self._leader_gone():
+            raise self.lost_leader()
+        time.sleep(POLL_SECONDS)
+
+    def _leader_gone(self) -> bool:
+        """Time is counted in calls, so that it does not pass while this process is suspended."""
+        self._polls += 1
+        silent = (self._polls - self._answered) * POLL_SECONDS
+        self.leader_lost = self.leader_lost or (self.rank > 0 and silent > LEADER_LOST_SECONDS)
+        return self.leader_lost
 
     # --- the leader ---
 
     def order(self, **fields: Any) -> int:
-        """Publish the next order to all agents; returns its number, which `reports` takes."""
+        """Publish the next order to all agents; returns its number, which `reports` takes.
+
+        With several nodes the processes of a phase get a store of their own, since torch writes keys there, such as the
+        report of an NCCL error, that the processes of the next attempt must not see.
+        """
         self._orders += 1
-        self._store.set(f"order/{self._orders}", json.dumps(fields))
+        if self.count > 1:
+            self._of_phase = None  # closes it: the next one may have the same port
+            if not fields.get("end"):
+                self._of_phase = _serve(self.port + 1 if self._fixed_port else 0)
+                self.phase_store = f"{self.address}:{self._of_phase.port}"
+            self._wanted |= {f"report/{self._orders}/{rank}" for rank in range(1, self.count)}
+            self._put(f"order/{self._orders}", json.dumps(fields | {"store": self.phase_store}))
         return self._orders
 
     def reports(self, number: int) -> dict[int, Report]:
         """Wait for the reports of all nodes on an order, {rank: report}; an agent that died or left has failed."""
-        found: dict[int, Report] = {}
-        while True:
-            for rank in range(self.count):
+        assert self._own is not None
+        found = {self.rank: self._own}
+        while len(found) < self.count:
+            for rank in range(1, self.count):
                 if rank in found:
                     continue
-                if self._store.check([f"report/{number}/{rank}"]):
-                    found[rank] = Report(**json.loads(self._store.get(f"report/{number}/{rank}")))
+                left = rank in self._left
+                if said := self._get(f"report/{number}/{rank}"):
+                    found[rank] = Report(**json.loads(said))
                 elif rank in self.dead:
                     found[rank] = Report("failed", self.dead[rank], primary=True)
-                elif self._left(rank) and not self._store.check([f"report/{number}/{rank}"]):
+                elif left:
                     cause = f"the agent of {self.name(rank)} left the run without a report: see that node's output"
                     found[rank] = Report("failed", cause, time=time.time())
-            if len(found) == self.count:
-                return found
-            time.sleep(POLL_SECONDS)
+            self._poll()
+        return found
 
     # --- the others ---
 
     def next_order(self) -> dict[str, Any]:
         """Wait for the leader's next order. Raises `PhaseFailed` once the leader is gone."""
         self._orders += 1
-        key = f"order/{self._orders}"
-        try:
-            while not self._store.check([key]):
-                time.sleep(POLL_SECONDS)  # not a blocking `get`, during which Python would handle no signal
-            return dict(json.loads(self._store.get(key)))
-        except LOST as error:
-            raise self.lost_leader() from error
+        while (said := self._get(f"order/{self._orders}")) is None:
+            self._poll()
+        order: dict[str, Any] = json.loads(said)
+        self.phase_store = order["store"]
+        return order
 
     def lost_leader(self) -> PhaseFailed:
         """The exception to raise when the leader is gone."""
@@ -183,30 +223,29 @@ class Nodes:
 
     def report(self, report: Report) -> None:
         """Tell the leader how the current order ended here; unless it is done, all nodes abort it."""
-        try:
-            self._store.set(f"report/{self._orders}/{self.rank}", json.dumps(asdict(report)))
-            if report.outcome != "done":
-                self._store.set(f"abort/{self._orders}", STALLED if report.stalled else "1")
-        except LOST as error:
-            raise self.lost_leader() from error
+        self._own = report
+        if self.count == 1:
+            return
+        self._put(f"report/{self._orders}/{self.rank}", json.dumps(asdict(report)))
+        if report.outcome != "done":
+            self._put(f"abort/{self._orders}", STALLED if report.stalled else "1")
 
     def aborted(self) -> str:
         """Why this node must end the current order at once: `STALLED`, or "1" for any other reason; "" if it need not.
 
-        It follows another node's report with the delay of a heartbeat, and asks no other process.
+        It follows another node's report with the delay of a heartbeat. To be called every `POLL_SECONDS`.
         """
         order, reason = self._aborted
+        if self.count > 1 and self._leader_gone():
+            return "1"
         return reason if order == self._orders else ""
 
     def _check(self, clock: int) -> None:
-        """Thread: checks that the main thread, whose CPU time ``clock`` shows, does not hang, and exchanges heartbeats.
+        """Thread: checks that the main thread, whose CPU time ``clock`` shows, does not hang, and exchanges messages.
 
         Time is counted in checks, so that it does not pass while the whole process is suspended. The heartbeat does not
         change while the main thread hangs, so that the other agents count this one as dead.
         """
-        store = self._store.clone() if self.count > 1 else None  # the other connection may have a request pending
-        if store:
-            store.set_timeout(timedelta(seconds=LEADER_LOST_SECONDS))
         spent, active, beats, number = 0.0, 0, 0, 0  # ``active``: the check at which the main thread last used the CPU
         while not self._closing.wait(HEARTBEAT_SECONDS):
             number += 1
@@ -218,46 +257,53 @@ class Nodes:
                 beats += 1
             elif idle < HANGS_SECONDS + HEARTBEAT_SECONDS:
                 _print_stacks(idle)
-            if store and not self._exchange_heartbeats(store, str(beats), number):
-                return
+            if self._store is not None:
+                try:
+                    self._exchange(self._store, str(beats), number)
+                except RuntimeError:  # the store's server is gone
+                    self.leader_lost = True
+                    return
 
-    def _exchange_heartbeats(self, store: StoreClient, heartbeat: str, number: int) -> bool:
-        """Check ``number``: send a heartbeat, check those of others, see if the order is aborted.
+    def _exchange(self, store: dist.Store, heartbeat: str, number: int) -> None:
+        """Check ``number``: send a heartbeat and messages, fetch those of others, see if the order is aborted."""
+        order, polls, leaving = self._orders, self._polls, self._leaving
+        while self._messages:
+            store.set(*self._messages[0])
+            self._messages.popleft()
+        store.set(f"alive/{self.rank}", LEFT if leaving else heartbeat)
+        self._has_left = leaving
+        left = self._find_dead(store, number)
+        for key in [key for key in list(self._wanted) if key not in self._found and store.check([key])]:
+            self._found[key] = store.get(key).decode()
+        aborted = store.get(f"abort/{order}").decode() if store.check([f"abort/{order}"]) else ""
+        self._aborted = order, aborted or ("1" if self.dead or self.leader_lost else "")
+        self._left, self._answered = left, polls
 
-        False once the leader is lost.
-        """
-        order, reason = self._orders, ""
-        try:
-            store.set(f"alive/{self.rank}", heartbeat)
-            self._find_dead(store, number)
-            if store.check([f"abort/{order}"]):
-                reason = store.get(f"abort/{order}").decode()
-        except LOST:
-            self.leader_lost = True
-        self._aborted = order, reason or ("1" if self.dead or self.leader_lost else "")
-        if self.leader_lost:
-            self._store.abort()  # with a hanging leader the main thread's request would go on waiting
-        return not self.leader_lost
-
-    def _find_dead(self, store: StoreClient, number: int) -> None:
-        """The leader checks the heartbeats of all other agents; the others check the leader's.
+    def _find_dead(self, store: dist.Store, number: int) -> frozenset[int]:
+        """The leader checks the heartbeats of all other agents; the others check the leader's. Returns who has left.
 
         That the leader's store still answers says nothing: it has a thread of its own, but the main thread may hang.
         """
+        left = set()
         for rank in range(1, self.count) if self.rank == 0 else (0,):
             key = f"alive/{rank}"
-            heartbeat = store.get(key) if store.check([key]) else b""
+            heartbeat = store.get(key).decode() if store.check([key]) else ""
             last, since = self._last_heartbeat.get(rank, (None, number))
             silent = (number - since) * HEARTBEAT_SECONDS
-            if heartbeat != last:
+            if heartbeat == LEFT:
+                left.add(rank)
+            elif not heartbeat:  # it has not joined yet
+                continue
+            elif heartbeat != last:
                 self._last_heartbeat[rank] = heartbeat, number
             elif silent <= DEAD_AFTER_SECONDS:
                 continue
             elif rank == 0:
                 self.leader_lost = True
-            elif rank not in self.dead and not store.check([f"left/{rank}"]):
+            elif rank not in self.dead:
                 self.dead[rank] = f"the agent of {self.name(rank)} died or hangs: no heartbeat for {silent:.0f} s"
                 store.set(f"abort/{self._orders}", "1")
+        return frozenset(left)
 
     def __enter__(self) -> Self:
         return self
@@ -268,26 +314,51 @@ class Nodes:
         The leader tells the others to end and waits until they have left, since the store ends with the leader.
         """
         try:
-            with contextlib.suppress(*LOST, PhaseFailed):
-                if error is not None and self.count > 1:
-                    stopped = isinstance(error, KeyboardInterrupt)
-                    cause = f"{self.name()}: {error!r}"
-                    self.report(Report("stopped" if stopped else "failed", cause, time=time.time()))
-                if self.rank == 0:
-                    self.order(end=True)
-                    deadline = time.monotonic() + DEAD_AFTER_SECONDS
-                    while not all(self._left(rank) for rank in range(1, self.count)) and time.monotonic() < deadline:
-                        time.sleep(POLL_SECONDS)
-                else:
-                    self._store.set(f"left/{self.rank}", "1")
+            if error is not None and self.count > 1:
+                stopped = isinstance(error, KeyboardInterrupt)
+                self.report(Report("stopped" if stopped else "failed", f"{self.name()}: {error!r}", time=time.time()))
+            if self.rank == 0:
+                self.order(end=True)
+            self._leaving = True
+            deadline = time.monotonic() + DEAD_AFTER_SECONDS
+            while not self._may_end() and time.monotonic() < deadline:
+                time.sleep(POLL_SECONDS)
         finally:
             self._closing.set()
             self.starter.close()
-            if self._server:
-                self._server.close()
+            self._store = None
 
-    def _left(self, rank: int) -> bool:
-        return rank in self.dead or self._store.check([f"left/{rank}"])
+    def _may_end(self) -> bool:
+        if self.rank == 0:
+            return all(rank in self._left or rank in self.dead for rank in range(1, self.count))
+        return self._has_left or self.leader_lost
+
+
+def _serve(port: int) -> dist.TCPStore:
+    """A store on this machine, for all who reach the port; 0: a free one. RuntimeError if the port is taken."""
+    return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False)
+
+
+def _connect(address: str, port: int, identity: str) -> dist.TCPStore:
+    """The leader's store. OSError if nobody or another start answers there.
+
+    From a thread of its own, because torch waits without limit for the answer of whoever listens at the address.
+    """
+    found: list[dist.TCPStore] = []
+
+    def connect() -> None:
+        with contextlib.suppress(RuntimeError):
+            limit = timedelta(seconds=CONNECT_SECONDS)
+            store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
+            if store.check(["id"]) and store.get("id").decode() == identity:
+                found.append(store)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(2 * CONNECT_SECONDS)
+    if not found:
+        raise ConnectionError("the store of this start does not answer there")
+    return found[0]
 
 
 def _print_stacks(idle: float) -> None:
@@ -297,31 +368,3 @@ def _print_stacks(idle: float) -> None:
     )
     os.write(2, text.encode())  # bypasses the progress display, in which the thread may hang
     faulthandler.dump_traceback(2)
-
-
-def make_secret(run_dir: Path) -> bytes:
-    """The run's secret, which is created if there is none yet. Called by the leader."""
-    make_directory(run_dir)
-    path = run_dir / "secret"
-    if not path.exists():
-        write_atomic(path, new_secret(), 0o600)
-    return read_secret(run_dir)
-
-
-def read_secret(run_dir: Path) -> bytes:
-    """The run's secret.
-
-    FileNotFoundError if the leader has not created it yet; `UserError` if the file is damaged, is another user's, or
-    can be read or written by other users.
-    """
-    path = run_dir / "secret"
-    about = path.stat()
-    if about.st_mode & 0o077 or about.st_uid != os.geteuid():
-        raise UserError(
-            f"{path} must belong to the user who starts the run and be readable by nobody else: chmod 600 it, or "
-            "delete it while the run is stopped"
-        )
-    secret = path.read_bytes()
-    if len(secret) != DIGEST:
-        raise UserError(f"{path} is damaged: delete it while the run is stopped, and start the run again")
-    return secret

@@ -16,7 +16,7 @@ from megarl.recipe.tables import Recipe
 from tests.actor.conftest import make_recipe
 from tests.extent import EVERY, few
 
-UPDATES, FEW = 20 if EVERY else 3, 3
+UPDATES, FEW = 20 if EVERY else 6, 3  # a resumed one makes six
 # they make all updates; between them they have all kinds of parallelism
 LONG = ("one", "TP2 EP4", "CP2 PP2", "DP2 EP2")
 PROMPTS = 4  # groups per update
@@ -208,7 +208,7 @@ def run_layout(name: str, model: Path, rollouts: Path, folder: Path) -> dict[str
             metrics.append(step.train_step(actor, batches, objective, lr=1e-3, samples=len(samples)))
         tokens = [line.pop("sample_tokens", {}).get("counts") for line in metrics]
         results[case] = {"gradient": gradient, "metrics": metrics, "micro_batches": len(batches), "tokens": tokens[0]}
-    results["scores"], results["second choices"] = reference_scores(recipe, model)
+    results["scores"] = reference_scores(recipe, model)
     results["offenders"] = offenders(recipe, model, update_samples(rollouts, 0))
     return results
 
@@ -239,24 +239,17 @@ def logprobs(actor: Any, batches: list[Any], samples: int) -> list[torch.Tensor]
     return [torch.tensor([v for _, v in sorted(whole.get(i, {}).items())]) for i in range(samples)]
 
 
-def reference_scores(recipe: Recipe, model: Path) -> tuple[list[list[float]], list[list[float]]]:
-    """Log-probs of five fixed sequences, computed as for the reference that is exported with a policy.
-
-    And those with tokens sent to experts that the routers nearly chose.
-    """
-    from megarl.actor import reference, routing, step
+def reference_scores(recipe: Recipe, model: Path) -> list[list[float]]:
+    """Log-probs of five fixed sequences, computed as for the reference that is exported with a policy."""
+    from megarl.actor import reference, step
 
     actor = step.Actor.build(recipe, model, torch.device("cpu"))
     for chunk in actor.models:
         chunk.temperature = 0.5  # scores are at temperature 1 all the same
     sequences = [[(7 * i + 3 * k) % 67 for i in range(n)] for k, n in enumerate((2, 9, 30, 61, 17))]
     scores = reference.score(actor.models, sequences, 32, actor.device)
-    tied = reference.tied(actor.models, sequences, scores, 32, actor.device)
-    assert tied is not None and not np.concatenate(tied).any()
-    with routing.second_choices(actor.models, 0.3):
-        others = reference.score(actor.models, sequences, 32, actor.device)
     assert {chunk.temperature for chunk in actor.models} == {0.5}
-    return [values.tolist() for values in scores], [values.tolist() for values in others]
+    return [values.tolist() for values in scores]
 
 
 def offenders(recipe: Recipe, model: Path, samples: list[Any]) -> list[dict[str, Any]]:

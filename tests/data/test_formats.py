@@ -248,7 +248,7 @@ def test_rows_of_skywork_or1_with_code_tests(tmp_path, truth, tests):
 COMPARES = """import numpy as np
 
 def is_floats(x) -> bool:
-    if isinstance(x, (list, tuple)):
+    if isinstance(x, (list, tuple)) and x:
         return all(isinstance(i, float) for i in x)
     if isinstance(x, np.ndarray):
         return x.dtype == np.float64 or x.dtype == np.float32
@@ -288,6 +288,7 @@ def test_evalplus(tmp_path):
     for item in (stubbed, told):
         for program, right in (("[x / 2 + 1e-9, x]", 1), ("[x / 2 + 1e-3, x]", 0), ("[x / 2]", 0), ("None", 0)):
             assert verifier.score(as_prompt(item), f"def halves(x): return {program}").value == right
+        assert verifier.score(as_prompt(item), "def halves(x): return [x / 2, x if x < 2 else -x]").value == 0
 
 
 def test_gpqa(tmp_path):

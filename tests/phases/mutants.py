@@ -80,12 +80,12 @@ def an_update_is_left_out():
 
 def _returning(fault, which):
     """Let ``fault`` change the completions for which ``which`` of their number, from 0, is true."""
-    right, numbers = rollout_worker._Work.receive, itertools.count()
+    right, numbers = rollout_worker._Requests.receive, itertools.count()
 
     def receive(self, completions):
         right(self, [(to, fault(one) if which(next(numbers)) else one) for to, one in completions])
 
-    rollout_worker._Work.receive = receive
+    rollout_worker._Requests.receive = receive
 
 
 def _with_logprob(value, place=-1):

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -24,7 +23,6 @@ from tests.helpers import events, megarl, metrics
 from tests.phases.live.conftest import new_run, phases  # noqa: F401 - fixtures
 from tests.phases.live.test_partial import load
 from tests.phases.test_kill import assert_same_run, kill_at
-from tests.views.audit_faults import rewrite
 
 TRAINED, CANDIDATES, STAGES, BUDGET = 6, 18, 3, 2  # groups that a stage trains, its candidates, stages, tokens
 SETTINGS = {
@@ -241,22 +239,24 @@ def test_unfinished_responses_are_shown(undisturbed):
     assert said[0] == "stage 1/3 rollout chose 6 of 18 groups, carries 12 on"
 
 
-def test_the_audit_finds_groups_that_are_not_carried_or_not_continued(undisturbed, tmp_path):
+def test_the_audit_finds_groups_that_are_not_carried(undisturbed, tmp_path):
     run = tmp_path / "run"
     shutil.copytree(undisturbed.root, run, symlinks=True)
-
-    def other(groups):  # changes the first shard of the second stage, whose groups the first stage began
-        return [
-            replace(g, responses=tuple(replace(r, tokens=r.tokens + np.int32(r.tokens.max() < 9)) for r in g.responses))
-            for g in groups
-        ]
-
-    rewrite(run, other, stage=1)
     change_seal(run / "stages/000/rollouts", carried=lambda ids: ids[1:])
+    change_seal(run / "stages/001/rollouts", carried=lambda ids: [*ids, 99])
     change_seal(run / "stages/002/rollouts", chosen=lambda ids: [*ids[:-1], ids[-1] + 1])
     problems = "\n".join(audit(run, 0).problems)
-    for said in ("does not continue in stage 1 from", "stage 0 does not carry on exactly", "stage 2 is sealed with"):
+    expected = ("stage 0 does not carry on exactly", "group 99 is in no shard", "stage 2 is sealed with other groups")
+    for said in expected:
         assert said in problems, problems
+
+
+def test_the_audit_of_a_branch_notes_that_it_lacks_the_stage_before(undisturbed, tmp_path):
+    result = megarl("optimize", undisturbed.root, "--stage", "1", "--output", tmp_path / "branch")
+    assert result.returncode == 0, result.stderr
+    found = audit(tmp_path / "branch", 0)
+    assert found.problems == []
+    assert "stage 1 continues groups of stage 0, which is not here to say which ones" in found.notes
 
 
 def change_seal(directory, **changes):

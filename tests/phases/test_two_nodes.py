@@ -4,8 +4,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
@@ -29,7 +27,7 @@ BLINK_SECONDS = 3.0  # TCP sends again up to twice as late; an agent counts as d
 LEADER, BOTH = (0,), (0, 1)
 SECOND_UPDATE = (LEADER, "open .*/metrics.jsonl", 2)  # of six
 A_SHARD = (BOTH, r"replace .*\.arrow", 1)  # of the node that generates it; the other one finds nothing to do
-SILENT = "or hangs: no heartbeat for 16 s"  # as docs/running.md says; it counts its checks, two per second
+SILENT = "or hangs: no heartbeat for 15 s"  # as docs/architecture.md says
 
 
 def settings(*others):
@@ -149,59 +147,6 @@ def test_a_run_on_two_nodes_equals_the_run_on_one(one_node, two_nodes):
     assert logs == [f"000_{phase}/attempt_0/rank_000{rank}.log" for phase in ("optimize", "rollout") for rank in (0, 1)]
 
 
-STRANGER = """
-import json, os, socket, sys, time
-from datetime import timedelta
-import torch.distributed as dist
-from megarl.keystore import StoreClient
-
-port, done = int(sys.argv[1]), 0
-if os.geteuid() == 0:
-    os.setgid(65534), os.setuid(65534)
-order = json.dumps({"run": "/tmp/x", "phase": "rollout", "processes": 1, "stage": 0, "attempt": 0})
-forged = {"order/1": order, "order/2": order, "report/1/1": '{"outcome": "failed"}', "abort/1": "1", "alive/1": "x"}
-forged |= {f"phase1/megarl/{key}": "[[0, [1.0]]]" for key in ("rewards/0", "next_chunk", "missing", "generated/1")}
-print("begins", flush=True)
-while True:
-    for attempt in range(3):
-        try:
-            if attempt == 0:
-                store = StoreClient("127.0.0.1", port, os.urandom(32), timedelta(seconds=1))
-            elif attempt == 1:
-                store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=1))
-            else:
-                with socket.create_connection(("127.0.0.1", port)) as stranger:
-                    stranger.sendall(os.urandom(5000))
-                continue
-            for key, value in forged.items():
-                store.set(key, value)
-                store.add(key.replace("/0", "/1"), 1)
-            print("let in", flush=True)
-        except ConnectionRefusedError:
-            sys.exit()
-        except (OSError, RuntimeError):
-            pass
-"""
-
-
-def test_a_stranger_on_the_leaders_port_changes_nothing(recipe, two_nodes, tmp_path):
-    run = tmp_path / "run"
-    with TwoNodes(recipe, run) as two:
-        two.wait_for(lambda run: (run / "leader.json").exists())
-        port = json.loads((run / "leader.json").read_text())["port"]
-        command = [sys.executable, "-c", STRANGER, str(port)]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as stranger:
-            try:
-                assert stranger.stdout.readline() == "begins\n"
-                for code, output in two.wait():
-                    assert code == 0, output
-            finally:
-                stranger.kill()
-            assert "let in" not in stranger.stdout.read()
-    assert_same_rollouts(two_nodes, run)
-    assert_same_result(two_nodes, run)
-
-
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_killed_or_stopped_follower_fails_the_run_with_the_cause(number, recipe, sealed):
     with TwoNodes(recipe, sealed, hold=SECOND_UPDATE) as two:
@@ -295,7 +240,7 @@ def test_nodes_on_a_slow_link_survive_a_moment_without_it_and_end_in_time_once_i
     """
     run = tmp_path / "run"
     run.mkdir()
-    (run / "leader.json").write_text(json.dumps({"address": "10.77.0.9", "port": 1}))
+    (run / "leader.json").write_text(json.dumps({"address": "10.77.0.9", "port": 1, "id": "1f"}))
     with Network("8mbit") as network:
         with TwoNodes(recipe, run, network=network, hold=(LEADER, "open .*/metrics.jsonl", 4)) as two:
             two.wait_for(lambda run: lines(run / "metrics.jsonl") >= 1)

@@ -1,9 +1,8 @@
 """``python -m tests.rollout.actor_scores``: scores sequences with the Megatron actor; reads and writes JSON lines.
 
 Input: {"model": directory, "sequences": token ids}. Output, after "SCORES ": for each sequence its log-probs [n - 1]
-and, if the model has experts, those to which the actor routes the tokens, [n - 1][layers][k], and whether they or those
-of an earlier token are tied, [n - 1]. It runs in a process of its own, because an engine and Megatron would both
-initialise the default process group.
+and, if the model has experts, those to which the actor routes the tokens, [n - 1][layers][k]. It runs in a process of
+its own, because an engine and Megatron would both initialise the default process group.
 """
 
 import functools
@@ -48,8 +47,7 @@ def main() -> None:
         for sequence in request["sequences"]:
             (logprobs,) = reference.score(models, [sequence], 256, torch.device("cpu"))
             experts = torch.stack([layer.own for layer in layers], 1).tolist() if layers else None
-            tied = reference.tied(models, [sequence], [logprobs], 256, torch.device("cpu"))
-            answers.append({"logprobs": logprobs.tolist(), "experts": experts, "tied": tied and tied[0].tolist()})
+            answers.append({"logprobs": logprobs.tolist(), "experts": experts})
         print("SCORES", json.dumps(answers), flush=True)
 
 

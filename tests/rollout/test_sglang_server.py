@@ -123,7 +123,7 @@ def test_log_probs_of_other_tokens_or_weights_are_an_error(changes, message):
 
 
 def test_a_server_inherits_no_variables_that_are_meant_for_its_phase_process(monkeypatch):
-    for name in ("RANK", "MASTER_PORT", "MEGARL_PHASE_ID", "PYTHONPATH", "HOME"):
+    for name in ("RANK", "MASTER_PORT", "MEGARL_STORE", "PYTHONPATH", "HOME"):
         monkeypatch.setenv(name, "7")
     kept = {"HOME", "PATH", "ADDED"}
     other = server_environment(Path("/another/python"), {"ADDED": "1"})

@@ -2,18 +2,19 @@
 
 import contextlib
 import json
-import os
 import re
+import socket
 import threading
 import time
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch.distributed as dist
 
+from megarl import distributed
 from megarl.distributed import ReplicaGroup
-from megarl.errors import PhaseFailed, UserError
-from megarl.keystore import StoreServer, new_secret
+from megarl.errors import PhaseFailed
 from megarl.workers import nodes
 from megarl.workers.nodes import NodeRank, Nodes, Report
 
@@ -77,30 +78,33 @@ def test_a_replica_that_waits_for_others_can_be_interrupted():
         ReplicaGroup(dist.HashStore(), 0, 2, leave).barrier("generated")
 
 
-def test_the_secret_is_readable_by_its_owner_alone_and_the_same_for_all_starts(tmp_path):
-    run = tmp_path / "run"
-    secret = nodes.make_secret(run)
-    assert (run / "secret").stat().st_mode & 0o777 == 0o600
-    assert nodes.make_secret(run) == nodes.read_secret(run) == secret
-    os.chmod(run / "secret", 0o640)
-    with pytest.raises(UserError, match="readable by nobody else"):
-        nodes.make_secret(run)
-    os.chmod(run / "secret", 0o600)
-    if os.geteuid() == 0:
-        os.chown(run / "secret", 65534, 65534)
-        with pytest.raises(UserError, match="readable by nobody else"):
-            nodes.read_secret(run)
-        os.chown(run / "secret", 0, 0)
-    (run / "secret").write_bytes(b"short")
-    with pytest.raises(UserError, match="damaged"):
-        nodes.read_secret(run)
+@pytest.fixture(params=["another start's store", "somebody who says nothing", "nobody"])
+def old_address(request):
+    """(port, id) of a leader.json that an earlier start left."""
+    if request.param == "another start's store":
+        store = nodes._serve(0)
+        store.set("id", "1f")
+        yield store.port, "2e"
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            if request.param == "nobody":
+                listener.close()
+            yield listener.getsockname()[1] if request.param != "nobody" else 1, "1f"
 
 
-def test_a_follower_ignores_an_address_that_an_earlier_start_left(tmp_path):
-    nodes.make_secret(tmp_path)
-    other = StoreServer(new_secret())  # another run's store, on the port that an earlier start of this run had
-    (tmp_path / "leader.json").write_text(json.dumps({"address": "127.0.0.1", "port": other.port}))
-    joined = []
+def test_a_follower_ignores_an_address_that_an_earlier_start_left(tmp_path, monkeypatch, old_address):
+    monkeypatch.setattr(nodes, "CONNECT_SECONDS", 1.0)
+    port, identity = old_address
+    (tmp_path / "leader.json").write_text(json.dumps({"address": "127.0.0.1", "port": port, "id": identity}))
+    joined, tried, connect = [], threading.Event(), nodes._connect
+
+    def connected(*arguments):
+        try:
+            return connect(*arguments)
+        finally:
+            tried.set()
+
+    monkeypatch.setattr(nodes, "_connect", connected)
 
     def follow():
         with contextlib.suppress(PhaseFailed), node(1, tmp_path) as agents:
@@ -108,15 +112,56 @@ def test_a_follower_ignores_an_address_that_an_earlier_start_left(tmp_path):
 
     follower = threading.Thread(target=follow)
     follower.start()
+    assert tried.wait(60)
     with node(0, tmp_path) as agents:
         agents.order(phase="rollout")
     follower.join()
-    other.close()
     assert [order["phase"] for order in joined] == ["rollout"]
 
 
+def test_the_processes_of_two_nodes_share_a_store_in_each_attempt(tmp_path, monkeypatch):
+    """Another one in the next attempt, which must not see what torch wrote when this one failed."""
+    places = {}
+
+    def values(agents):
+        monkeypatch.setenv("MEGARL_STORE", agents.phase_store)
+        store = distributed._phase_store.__wrapped__()
+        return store, agents.phase_store
+
+    def follow():
+        with contextlib.suppress(PhaseFailed), node(1, tmp_path) as agents:
+            for attempt in range(2):
+                agents.next_order()
+                places[attempt] = agents.phase_store
+                agents.report(Report("done"))
+            agents.next_order()
+
+    follower = threading.Thread(target=follow)
+    follower.start()
+    with node(0, tmp_path) as agents:
+        for attempt in range(2):
+            number = agents.order(phase="rollout")
+            store, place = values(agents)
+            assert not store.check(["failure"])
+            store.set("failure", "an error of NCCL")
+            agents.report(Report("done"))
+            assert set(agents.reports(number)) == {0, 1}
+            assert places[attempt] == place
+    follower.join()
+
+
+def test_the_only_node_of_a_run_listens_nowhere():
+    before = {connection.laddr for connection in psutil.Process().net_connections() if connection.status == "LISTEN"}
+    with Nodes(NodeRank()) as agents:
+        number = agents.order(phase="rollout")
+        agents.report(Report("done"))
+        assert agents.reports(number) == {0: Report("done")} and agents.phase_store == ""
+        now = {connection.laddr for connection in psutil.Process().net_connections() if connection.status == "LISTEN"}
+    assert now <= before
+
+
 def test_a_follower_without_a_leader_says_where_it_looked(tmp_path, monkeypatch):
-    monkeypatch.setattr(nodes, "JOIN_TIMEOUT", nodes.JOIN_TIMEOUT * 0)
+    monkeypatch.setattr(nodes, "JOIN_SECONDS", 0.0)
     with pytest.raises(PhaseFailed, match="cannot reach node 0 at the address in .*leader.json.*all nodes share"):
         node(1, tmp_path)
 
@@ -124,23 +169,17 @@ def test_a_follower_without_a_leader_says_where_it_looked(tmp_path, monkeypatch)
 def test_a_leader_whose_store_does_not_answer_is_noticed(tmp_path, monkeypatch):
     monkeypatch.setattr(nodes, "LEADER_LOST_SECONDS", 0.3)
     monkeypatch.setattr(nodes, "DEAD_AFTER_SECONDS", 2.0)  # for so long the leader waits for the follower at its end
-    joined, still, answer, causes = threading.Event(), threading.Event(), StoreServer._answer, []
-    exchange = Nodes._exchange_heartbeats
+    joined, answers, causes, exchange = threading.Event(), threading.Event(), [], Nodes._exchange
+    answers.set()
 
-    def exchanged(agents, *arguments):
-        found = exchange(agents, *arguments)
-        if agents.rank == 1:  # its thread is connected: before, it waits as long as nodes of a job may need to start
+    def hangs(agents, *arguments):
+        if agents.rank == 1:
+            assert answers.wait(60)
+        exchange(agents, *arguments)
+        if agents.rank == 1:
             joined.set()
-        return found
 
-    monkeypatch.setattr(Nodes, "_exchange_heartbeats", exchanged)
-
-    def hangs(*request):
-        while still.is_set():
-            time.sleep(0.01)
-        return answer(*request)
-
-    monkeypatch.setattr(StoreServer, "_answer", hangs)
+    monkeypatch.setattr(Nodes, "_exchange", hangs)
 
     def follow():
         try:
@@ -153,10 +192,10 @@ def test_a_leader_whose_store_does_not_answer_is_noticed(tmp_path, monkeypatch):
     follower.start()
     with node(0, tmp_path):
         assert joined.wait(60)
-        still.set()
+        answers.clear()
         follower.join(60)
         noticed = list(causes)
-        still.clear()
+        answers.set()
     assert noticed and "hangs" in noticed[0]
 
 
@@ -226,6 +265,6 @@ def test_a_suspended_agent_does_not_count_as_hanging(monkeypatch):
     printed, steps = [], iter([False, False, *[False] * int(nodes.HANGS_SECONDS / nodes.HEARTBEAT_SECONDS), True])
     monkeypatch.setattr(nodes, "_print_stacks", printed.append)
     monkeypatch.setattr(nodes, "time", SimpleNamespace(clock_gettime=lambda clock: 1.0))
-    agent = SimpleNamespace(count=1, _closing=SimpleNamespace(wait=lambda seconds: next(steps)))
+    agent = SimpleNamespace(_store=None, _closing=SimpleNamespace(wait=lambda seconds: next(steps)))
     Nodes._check(agent, 0)
     assert printed == [nodes.HANGS_SECONDS]

@@ -171,20 +171,15 @@ class LiveBatches:
         self.store.refresh()
         wanted = self._groups(update)
         missing = not wanted or bool(self.store.missing(wanted))
-        if self.schedule.colocate and dist.get_rank() == 0 and not self._our_turn(missing):
-            missing = True
+        if self.schedule.colocate and dist.get_rank() == 0:  # on shared devices trainers and engines take turns
+            rests = self.state.all_rest()
+            if rests and missing:
+                self.state.next_round()  # the engines' turn begins
+            missing = missing or not rests
         flags = torch.tensor([float(self.stop.asked), float(missing)], device=self.actor.device)
         dist.all_reduce(flags, dist.ReduceOp.MAX)
         asked, waits = flags.tolist()
         return None if asked else not waits
-
-    def _our_turn(self, missing: bool) -> bool:
-        """On shared devices: whether trainers may train now. If groups are missing, the engines' turn begins."""
-        if not self.state.all_rest():
-            return False
-        if missing:
-            self.state.next_round()
-        return not missing
 
     def _check_lags(self, batch: int, groups: list[Group]) -> None:
         largest = self.schedule.lag_rule.max_lag

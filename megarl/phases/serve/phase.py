@@ -13,7 +13,7 @@ from megarl.data.templates import Renderer
 from megarl.distributed import ReplicaGroup
 from megarl.errors import STOPPED, UserError
 from megarl.heartbeats import WAITS, beat
-from megarl.phases.evaluate import start_evaluated
+from megarl.phases.evaluate import evaluate_due
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.serve import KEY
 from megarl.phases.serve.chat import decoder
@@ -106,7 +106,7 @@ def serve(stage: Stage) -> None:
         return
     replicas = ReplicaGroup.join(while_waiting=stop.exit_if_asked)
     make_directory(stage.rollouts)
-    worker = start_evaluated(stage, replicas, lambda: stop.asked)
+    worker = evaluate_due(stage, replicas, lambda: stop.asked)
     if stop.asked:
         worker.close()
         sys.exit(STOPPED)

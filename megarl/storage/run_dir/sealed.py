@@ -37,7 +37,7 @@ from megarl.storage.policies import CONFIG_FILE, INFO_FILE, check_policy
 from megarl.storage.run_dir import recipes
 
 # logs, files of and for other programs, scratch, and files that only say where a server or a tracker is
-_NOT_SEALED = ("logs", "tensorboard", "wandb", "rehearsal", "trace.json", "trackers.json", "leader.json")
+_NOT_SEALED = ("logs", "tensorboard", "wandb", "rehearsal", "trackers.json", "leader.json")
 
 
 def damages(path: Path) -> Iterator[str]:

@@ -5,9 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from megarl.commands.stages.pack import MANIFEST, Manifest
+from megarl.commands.stages.pack import CARD, MANIFEST, Manifest, sums_below
 from megarl.recipe.load import load_recipe
-from megarl.storage.checkpoints import FileSum
 from megarl.storage.policies import copy_policy, read_info
 from megarl.storage.rollouts import Group, Response, RolloutWriter, seal
 from megarl.storage.run_dir import RunDir
@@ -16,22 +15,22 @@ SETTINGS = ("schedule.updates_per_stage=2", "eval.every=0", "actor.checkpoint_ev
 VOCABULARY = 16  # of the random tokens; that of the model is larger
 
 
-def make_run(recipe, root, *settings):
+def make_run(recipe, root, *settings, chosen=None):
     run = RunDir.create(root, load_recipe(recipe, [*SETTINGS, *settings]))
     stage = run.stage(0)
     copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, stage.policy)
-    fill(stage)
+    fill(stage, chosen=chosen)
     return run
 
 
-def fill(stage, masked=False):
+def fill(stage, masked=False, chosen=None):
     """Write as many random groups as the stage has, and seal it. masked: some tokens are masked, as tool output is."""
     rng, size = np.random.default_rng(stage.number), stage.rollout.responses_per_prompt
     info = read_info(stage.policy)
     with RolloutWriter(stage.rollouts, weights_hash=info.weights_hash, logprob_mode="processed") as writer:
         for begin in range(stage.groups.start, stage.groups.stop, 4):
             writer.append([make_group(rng, number, size, info.version, masked) for number in range(begin, begin + 4)])
-    seal(stage.rollouts, stage.groups)
+    seal(stage.rollouts, stage.groups, chosen)
 
 
 def make_group(rng, number, size, version=0, masked=False):
@@ -48,17 +47,10 @@ def make_group(rng, number, size, version=0, masked=False):
     return Group(number, prompt, tuple(response() for _ in range(size)))
 
 
-def sums(folder):
-    """The manifest of a packed directory, with the sizes and checksums that its files have now."""
-    before = Manifest.parse((folder / MANIFEST).read_bytes(), folder)
-    files = {str(p.relative_to(folder)): p for p in sorted(folder.rglob("*")) if p.is_file() and p.name != MANIFEST}
-    files.pop("README.md", None)
-    return replace(before, files={name: FileSum.of(path) for name, path in files.items()})
-
-
-def agree(folder, manifest: Manifest | None = None):
-    """Replace the manifest of a packed directory, by default with one that its files agree with."""
-    (folder / MANIFEST).write_bytes((manifest or sums(folder)).dump())
+def agree(folder, **fields):
+    """Replace the manifest of a packed directory by one with other ``fields`` that the files agree with."""
+    files = {name: sums for name, sums in sums_below(folder).items() if name not in (MANIFEST, CARD)}
+    replace(Manifest.read(folder), files=files, **fields).write(folder)
 
 
 def sha(path):

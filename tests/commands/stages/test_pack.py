@@ -3,25 +3,22 @@
 import json
 import os
 import shutil
-import tomllib
 
 import pytest
-import tomli_w
 from safetensors.torch import load_file, save_file
 
 from megarl.commands.stages.pack import MANIFEST, Manifest, pack
 from megarl.commands.stages.unpack import unpack
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import UserError
-from megarl.recipe.load import load_recipe, read_tables
-from megarl.storage.ledger import LEDGER
+from megarl.recipe.load import load_recipe
 from megarl.storage.policies import INDEX_FILE, check_policy, weight_files
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
 from tests.actor.conftest import make_hf_model
-from tests.commands.stages.hostile import ATTACKS, compressed, recipe_with, with_shard
-from tests.commands.stages.made_up import agree, fill, make_run, sha, sums
+from tests.commands.stages.hostile import ATTACKS, other_bytes, with_recipe
+from tests.commands.stages.made_up import fill, make_run, sha
 from tests.helpers import megarl, read_lines
 from tests.storage.quantised import quantise
 
@@ -47,7 +44,7 @@ def packed(run, tmp_path_factory):
 
 @pytest.fixture
 def copy(packed, tmp_path):
-    """A copy of the packed stage that a test may damage: unlike the original it shares no hard links with the run."""
+    """A copy of the packed stage that a test may damage."""
     return shutil.copytree(packed, tmp_path / "copy")
 
 
@@ -65,6 +62,7 @@ def updates(run):
 def test_an_unpacked_stage_is_optimized_to_the_same_bytes(run, tmp_path, guessing_model):
     optimize(run.root, "--stage", 0, "--output", tmp_path / "a", "--set", "objective.name=grpo")
     assert pack(run.root, 0, tmp_path / "stage", LICENCE, weights=False, prompts=True).has_weights is False
+    (tmp_path / "stage/.gitattributes").write_text("of a download")
     hidden = run.recipe.data.train + ".gone"  # the unpacked stage must not need files of the original run
     os.rename(run.recipe.data.train, hidden)
     try:
@@ -78,80 +76,63 @@ def test_an_unpacked_stage_is_optimized_to_the_same_bytes(run, tmp_path, guessin
     assert sha(tmp_path / "a" / weights) == sha(tmp_path / "d" / weights)
     assert updates(tmp_path / "a") == updates(tmp_path / "d")
     assert sha(tmp_path / "a" / weights) != sha(guessing_model / "model.safetensors")
-    found = audit(tmp_path / "b", 0)
-    assert found.problems == []
+    assert audit(tmp_path / "b", 0).problems == []
+    for shard in run.stage(0).rollouts.glob("*.arrow"):
+        assert (tmp_path / "b/stages/000/rollouts" / shard.name).read_bytes() == shard.read_bytes()
 
 
-def test_a_later_stage_is_packed_with_its_optimizer_state(run, tmp_path):
+def test_a_later_stage_becomes_the_first_of_a_run(run, tmp_path):
+    """With its policy as the model and a new optimizer, whose state is never packed."""
     root = shutil.copytree(run.root, tmp_path / "run")
     optimize(root, "--stage", 0)
-    fill(RunDir.open(root).stage(1))
-    assert pack(root, 1, tmp_path / "packed", LICENCE, weights=False, prompts=False).has_weights
-    optimize(root, "--stage", 1)
+    stage = RunDir.open(root).stage(1)
+    fill(stage)
+    manifest = pack(root, 1, tmp_path / "packed", LICENCE, weights=False, prompts=False)
+    assert manifest.has_weights and {name.split("/")[0] for name in manifest.files} == {"policy", "rollouts"}
     refused = megarl("stage", "unpack", tmp_path / "packed", tmp_path / "b")
     assert refused.returncode == 2 and "--prompts FILE" in refused.stderr
     unpack(tmp_path / "packed", tmp_path / "b", None, [run.root.parent / "my prompts.jsonl"])
-    optimize(tmp_path / "b", "--stage", 1)
-    assert sha(root / "final/model.safetensors") == sha(tmp_path / "b/final/model.safetensors")
-    assert updates(root)[2:] == updates(tmp_path / "b")
+    first = RunDir.open(tmp_path / "b").stage(0)
+    assert sha(first.policy / "model.safetensors") == sha(stage.policy / "model.safetensors")
+    before, after = (RolloutStore(each.rollouts).read(each.groups) for each in (stage, first))
+    for ours, theirs in zip(before, after, strict=True):
+        assert [(r.tokens.tolist(), r.reward) for r in ours.responses] == [
+            (r.tokens.tolist(), r.reward) for r in theirs.responses
+        ]
+        assert {r.policy_version for r in theirs.responses} == {0}
+    optimize(tmp_path / "b", "--stage", 0)
+    assert audit(tmp_path / "b", 0).problems == []
 
 
 def test_packed_recipe_and_card_contain_no_paths_of_this_machine(packed, run):
-    text = (packed / "recipe.toml").read_text() + (packed / "README.md").read_text()
+    text = (packed / MANIFEST).read_text() + (packed / "README.md").read_text()
     assert str(run.root.parent) not in text and str(run.recipe.model.path) not in text
     card = (packed / "README.md").read_text()
-    manifest = Manifest.parse((packed / MANIFEST).read_bytes(), packed)
+    manifest = Manifest.read(packed)
     assert card.startswith("---\nlicense: cc-by-4.0\n")
-    assert manifest.weights_hash in card and manifest.files[f"rollouts/{LEDGER}"].sha256 in card
+    assert manifest.weights_hash in card
     assert list(manifest.prompts) == [f"{sha(run.root.parent / 'my prompts.jsonl')[:12]}_my_prompts.jsonl"]
 
 
-def test_unpacking_with_other_weights_is_refused(packed, tiny_model, tmp_path):
-    with pytest.raises(UserError, match="other weights"):
-        unpack(packed, tmp_path / "b", tiny_model, [])
-    assert not (tmp_path / "b").exists()
-
-
-@pytest.fixture(scope="module")
-def quantised(recipe, tmp_path_factory):
-    """The folder of a published gpt-oss (MXFP4 experts), a run of it, and its first stage packed without weights."""
-    folder = tmp_path_factory.mktemp("quantised")
-    shutil.copytree(load_recipe(recipe).model.path, folder / "model")
-    make_hf_model("gpt_oss", vocab_size=29, hidden_size=64, intermediate_size=64).save_pretrained(folder / "model")
-    quantise(folder / "model", files=2)
-    run = make_run(recipe, folder / "run", f"model.path={folder / 'model'}")
-    pack(run.root, 0, folder / "packed", LICENCE, weights=False, prompts=True)
-    return folder
-
-
-def test_quantised_weights_are_converted_as_in_a_run(quantised, tmp_path):
-    """Weights that are converted already are accepted too, whatever the bytes of their index file."""
-    converted = shutil.copytree(quantised / "run/stages/000/policy", tmp_path / "converted")
-    (converted / INDEX_FILE).write_text(json.dumps(json.loads((converted / INDEX_FILE).read_text())))
-    for model in (quantised / "model", converted):
-        run = tmp_path / f"of {model.name}"
-        unpack(quantised / "packed", run, model, [])
-        policy = run / "stages/000/policy"
+def test_quantised_weights_are_converted_as_in_a_run(recipe, tmp_path):
+    """Of a published gpt-oss (MXFP4 experts). Weights that are converted already are accepted too; others are not."""
+    model = shutil.copytree(load_recipe(recipe).model.path, tmp_path / "model")
+    make_hf_model("gpt_oss", vocab_size=29, hidden_size=64, intermediate_size=64).save_pretrained(model)
+    quantise(model, files=2)
+    run = make_run(recipe, tmp_path / "run", f"model.path={model}")
+    pack(run.root, 0, tmp_path / "packed", LICENCE, weights=False, prompts=True)
+    for source in (model, run.base):
+        unpack(tmp_path / "packed", tmp_path / f"of_{source.name}", source, [])
+        policy = tmp_path / f"of_{source.name}/stages/000/policy"
         check_policy(policy)
-        assert {file.name: sha(file) for file in weight_files(policy)} == {
-            file.name: sha(file) for file in weight_files(converted)
-        }
-        assert not list((run / "packed").glob(".*"))
-
-
-def test_unpacking_with_other_quantised_weights_is_refused(quantised, tmp_path):
-    """Names, sizes and types are those of the run's; one block of an expert differs."""
-    other = shutil.copytree(quantised / "model", tmp_path / "other")
-    for file in weight_files(other):
-        tensors = load_file(file)
-        for tensor in (
-            tensor for name, tensor in tensors.items() if name.endswith("layers.1.mlp.experts.down_proj_blocks")
-        ):
-            tensor.view(-1)[-1] ^= 1
-        save_file(tensors, file, metadata={"format": "pt"})
+        assert [sha(file) for file in weight_files(policy)] == [sha(file) for file in weight_files(run.base)]
+    file = weight_files(model)[-1]
+    tensors = load_file(file)
+    next(tensor for name, tensor in tensors.items() if name.endswith("_blocks")).view(-1)[-1] ^= 1
+    save_file(tensors, file, metadata={"format": "pt"})
     with pytest.raises(UserError, match="other weights"):
-        unpack(quantised / "packed", tmp_path / "b", other, [])
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["other"]
+        unpack(tmp_path / "packed", tmp_path / "b", model, [])
+    assert not (tmp_path / "b").exists()
 
 
 def test_a_stage_without_weights_can_be_read_but_not_optimized(packed, tmp_path):
@@ -162,41 +143,36 @@ def test_a_stage_without_weights_can_be_read_but_not_optimized(packed, tmp_path)
     assert refused.returncode == 2 and "safetensors" in refused.stderr
 
 
-def test_an_unpacked_run_has_only_shards_that_megarl_wrote(run, copy, tmp_path):
-    """Whatever form a shard has in the pack: here its buffers are compressed."""
-    with_shard(compressed)(copy, tmp_path)
-    unpack(copy, tmp_path / "b", None, [])
-    for original in run.stage(0).rollouts.glob("*.arrow"):
-        packed, rewritten = copy / "rollouts" / original.name, tmp_path / "b/stages/000/rollouts" / original.name
-        assert rewritten.read_bytes() == original.read_bytes()
-        assert not os.path.samefile(packed, rewritten)
-    assert any(sha(path) != sha(run.stage(0).rollouts / path.name) for path in (copy / "rollouts").glob("*.arrow"))
+def test_only_the_groups_that_a_stage_trains_are_packed(recipe, tmp_path):
+    run = make_run(recipe, tmp_path / "run", "rollout.oversample=2", chosen=[1, 2, 3, 5, 6, 9, 12, 15])
+    pack(run.root, 0, tmp_path / "packed", LICENCE, weights=False, prompts=True)
+    unpack(tmp_path / "packed", tmp_path / "b", None, [])
+    ours, theirs = (RolloutStore(each.stage(0).rollouts) for each in (run, RunDir.open(tmp_path / "b")))
+    assert theirs.group_ids == list(theirs.chosen) == list(ours.chosen)
+    for one, other in zip(ours.read(ours.chosen), theirs.read(ours.chosen), strict=True):
+        assert one.prompt_tokens.tolist() == other.prompt_tokens.tolist()
 
 
 @pytest.mark.parametrize("attack", ATTACKS)
 def test_a_hostile_stage_is_refused_in_one_line(attack, copy, tmp_path):
     make, message = ATTACKS[attack]
-    source = make(copy, tmp_path)
+    make(copy)
     before = {path for path in tmp_path.rglob("*") if "copy" not in path.parts}
     with pytest.raises(UserError, match=message) as refused:
-        unpack(source, tmp_path / "b", None, [])
+        unpack(copy, tmp_path / "b", None, [])
     assert "\n" not in str(refused.value).replace("the recipe is wrong:\n", "")
     assert {path for path in tmp_path.rglob("*") if "copy" not in path.parts} == before
 
 
 def test_settings_that_start_programs_or_call_servers_are_removed(copy, tmp_path):
-    tables = tomllib.loads((copy / "recipe.toml").read_text())
-    tables["rollout"] |= {"sglang_python": "/tmp/evil", "vllm": {"hf_overrides": {}}, "sglang": {"x": 1}}
-    tables["run"] |= {"wandb": True, "mlflow": True}
-    tables["reward"]["parts"] = [{"kind": "python", "weight": 1.0, "path": "/tmp/evil.py:f"}]
-    (copy / "recipe.toml").unlink()
-    (copy / "recipe.toml").write_text(tomli_w.dumps(tables))
-    agree(copy)
+    with_recipe("rollout", sglang_python="/tmp/evil", vllm={"hf_overrides": {}}, sglang={"x": 1})(copy)
+    with_recipe("run", wandb=True, mlflow=True)(copy)
+    with_recipe("reward", parts=[{"kind": "python", "weight": 1.0, "path": "/tmp/evil.py:f"}])(copy)
+    with_recipe("objective", path="/tmp/evil.py:F")(copy)
     unpack(copy, tmp_path / "b", None, [])
     recipe = RunDir.open(tmp_path / "b").recipe
     assert recipe.rollout.sglang_python is None and not recipe.rollout.vllm and not recipe.rollout.sglang
-    assert not recipe.run.wandb and not recipe.run.mlflow and not recipe.reward.parts
-    assert read_tables(tmp_path / "b/packed/recipe.toml")["run"]["wandb"] is True  # the packed recipe is kept as it was
+    assert not recipe.run.wandb and not recipe.run.mlflow and not recipe.reward.parts and not recipe.objective.path
 
 
 def test_only_settings_that_leave_the_rollouts_as_they_are_can_be_set(packed, tmp_path):
@@ -227,34 +203,27 @@ def test_a_stage_whose_rollouts_have_held_out_prompts_is_refused(recipe, run, tm
 
 
 def test_settings_that_are_refused_can_be_replaced_with_set(copy, tmp_path):
-    recipe_with("reward", kind="judge")(copy, tmp_path)
-    recipe_with("megatron", fp8_quantizer_factory="os.system")(copy, tmp_path)
-    given = ["reward.kind=exact", "megatron.fp8_quantizer_factory=mine.quantizer"]
+    with_recipe("reward", kind="judge")(copy)
+    with_recipe("megatron", fp8_quantizer_factory="os.system")(copy)
+    with_recipe("objective", name="theirs.py:Own", theirs=1)(copy)
+    given = ["reward.kind=exact", "objective.name=grpo", "megatron.fp8_quantizer_factory=mine.quantizer"]
     unpack(copy, tmp_path / "b", None, [], given)
     recipe = RunDir.open(tmp_path / "b").recipe
     assert (recipe.reward.kind, recipe.megatron["fp8_quantizer_factory"]) == ("exact", "mine.quantizer")
 
 
-def test_files_of_a_policy_must_be_regular_and_in_its_directory(run, tmp_path):
-    policy = shutil.copytree(run.stage(0).policy, tmp_path / "policy")
-    (policy / "config.json").unlink()
-    os.mkfifo(policy / "config.json")
-    with pytest.raises(UserError, match=r"config\.json is not a regular file"):
-        check_policy(policy)
-    shutil.copy(policy / "model.safetensors", tmp_path)
-    (policy / INDEX_FILE).write_text('{"weight_map": {"a": "../model.safetensors"}}')
+def test_weights_are_in_the_directory_of_their_index(run, tmp_path):
+    shutil.copy(run.base / "model.safetensors", tmp_path)
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / INDEX_FILE).write_text('{"weight_map": {"a": "../model.safetensors"}}')
     with pytest.raises(UserError, match="not the name of a file in the same directory"):
-        weight_files(policy)
+        weight_files(tmp_path / "policy")
 
 
-def test_a_damaged_run_is_not_packed(run, tmp_path):
+@pytest.mark.parametrize("name", ["rollouts/*.arrow", "policy/config.json"])
+def test_a_damaged_stage_is_not_packed(name, run, tmp_path):
     root = shutil.copytree(run.root, tmp_path / "run")
-    path = next((root / "stages/000/rollouts").glob("*.arrow"))
-    path.write_bytes(path.read_bytes()[:-1] + b"x")
-    with pytest.raises(UserError, match="does not match the checksum"):
+    other_bytes(next((root / "stages/000").glob(name)))
+    with pytest.raises(UserError, match="does not match (the|its) checksum"):
         pack(root, 0, tmp_path / "stage", LICENCE, weights=True, prompts=True)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_the_helper_sums_gives_the_manifest_of_an_unchanged_pack(packed):
-    assert sums(packed) == Manifest.parse((packed / MANIFEST).read_bytes(), packed)

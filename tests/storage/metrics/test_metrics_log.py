@@ -8,6 +8,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from megarl.errors import UserError
 from megarl.recipe.tables import RunTable
 from megarl.storage.metrics import NOTHING, MetricsWriter, agrees
+from tests.helpers import read_lines
+from tests.phases.test_changes import SMALL, settings, train
 
 PLAIN = RunTable(tensorboard=False)
 
@@ -28,6 +30,21 @@ def test_tensorboard_has_every_number_of_every_update(tmp_path):
     assert events.Tags()["scalars"] == ["loss", "ratio/mean"]
     assert [(e.step, e.value) for e in events.Scalars("loss")] == [(1, 0.5), (2, 1.0), (3, 9.0)]
     assert [e.value for e in events.Scalars("ratio/mean")] == [1.0, 1.0, 2.0]
+
+
+def test_tensorboard_has_evaluations_with_samples_of_their_responses(recipe, tmp_path):
+    root = tmp_path / "run"
+    train(recipe, root, *settings(*SMALL, "schedule.stages=1", "eval.every=1", "run.tensorboard=true"))
+    events = EventAccumulator(str(root / "tensorboard"))
+    events.Reload()
+    logged = [e for e in read_lines(root / "events.jsonl") if e["event"] == "evaluation"]
+    found = [(e.step, e.value) for e in events.Scalars("evaluation/heldout/accuracy")]
+    assert found == [(e["update"], pytest.approx(e["accuracy"])) for e in logged] and len(found) == 2
+    texts = events.Tensors("samples/heldout")
+    assert [text.step for text in texts] == [0, 2]
+    shown = [value.decode() for value in texts[0].tensor_proto.string_val]
+    assert len(shown) == 4 and all(text.startswith("    ") and "=" in text for text in shown)
+    assert len(events.Scalars("loss")) == 2
 
 
 @pytest.fixture

@@ -105,11 +105,3 @@ def test_a_flipped_seal_is_one_finding_and_no_traceback(copy):
     result = megarl("audit", copy)
     assert result.returncode == 1 and "Traceback" not in result.stderr
     assert len(re.findall(r"does not agree: .*stages/001/rollouts/SEALED is damaged", result.stdout)) == 1
-
-
-@pytest.mark.parametrize("name", ["stages/000/checkpoints/update_000006/common.pt", "stages/001/policy/config.json"])
-def test_a_damaged_stage_is_not_packed(copy, name, tmp_path):
-    flip(copy / name, 30, 0)
-    result = megarl("stage", "pack", copy, "1", tmp_path / "packed", "--license", "other")
-    assert result.returncode == 2 and not (tmp_path / "packed").exists()
-    assert f"{name.rpartition('/')[2]} does not match its checksum" in result.stderr
