@@ -14,9 +14,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEMPLATES = "additional_chat_templates"  # a model's folder of chat templates beside the usual one
-# the names of a tokenizer's files begin or end so
+# the names of a tokenizer's files begin or end so, in all of transformers' classes
 _BEGINNINGS = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "tekken")
-_ENDS = (".model", ".tiktoken", ".spm", ".codes")
+_ENDS = (".model", ".tiktoken", ".spm", ".codes", ".tokenizer", "_vocab.json", "_pronunciation.json", "_shape.json")
+_NAMES = ("dict.txt", "emoji.json", "normalizer.json", "byte_maps.json")
+# text that tokenizers cut in different places: digits, white space, punctuation, composed letters, other scripts
+_PROBE = "".join(map(chr, range(32, 127))) + "I'LL  we've 12345\n\n \t x\r\n é e\u0301 ﬁ ½ 你好、世界 привет 🙂"
 
 
 def files_of(directory: Path) -> list[str]:
@@ -27,7 +30,7 @@ def files_of(directory: Path) -> list[str]:
 
 def is_of_tokenizer(name: str) -> bool:
     """Whether a model's file of this name belongs to its tokenizer."""
-    return name.startswith((*_BEGINNINGS, f"{TEMPLATES}/")) or name.endswith(_ENDS)
+    return name.startswith((*_BEGINNINGS, f"{TEMPLATES}/")) or name.endswith(_ENDS) or name in _NAMES
 
 
 def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
@@ -42,6 +45,27 @@ def load_tokenizer(path: Path) -> PreTrainedTokenizerBase:
     except Exception as error:  # the tokenizers library raises bare Exception on a damaged tokenizer.json
         reason = str(error).strip().splitlines() or [type(error).__name__]
         raise UserError(f"cannot read a tokenizer from {path}: {reason[0]}") from error
+
+
+def check_copied(tokenizer_dir: Path, copy: Path) -> None:
+    """`UserError` unless the tokenizer in ``copy`` is that of its source.
+
+    transformers chooses a tokenizer's class by config.json too, and some classes cut texts in their own way, whatever
+    tokenizer.json says. In a copy beside another model that may be another class.
+    """
+    own, found = (_behaviour(load_tokenizer(path)) for path in (tokenizer_dir, copy))
+    if found[1:] != own[1:]:
+        raise UserError(
+            f"the tokenizer in {tokenizer_dir} gives other tokens beside the model's config.json, where policies and "
+            f"exports have it: transformers then reads it as {found[0]}, and alone as {own[0]}. Copy the model's "
+            f"config.json to {tokenizer_dir} if the first is right, or choose another tokenizer"
+        )
+
+
+def _behaviour(tokenizer: PreTrainedTokenizerBase) -> tuple[Any, ...]:
+    tokens = tokenizer(_PROBE)["input_ids"]
+    begin = "bos_token" in str(tokenizer.chat_template) and tokenizer.bos_token
+    return type(tokenizer).__name__, tokens, tokenizer.decode(tokens), begin, tokenizer.eos_token
 
 
 def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:

@@ -16,6 +16,7 @@ from megarl.data.prompts import Prompt, PromptSource, open_prompts
 from megarl.data.tokenizer import stop_token_ids
 from megarl.distributed import ReplicaGroup
 from megarl.heartbeats import beat
+from megarl.models.hf_config import read_hf_config
 from megarl.phases.scoring import PendingGroup, Scoring, text_of
 from megarl.recipe.tables import Recipe
 from megarl.rewards.parts import build_verifier
@@ -58,6 +59,7 @@ class RolloutWorker:
     engine: RolloutEngine
     stop_token_ids: tuple[int, ...]
     weights_hash: str
+    vocabulary: int  # the model's number of tokens
     stopped: Callable[[], bool] = never  # once True, `generate` no longer waits for rewards; the next attempt repeats
     unfinished: list[PendingGroup] = field(default_factory=list)  # left by an interrupted `generate`
     checksum: str | None = None  # of the engine's weights at their last check; None if the engine has no checksums
@@ -92,6 +94,7 @@ class RolloutWorker:
             engine=engine,
             stop_token_ids=tuple(stop_token_ids(tokenizer, policy_dir)),
             weights_hash=info.weights_hash,
+            vocabulary=read_hf_config(policy_dir)["vocab_size"],
         )
 
     def close(self) -> None:
@@ -254,7 +257,9 @@ class _Requests:
         for number, completion in completions:
             each, slots = self._asked[number]
             group, k = slots[completion.prompt * each + completion.sample]
-            if why := fault(completion):
+            done = sum(len(part.tokens) for part in group.parts.get(k, ()))
+            most = int(min(self.draws.max_tokens - done, self.draws.budget))
+            if why := fault(completion, most, self.worker.vocabulary):
                 where = f"response {k} to prompt {group.number}"
                 group.discarded[k] = discard(why, where, group.discarded.get(k, 0))
                 self.worker.discarded += 1

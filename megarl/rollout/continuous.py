@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import re
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -24,6 +25,12 @@ from megarl.rollout.engine import Completion, Request, Sampling, expert_type, se
 
 # A record with more ids than this that all name the same expert was not filled in: chance does not route tokens so.
 CHANCE = 256
+# what engines, torch and Python say when memory runs out, unlike "illegal memory access"
+_SHORT_OF_MEMORY = re.compile(
+    r"MemoryError|out of memory|(not enough|no available|can't allocate|cannot allocate) memory|memory pool size is too"
+    r" small|(less|larger) than (desired|requested|the available)[^.]* memory|exceed the desired",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -73,18 +80,23 @@ def check_table(recipe: Recipe, stage: int, temperatures: tuple[float, float]) -
             raise UserError(f"{place} temperature = {value}: {table.engine} samples at temperatures {low} to {high}")
 
 
-def out_of_memory(engine: str, doing: str, cause: str, settings: Settings, share: str, remedy: str) -> UserError:
-    """The error for a replica that ran out of memory; it names the settings that a person can change.
+def check_memory(engine: str, doing: str, error: Exception, settings: Settings, share: str, remedy: str) -> None:
+    """Raise a `UserError`, which names the settings that a person can change, if a replica ran out of memory.
 
+    error: of the engine; any other one is no mistake of the recipe, and nothing is raised.
     share: explains what ``memory_fraction`` means to this engine; remedy: what helps besides lowering a limit.
     """
+    lines = [*str(error).splitlines(), type(error).__name__]
+    cause = next((line.strip() for line in lines if _SHORT_OF_MEMORY.search(line)), None)
+    if cause is None:
+        return
     fraction = "(not set)" if settings.memory_fraction is None else f"= {settings.memory_fraction}"
-    return UserError(
+    raise UserError(
         f"{engine} ran out of memory while {doing}: {cause}. [rollout] memory_fraction {fraction} is "
         f"{share}; groups_per_chunk * responses_per_prompt = {settings.responses} responses decode together, each of "
         f"up to data.max_prompt_tokens + max_response_tokens = {settings.context} tokens: lower one of these, or "
         f"{remedy}"
-    )
+    ) from error
 
 
 def checked_experts(found: np.ndarray | None, length: int, hf: dict[str, Any], cut_off: bool) -> np.ndarray:
@@ -231,7 +243,7 @@ class ContinuousEngine(ABC):
         return response.request, Completion(
             prompt=response.prompt,
             sample=response.sample,
-            tokens=tokens.astype(np.int32),
+            tokens=tokens.clip(-1, np.iinfo(np.int32).max).astype(np.int32),  # `fault` then finds what does not fit
             logprobs=logprobs.astype(np.float32),
             finish_reason=finish_reason,
             routed_experts=routed_experts,

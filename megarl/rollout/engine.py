@@ -82,15 +82,23 @@ class Completion:
     policy_version: int
 
 
-def fault(completion: Completion) -> str | None:
-    """What a working engine would not have returned in a completion; None if there is nothing."""
+def fault(completion: Completion, most: int, vocabulary: int) -> str | None:
+    """What a working engine would not have returned in a completion; None if there is nothing.
+
+    most: tokens that the completion may have. vocabulary: the model's number of tokens.
+    """
     tokens, logprobs, reason = completion.tokens, completion.logprobs, completion.finish_reason
     if reason not in (*FINISH_REASONS, "interrupted") or reason == UNFINISHED:
         return f"the finish reason is {reason!r}"
-    if len(tokens) != len(logprobs) or (not len(tokens) and reason != "interrupted"):
+    if not (tokens.shape == logprobs.shape == (len(tokens),)) or (not len(tokens) and reason != "interrupted"):
         return f"{len(tokens)} tokens with {len(logprobs)} log-probs"
-    if len(tokens) and tokens.min() < 0:
-        return f"token {tokens.min()} is negative"
+    if tokens.dtype != np.int32 or logprobs.dtype != np.float32:
+        return f"tokens are {tokens.dtype} and log-probs {logprobs.dtype}"
+    if len(tokens) > most:
+        return f"{len(tokens)} tokens are more than the {most} that were asked for"
+    wrong = tokens[(tokens < 0) | (tokens >= vocabulary)]
+    if len(wrong):
+        return f"token {wrong[0]} is outside the vocabulary [0, {vocabulary})"
     right = np.isfinite(logprobs) & (logprobs <= LOGPROB_TOLERANCE)
     return None if right.all() else f"the log-prob {logprobs[~right][0]} of a token is not a finite number <= 0"
 

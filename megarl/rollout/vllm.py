@@ -22,7 +22,7 @@ from megarl.models import family_of
 from megarl.models.feed_forward import ClampedExperts
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.tables import Recipe
-from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_table, checked_experts, out_of_memory
+from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_memory, check_table, checked_experts
 from megarl.rollout.engine import (
     Completion,
     Request,
@@ -297,9 +297,9 @@ def _parameters(sampling: Sampling, response: Running) -> Any:
 
 
 def _tokens_and_logprobs(tokens: Any, logprobs: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Tokens [n] int32 and log-probs [n] float32: the sampled token is each position's first entry in ``logprobs``."""
+    """Tokens [n] int64 and log-probs [n] float32: the sampled token is each position's first entry in ``logprobs``."""
     first = np.array(logprobs.start_indices, np.int64)
-    return np.array(tokens, np.int32), np.array(logprobs.logprobs, np.float32)[first]
+    return np.array(tokens, np.int64), np.array(logprobs.logprobs, np.float32)[first]
 
 
 def _prepare_process(settings: Settings) -> None:
@@ -376,9 +376,7 @@ def _memory_errors(doing: str, settings: Settings) -> Iterator[None]:
     try:
         yield
     except (ValueError, RuntimeError, MemoryError) as error:  # RuntimeError: torch's out-of-memory errors
-        if "memory" not in str(error).lower() and not isinstance(error, MemoryError):
-            raise
-        cause = str(error).splitlines()[0] if str(error) else "MemoryError"
         share = "the share of memory that the engine may take"
         remedy = "lower memory_fraction if another process holds memory"
-        raise out_of_memory("vLLM", doing, cause, settings, share, remedy) from error
+        check_memory("vLLM", doing, error, settings, share, remedy)
+        raise

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data.tokenizer import TEMPLATES, files_of, is_of_tokenizer
+from megarl.data.tokenizer import TEMPLATES, check_copied, files_of, is_of_tokenizer
 from megarl.errors import UserError
 from megarl.foreign import parse_json, read_file
 from megarl.models.hf_config import quantisation, read_settings
@@ -145,6 +145,7 @@ def copy_policy(model_dir: Path, tokenizer_dir: Path, target: Path, version: int
             for name in filter(is_of_tokenizer, files_of(temporary)):
                 (temporary / name).unlink()
             _copy(tokenizer_dir, temporary, filter(is_of_tokenizer, files_of(tokenizer_dir)))
+            check_copied(tokenizer_dir, temporary)
         if is_mxfp4(model_dir):
             settings = read_settings(model_dir / CONFIG_FILE)
             del settings["quantization_config"]

@@ -8,6 +8,8 @@ import itertools
 import math
 from dataclasses import replace
 
+import numpy as np
+
 from megarl.actor import checkpoint
 from megarl.phases import optimize, rollout_worker, updates
 from megarl.rollout import builtin
@@ -132,7 +134,11 @@ FAULTS = {
     "positive": _with_logprob(0.5),
     "no tokens": lambda one: replace(one, tokens=one.tokens[:0], logprobs=one.logprobs[:0]),
     "too few log-probs": lambda one: replace(one, logprobs=one.logprobs[1:]),
+    "too many tokens": lambda one: replace(one, tokens=one.tokens.repeat(99), logprobs=one.logprobs.repeat(99)),
     "negative token": lambda one: replace(one, tokens=one.tokens - 100),
+    "unknown token": lambda one: replace(one, tokens=one.tokens + 10**6),
+    "wide tokens": lambda one: replace(one, tokens=one.tokens.astype(np.int64)),
+    "wide log-probs": lambda one: replace(one, logprobs=one.logprobs.astype(np.float64)),
     "unknown reason": lambda one: replace(one, finish_reason="abort"),
 }
 

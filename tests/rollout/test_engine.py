@@ -1,6 +1,7 @@
 """Parts that all engines share: seeds, sampling parameters, module interface, names in recipes, expert records."""
 
 import inspect
+import re
 
 import numpy as np
 import pytest
@@ -8,8 +9,8 @@ import pytest
 from megarl.errors import UserError
 from megarl.recipe.load import parse_recipe
 from megarl.recipe.names import ENGINES
-from megarl.rollout import engine_module
-from megarl.rollout.continuous import checked_experts
+from megarl.rollout import engine_module, vllm
+from megarl.rollout.continuous import Running, Settings, checked_experts
 from megarl.rollout.engine import (
     MOST_DISCARDED,
     Completion,
@@ -21,6 +22,10 @@ from megarl.rollout.engine import (
     next_seed,
     response_seed,
 )
+from megarl.rollout.sglang import engine as sglang
+from megarl.rollout.sglang.server import ServerFailed
+
+SETTINGS = Settings("cuda", context=4096, responses=512)
 
 
 def test_response_seeds_are_stable_and_distinct():
@@ -66,22 +71,90 @@ def completion(logprobs, reason="stop", tokens=None):
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf, 1e-3, 7.0, 3e38])
 def test_a_log_prob_that_no_softmax_gives_is_a_fault(value, place):
+    """vLLM and SGLang return them for logits that are not finite: TRL's issue 6166."""
     logprobs = [-0.5, -2.0, -1e-6]
     logprobs[place] = value
-    assert "log-prob" in fault(completion(logprobs))
-    assert "log-prob" in fault(completion(logprobs, "interrupted"))
+    assert "log-prob" in fault(completion(logprobs), 3, 3)
+    assert "log-prob" in fault(completion(logprobs, "interrupted"), 3, 3)
 
 
-def test_what_else_is_a_fault_of_an_engine_and_what_is_not():
+WRONG = [  # log-probs, finish reason, tokens -> what is wrong
+    ([], "stop", None, "0 tokens with 0 log-probs"),
+    ([], "length", None, "0 tokens with 0 log-probs"),
+    ([-1.0], "stop", [3, 4], "2 tokens with 1 log-probs"),
+    ([-1.0, -2.0], "stop", [3], "1 tokens with 2 log-probs"),
+    ([-1.0], "stop", [[3]], "1 tokens with 1 log-probs"),
+    ([-1.0], "stop", [-3], r"token -3 is outside the vocabulary \[0, 39\)"),
+    # verl 1398, vLLM 13175, OpenRLHF 1117, NeMo-RL 237: ids beyond the vocabulary
+    ([-1.0, -2.0], "stop", [3, 39], "token 39 is outside"),
+    ([-1.0], "length", [151708], "token 151708 is outside"),
+    ([-1.0], "interrupted", [2**31 - 1], "token 2147483647 is outside"),
+    ([-1.0] * 5, "length", None, "5 tokens are more than the 4 that were asked for"),
+    ([-1.0] * 5, "interrupted", None, "5 tokens are more than the 4"),
+    # finish reasons of vLLM and SGLang that are no end of a response, and others
+    *(([-1.0], reason, None, "finish reason") for reason in ("abort", "error", "repetition", "unfinished", "", None)),
+    ([-1.0], "{'type': 'abort', 'message': 'NaN in the logits'}", None, "NaN in the logits"),
+]
+
+
+@pytest.mark.parametrize(("logprobs", "reason", "tokens", "why"), WRONG)
+def test_what_else_is_a_fault_of_an_engine(logprobs, reason, tokens, why):
+    assert re.search(why, fault(completion(logprobs, reason, tokens), 4, 39))
+
+
+def test_what_is_no_fault_of_an_engine():
     for reason in ("stop", "length", "timeout", "interrupted"):
-        assert fault(completion([0.0, -1e-30, 5e-5, -3e38], reason)) is None
-    assert fault(completion([], "interrupted")) is None
-    assert fault(completion([])) == "0 tokens with 0 log-probs"
-    assert fault(completion([-1.0], tokens=[3, 4])) == "2 tokens with 1 log-probs"
-    assert fault(completion([-1.0, -2.0], tokens=[3])) == "1 tokens with 2 log-probs"
-    assert fault(completion([-1.0], tokens=[-3])) == "token -3 is negative"
-    for reason in ("abort", "unfinished", "", None):
-        assert "finish reason" in fault(completion([-1.0], reason))
+        assert fault(completion([0.0, -1e-30, 5e-5, -3e38], reason, [0, 38, 1, 1]), 4, 39) is None
+    assert fault(completion([], "interrupted"), 0, 39) is None
+
+
+def test_wide_integers_of_an_engine_are_not_cut_to_other_tokens():
+    """A token id of vLLM's issue 26797, which int32 does not hold."""
+    engine = object.__new__(sglang.SglangEngine)
+    engine.version, engine._done, engine._done_tokens = 0, 0, 0
+    running = Running(0, 0, 0, tokens=[1], seed=0, done=0, limit=1, timeout=60.0)
+    for token in (5279552648203111001, -(2**40)):
+        _, found = engine._completion(running, np.array([token]), np.array([-1.0]), "stop")
+        assert "is outside" in fault(found, 1, 39)
+
+
+MEMORY = {  # what vLLM, SGLang, torch and CUDA say -> whether memory ran out
+    "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.11 GiB": True,
+    "CUDA error: out of memory": True,
+    "CUDA out of memory occurred when warming up sampler with 1024 dummy requests.": True,
+    "No available memory for the cache blocks. Try increasing `gpu_memory_utilization`": True,
+    "To serve at least one request with the models's max seq len (4096), (0.4 GiB KV cache is needed, which is larger "
+    "than the available KV cache memory (0.1 GiB)": True,
+    "Free memory on device cuda:0 (3.1/79.1 GiB) on startup is less than desired GPU memory utilization (0.9)": True,
+    "Available memory on node 0 (1/4 GiB) on kv cache allocation is less than requested memory for kv (2)": True,
+    "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes": True,
+    "DefaultCPUAllocator: not enough memory: you tried to allocate 1024 bytes.": True,
+    "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.": True,
+    "The memory pool size is too small": True,
+    # vLLM 6976, 8025, 13939, 14404
+    "CUDA error: an illegal memory access was encountered": False,
+    "Triton Error [CUDA]: an illegal memory access was encountered": False,
+    "NCCL error: unhandled system error: Failed to open shared memory segment": False,
+    "Cannot pin memory: the tensor is not dense": False,
+    "Mooncake batch memory registration failed.": False,
+    "Expected contiguous memory format": False,
+    "CUDA error: device-side assert triggered": False,
+    "EngineCore encountered an issue. See stack trace (above) for the root cause.": False,
+}
+
+
+@pytest.mark.parametrize("said", MEMORY)
+@pytest.mark.parametrize("module", [vllm, sglang])
+def test_only_a_lack_of_memory_is_a_mistake_of_the_recipe(module, said):
+    error = {vllm: RuntimeError, sglang: ServerFailed}[module](f"{said}\nthe last lines")
+    with pytest.raises(UserError if MEMORY[said] else type(error)), module._memory_errors("decoding", SETTINGS):
+        raise error
+
+
+def test_memory_of_python_that_runs_out_is_a_mistake_of_the_recipe():
+    words = "while starting: MemoryError. .*rollout. memory_fraction"
+    with pytest.raises(UserError, match=words), vllm._memory_errors("starting", SETTINGS):
+        raise MemoryError
 
 
 def test_an_attempt_too_many_is_an_engine_fault(capfd):

@@ -1,6 +1,7 @@
 """Copies of a model: their tokenizers render as the source's does, with tools and without."""
 
 import itertools
+import json
 import shutil
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from megarl.commands.stages.pack import check_name, copy_policy_files
 from megarl.data.prompts import _tokenizer_content
 from megarl.data.tokenizer import load_tokenizer
+from megarl.errors import UserError
 from megarl.storage.policies import check_policy, copy_policy, read_info
 from tests.data.test_templates import CHAT, bpe
 from tests.helpers import write_untrained_model
@@ -69,7 +71,15 @@ def test_chat_templates_have_checksums_and_may_be_packed(models, tmp_path):
         check_policy(tmp_path / "policy")
 
 
-@pytest.mark.parametrize("name", ["spiece.model", "qwen.tiktoken", "tekken.json", "source.spm", "vocab.txt"])
+@pytest.mark.parametrize(
+    "name",
+    [  # Qwen, Mistral, GPT-4o's and versioned files; the others are names of transformers' tokenizer classes
+        *("qwen.tiktoken", "o200k_base.tiktoken", "tekken.json", "tokenizer.model.v11", "tokenizer.4.0.0.json"),
+        *("spiece.model", "sentencepiece.bpe.model", "spm_char.model", "source.spm", "target.spm", "bpe.codes"),
+        *("vocab.txt", "vocab-src.json", "target_vocab.json", "entity_vocab.json", "dict.txt", "emoji.json"),
+        *("byte_maps.json", "normalizer.json", "prophetnet.tokenizer", "word_shape.json", "word_pronunciation.json"),
+    ],
+)
 def test_a_tokenizer_of_another_model_is_copied_whatever_its_files_are_called(models, tmp_path, name):
     shutil.copytree(models / "one", tmp_path / "other")
     (tmp_path / "other" / name).write_text("pieces")
@@ -77,3 +87,35 @@ def test_a_tokenizer_of_another_model_is_copied_whatever_its_files_are_called(mo
     copy_policy(models / "two", tmp_path / "other", tmp_path / "policy")
     assert (tmp_path / "policy" / name).read_text() == "pieces"
     assert not (tmp_path / "policy/notes.txt").exists()
+
+
+CLASSES = ["Qwen2Tokenizer", "LlamaTokenizerFast", "GPT2Tokenizer", "PreTrainedTokenizerFast", None]  # None: not named
+# that transformers 5 gives classes of their own, whatever tokenizer_config.json says, and the one of the fixture
+TYPES = ["qwen2", "glm4_moe", "deepseek_v3", "phi3", "internlm2", "llama", "qwen3_moe"]
+
+
+@pytest.mark.parametrize(("name", "model_type"), list(itertools.product(CLASSES, TYPES)))
+def test_a_tokenizer_that_is_read_otherwise_beside_the_model_is_refused(models, tmp_path, name, model_type):
+    """transformers takes the class from config.json too (its issues 30977 and 6368), and thereby other tokens."""
+    for part in ("one", "two"):
+        shutil.copytree(models / part, tmp_path / part)
+    config = json.loads((models / "one" / "config.json").read_text()) | {"model_type": model_type}
+    (tmp_path / "one" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "two" / "config.json").unlink()
+    settings = json.loads((models / "two" / "tokenizer_config.json").read_text()) | {"tokenizer_class": name}
+    (tmp_path / "two" / "tokenizer_config.json").write_text(json.dumps({k: v for k, v in settings.items() if v}))
+    text = "I'm 12345  years\n\nold, e\u0301"
+    alone = load_tokenizer(tmp_path / "two")
+    shutil.copytree(tmp_path / "two", tmp_path / "beside")
+    shutil.copy(tmp_path / "one" / "config.json", tmp_path / "beside")
+    beside = load_tokenizer(tmp_path / "beside")
+    if alone.encode(text) != beside.encode(text):
+        with pytest.raises(
+            UserError, match=f"reads it as {type(beside).__name__}, and alone as {type(alone).__name__}"
+        ):
+            copy_policy(tmp_path / "one", tmp_path / "two", tmp_path / "policy")
+        assert not (tmp_path / "policy").exists()
+        shutil.copy(tmp_path / "one" / "config.json", tmp_path / "two")  # the remedy
+    copy_policy(tmp_path / "one", tmp_path / "two", tmp_path / "policy")
+    assert load_tokenizer(tmp_path / "policy").encode(text) == beside.encode(text)
+    assert rendered(tmp_path / "policy") == rendered(tmp_path / "two")

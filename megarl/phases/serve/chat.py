@@ -9,19 +9,24 @@ import contextlib
 import json
 import re
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.data.templates import Renderer
 from megarl.errors import UserError
 from megarl.foreign import parse_json, shown
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 Message = dict[str, Any]
 _NONE = object()
-# tool calls as Qwen's and Hermes' templates ask for them
-_CALL = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
+# Tool calls as Qwen's and Hermes' templates ask for them: an object between two tags. JSON has "<" and "\\" in strings
+# alone; so no tag outside of a string is passed, and the time of a search grows with the text and not with its square.
+TAGS = ("<tool_call>", "</tool_call>")
+_CALL = re.compile(rf'{TAGS[0]}\s*({{(?:[^"<\\]|"(?:[^"\\]|\\.)*+")*+){TAGS[1]}', re.DOTALL)
 # Every field of a request, of OpenAI's API and of vLLM's, is in one of the following three; all others are refused.
 HONOURED = frozenset(
     {
@@ -169,7 +174,7 @@ def parse_chat_request(
     for name, value in options.items():
         if value not in ((True, False, None) if name in STREAM_OPTIONS else (False, None)):
             raise Refused(400, f"stream_options: {name[:60]} = {shown(value)} is not accepted")
-    messages, tools = [_message(one) for one in body["messages"]], _tools(body.get("tools"))
+    messages, tools = _in_order([_message(one) for one in body["messages"]]), _tools(body.get("tools"))
     return ChatRequest(messages, tools, min(limits.values(), default=None))
 
 
@@ -235,6 +240,25 @@ def _call(call: Any) -> dict[str, Any]:
     return found
 
 
+def _in_order(messages: list[Message]) -> list[Message]:
+    """The messages with the results of an answer's calls in the order of the calls.
+
+    Most templates show no ids, so that the model tells results apart by their order; clients may send them in any.
+    """
+    found: list[Message] = []
+    calls, first = list[str](), 0  # the ids of the calls of the last answer, and where its results begin
+    for message in messages:
+        found.append(message)
+        if message["role"] != "tool":
+            calls, first = [call["id"] for call in message.get("tool_calls", ())], len(found)
+        elif calls and (name := message.get("tool_call_id")) is not None:
+            if name not in calls:
+                raise Refused(400, f"messages: tool_call_id = {shown(name)} names no call of the answer before it")
+            if all("tool_call_id" in one for one in found[first:]):
+                found[first:] = sorted(found[first:], key=lambda one: calls.index(one["tool_call_id"]))
+    return found
+
+
 def first_tokens(renderer: Renderer, request: ChatRequest, where: str) -> list[int]:
     """The tokens of all messages before the model's first turn. where: names the conversation in errors."""
     tokens = _render(renderer, request.messages, request.tools, None, where)
@@ -264,12 +288,13 @@ def _check_shown(renderer: Renderer, request: ChatRequest, after: int | None, wh
         raise Refused(400, "tools: the chat template does not show them")
     for number in range(0 if after is None else after + 1, len(short)):
         own = short[number]
-        without = {k: value for k, value in own.items() if k != "tool_calls"}
-        for other in [own | {"content": "1 1 1"}] + [without] * (without != own):
+        # other names tell who speaks; a tool's says nothing that the place of its result does not
+        fields = {"content", "tool_calls", "name"} if own["role"] != "tool" else {"content"}
+        for field in sorted(fields & own.keys()):
+            other = own | {"content": "1 1 1"} if field == "content" else {k: own[k] for k in own.keys() - {field}}
             if tokens({number: other}, request.tools) == whole:
-                raise Refused(
-                    400, f"messages: the chat template shows no message of {own['role'][:60]!r} like this one"
-                )
+                role = own["role"][:60]
+                raise Refused(400, f"messages: the chat template does not show {field} of a message of {role!r}")
 
 
 def _render(renderer: Renderer, messages: list[Message], tools: Any, after: int | None, where: str) -> list[int]:
@@ -292,29 +317,45 @@ def _parsed(message: Message) -> Message:
     return {**message, "tool_calls": calls}
 
 
+def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    """A function from the tokens of an answer to its text, without special tokens; `TAGS` stay, if they are such."""
+    added = tokenizer.added_tokens_decoder.items()
+    hidden = {number for number, token in added if token.special and token.content not in TAGS}
+    return lambda tokens: str(tokenizer.decode([token for token in tokens if token not in hidden]))
+
+
 def answer(text: str, tools: list[Any] | None) -> Message:
     """The model's text as a message; if there are ``tools``, calls in the text become `tool_calls`."""
-    calls = []
-    for found in _CALL.finditer(text) if tools else ():
-        try:
-            call = parse_json(found[1])
-            arguments = call.get("arguments", {})
-            if isinstance(arguments, str):  # some models write the object as a text
-                arguments = parse_json(arguments)
-            if not isinstance(arguments, dict) or not isinstance(call["name"], str):
-                continue  # not a valid call: it stays in the text
-            # Python reads and writes NaN and Infinity, which are no JSON
-            function = {"name": call["name"], "arguments": json.dumps(arguments, allow_nan=False)}
-        except (ValueError, KeyError):
-            continue
-        calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
-        text = text.replace(found[0], "", 1)
-    message: Message = {"role": "assistant", "content": text.strip() if calls else text}
+    calls, rest, done = [], "", 0
+    found = _CALL.search(text) if tools else None
+    while found:
+        if function := _function(found[1].strip()):
+            calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})
+            rest, done = rest + text[done : found.start()], found.end()
+        found = _CALL.search(text, found.end() if function else found.start() + 1)
+    message: Message = {"role": "assistant", "content": (rest + text[done:]).strip() if calls else text}
     return message | {"tool_calls": calls} if calls else message
 
 
+def _function(written: str) -> dict[str, str] | None:
+    """The function of a call and its arguments; None if that is no valid call, which stays in the text."""
+    try:
+        call = parse_json(written)
+        # an object without arguments is a call only if nothing else in it may be meant as such
+        arguments = call["arguments"] if len(call) > 1 else {}
+        if isinstance(arguments, str):  # some models write the object as a text
+            arguments = parse_json(arguments)
+        if not isinstance(arguments, dict) or not isinstance(call["name"], str):
+            return None
+        # Python reads and writes NaN and Infinity, which are no JSON
+        return {"name": call["name"], "arguments": json.dumps(arguments, allow_nan=False)}
+    except (ValueError, KeyError):
+        return None
+
+
 def same(ours: Message, theirs: Message) -> bool:
-    """Whether a message that a client sends back is the one that it was given."""
+    """Whether a message that a client sends back is the one that it was given; it may write arguments differently."""
+    ours, theirs = _parsed(ours), _parsed(theirs)
     return all(ours.get(key) == theirs.get(key) for key in ("role", "content", "tool_calls"))
 
 

@@ -16,6 +16,7 @@ from megarl.heartbeats import WAITS, beat
 from megarl.phases.evaluate import evaluate_due
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.serve import KEY
+from megarl.phases.serve.chat import decoder
 from megarl.phases.serve.conversations import Conversations, Turn
 from megarl.phases.serve.server import serving
 from megarl.phases.stop import StopRequest
@@ -88,7 +89,9 @@ class TurnQueue:
         """Pass completions to the threads that wait for them."""
         for number, completion in completions:
             job = self._taken.pop(number)
-            if completion.finish_reason != "interrupted" and (why := fault(completion)):
+            if completion.finish_reason != "interrupted" and (
+                why := fault(completion, job.turn.limit, self._worker.vocabulary)
+            ):
                 job.turn.discarded = discard(why, "the answer to an agent", job.turn.discarded)
                 self._waiting.put(job)
                 continue
@@ -121,7 +124,7 @@ def serve(stage: Stage) -> None:
             stage.run.recipe,
             stage.groups,
             Renderer(stage.run.recipe.data, worker.tokenizer),
-            lambda tokens: str(worker.tokenizer.decode(tokens, skip_special_tokens=True)),
+            decoder(worker.tokenizer),
             stage.first_update,
             store,
             _stored(stage, names),

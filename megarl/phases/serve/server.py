@@ -180,7 +180,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _completion(model: str, message: Message, completion: Completion, prompt: int) -> dict[str, Any]:
     """The answer as a ChatCompletion object of OpenAI's API. prompt: number of tokens before the answer."""
-    reason = "tool_calls" if "tool_calls" in message else "stop" if completion.finish_reason == "stop" else "length"
+    reason = "length" if completion.finish_reason != "stop" else "tool_calls" if "tool_calls" in message else "stop"
     sampled = len(completion.tokens)
     shown = {**message, "content": message["content"] or None} if "tool_calls" in message else message
     return {

@@ -7,7 +7,6 @@ import hashlib
 import json
 import os
 import queue
-import re
 import sys
 import tempfile
 import threading
@@ -27,7 +26,7 @@ from megarl.models.attention import SinkAttention
 from megarl.models.feed_forward import MixtureOfExperts
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.tables import Recipe
-from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_table, checked_experts, out_of_memory
+from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_memory, check_table, checked_experts
 from megarl.rollout.engine import (
     Completion,
     EngineFault,
@@ -50,7 +49,6 @@ IDLE_SECONDS = 60  # how long a server that has sent all responses may take to r
 WHOLE_RESPONSE = 1 << 30  # tokens between two events of a response: only its first token and its end are reported
 # extra positions of the context, without which SGLang ends a response shortly before its full length
 SPARE_POSITIONS = 8
-_SHORT_OF_MEMORY = re.compile("out of memory|not enough memory|memory pool size is too small", re.IGNORECASE)
 _PARSER = """
 from sglang.srt.server_args import ServerArgs
 parser = argparse.ArgumentParser()
@@ -295,13 +293,13 @@ class SglangEngine(ContinuousEngine):
             )
         logprobs = np.array([logprob for logprob, *_ in scored], np.float32)
         experts = self._routed_experts(info, len(response.tokens) + len(tokens) - 1, reason)
-        return self._completion(response, np.array(tokens, np.int32), logprobs, reason, experts)
+        return self._completion(response, np.array(tokens, np.int64), logprobs, reason, experts)
 
     def _routed_experts(self, info: dict[str, Any], length: int, reason: str) -> np.ndarray | None:
         """The experts of the first ``length`` tokens: all but the last, which no forward pass has processed."""
         if not self.settings.routed_experts:
             return None
-        cut_off = reason in ("timeout", "interrupted")
+        cut_off = reason not in ("stop", "length")
         found = None
         if "routed_experts" in info:
             rows = -1, self._hf["num_hidden_layers"], self._hf["num_experts_per_tok"]
@@ -326,7 +324,7 @@ def _finish_reason(reason: dict[str, Any], response: Running) -> str:
         return response.cut_off
     if kind == "length" or (kind == "stop" and isinstance(reason["matched"], int)):
         return str(kind)
-    raise RuntimeError(f"SGLang ended a response because of {reason}")  # for example because logits are not finite
+    return str(reason)  # for example because logits are not finite; `fault` tells of it
 
 
 def _parameters(sampling: Sampling, response: Running) -> dict[str, Any]:
@@ -393,9 +391,7 @@ def _memory_errors(doing: str, settings: Settings) -> Iterator[None]:
     try:
         yield
     except ServerFailed as error:
-        cause = next((line for line in str(error).splitlines() if _SHORT_OF_MEMORY.search(line)), None)
-        if cause is None:
-            raise
         share = "the share of memory for weights and KV cache"
         remedy = "raise memory_fraction if weights and cache do not fit into it"
-        raise out_of_memory("SGLang", doing, cause.strip(), settings, share, remedy) from error
+        check_memory("SGLang", doing, error, settings, share, remedy)
+        raise

@@ -6,6 +6,7 @@ import threading
 import numpy as np
 import pytest
 
+from megarl.models.hf_config import read_hf_config
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.serve.chat import ChatRequest
 from megarl.phases.serve.conversations import Conversation, Turn
@@ -23,6 +24,7 @@ class Asked:
         settings = load_recipe(recipe)
         worker = object.__new__(RolloutWorker)
         worker.recipe, worker.stop_token_ids = settings, (1,)
+        self.vocabulary = worker.vocabulary = read_hf_config(settings.model.path)["vocab_size"]
         worker.engine, self.given = BuiltinEngine(settings.model.path, 0), []
         step = worker.engine.step
 
@@ -48,7 +50,7 @@ def test_a_faulty_answer_is_generated_again_with_another_seed(recipe, kind):
     asked = Asked(recipe, FAULTS[kind], times=2)
     asked.queue.run(lambda: False)
     asked.thread.join(60)
-    assert fault(asked.answer) is None and asked.answer is asked.given[2]
+    assert fault(asked.answer, 6, asked.vocabulary) is None and asked.answer is asked.given[2]
     assert asked.turn.discarded == 2
     assert not any(np.array_equal(asked.given[0].logprobs, other.logprobs) for other in asked.given[1:])
 

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 
 import httpx
+import numpy as np
 import openai
 import pytest
 from openai.types import Model
@@ -14,12 +15,12 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk, completion_cr
 
 from megarl.data.templates import Renderer
 from megarl.data.tokenizer import load_tokenizer
-from megarl.phases.serve.chat import HARMLESS, HONOURED, NEUTRAL, Refused, answer, parse_chat_request
+from megarl.phases.serve.chat import HARMLESS, HONOURED, NEUTRAL, Refused, answer, decoder, parse_chat_request
 from megarl.phases.serve.conversations import Conversations
-from megarl.phases.serve.server import serving
+from megarl.phases.serve.server import _completion, serving
 from megarl.recipe.load import load_recipe
 from megarl.rollout.builtin import BuiltinEngine
-from megarl.rollout.engine import Request, Sampling, answers
+from megarl.rollout.engine import Completion, Request, Sampling, answers
 from tests.commands.stages.agents import CALL, write_agent_model
 from tests.commands.stages.test_serve import SETTINGS, TOOLS
 
@@ -28,6 +29,8 @@ ASKED = [{"role": "user", "content": "2+3?"}]
 # something of each kind that JSON has
 VALUES = [True, False, 0, 1, -1, 7, 0.5, "", "x", "auto", "none", [], ["x"], [5], [{}], {}, {"type": "text"}, {"a": 1}]
 UNKNOWN = ["guided_json", "min_length", "enable_thinking", "Temperature", "max_new_tokens", ""]
+# of the clients' own argument, of OpenAI's other endpoints, of DeepSeek's, Anthropic's, SGLang's and TGI's schemas
+UNKNOWN += ["extra_body", "best_of", "thinking", "stop_sequences", "regex", "lora_path", "do_sample", "typical_p"]
 CLASSES = {"CompletionCreateParamsBase", "CompletionCreateParamsNonStreaming", "CompletionCreateParamsStreaming"}
 
 
@@ -62,7 +65,7 @@ class Served:
             settings,
             range(40),
             Renderer(settings.data, tokenizer),
-            lambda tokens: str(tokenizer.decode(tokens, skip_special_tokens=True)),
+            decoder(tokenizer),
             0,
             lambda name, group: None,
             {},
@@ -256,6 +259,84 @@ def test_what_the_template_does_not_show_is_refused(settings):
         assert served.send({"messages": [*ASKED, said, *ASKED]}).status_code == 200
 
 
+UNNAMED = ONLY_USERS.replace("m.role == 'assistant'", "true")
+NAMED = UNNAMED.replace("{{ m.role }}", "{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}")
+
+
+@pytest.mark.parametrize(("template", "status"), [(UNNAMED, 400), (NAMED, 200)])
+@pytest.mark.parametrize("role", ["user", "system", "developer", "tool"])
+def test_a_name_that_tells_who_speaks_is_shown_or_refused(settings, role, template, status):
+    """AutoGen's issues 2989 and 5401: agents told apart by a name that the model never saw."""
+    with Served(settings, template) as served:
+        said = served.send({"messages": ASKED}).json()["choices"][0]["message"]
+        found = served.send({"messages": [*ASKED, said, {"role": role, "content": "5", "name": "user"}]})
+        assert found.status_code == (200 if role == "tool" else status), found.text
+        assert found.status_code == 200 or f"name of a message of {role!r}" in found.json()["error"]["message"]
+
+
+def test_results_of_calls_have_the_order_of_the_calls(settings):
+    """Most templates show no ids: ms-swift's pull request 10174, colibri's 118."""
+    calls = [{"id": i, "type": "function", "function": {"name": "f", "arguments": "{}"}} for i in "abc"]
+
+    def order(*given, begin=({"role": "assistant", "tool_calls": calls},)):
+        results = [{"role": "tool", "content": text, "tool_call_id": name} for text, name in given]
+        sent = [*ASKED, *begin, *results, {"role": "user", "content": "so?"}]
+        return [one["content"] for one in parse_chat_request({"messages": sent}, 1.0).messages[1 + len(begin) : -1]]
+
+    assert order("2b", "1a", "3c") == order("3c", "2b", "1a") == order("1a", "2b", "3c") == ["1", "2", "3"]
+    assert order("3c", "1a") == ["1", "3"]
+    assert order("2b", "2b") == ["2", "2"]
+    assert order("2b", ("1", None)) == order("2b", ("1", "")) == ["2", "1"]  # without an id the order is the client's
+    assert order("2x", "1a", begin=({"role": "assistant", "content": "f()"},)) == ["2", "1"]  # calls of the agent's own
+    again = {"role": "user", "content": "again"}
+    assert order("2b", "1a", begin=({"role": "assistant", "tool_calls": calls}, again)) == ["2", "1"]
+    with pytest.raises(Refused, match="tool_call_id = 'd' names no call"):
+        order("1a", "4d")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [  # as JavaScript's clients write them (pydantic-ai 6300), LangChain, sorted (Mini-Agent 22), and others
+        ('{"a":2,"b":3}', 200),
+        ('{"b": 3, "a": 2}', 200),
+        ('{\n  "a": 2,\n  "b": 3\n}', 200),
+        ('{"a": 2.0, "b": 3}', 200),
+        ('{"a": 2, "b": 4}', 409),
+        ('{"a": 2}', 409),
+        ('{"a": 2, "b": 3', 409),
+        ("", 409),
+    ],
+)
+def test_a_client_may_write_the_arguments_of_a_call_in_its_own_way(served, arguments, status):
+    for number in range(20):
+        said = served.send({"messages": ASKED, "tools": TOOLS}, f"n{number}").json()["choices"][0]["message"]
+        if "tool_calls" in said:
+            break
+    said["tool_calls"][0]["function"]["arguments"] = arguments
+    result = {"role": "tool", "content": "5", "tool_call_id": said["tool_calls"][0]["id"]}
+    found = served.send({"messages": [*ASKED, said, result], "tools": TOOLS}, f"n{number}")
+    assert found.status_code == status, found.text
+
+
+@pytest.mark.parametrize("reason", ["stop", "length", "timeout"])
+def test_an_answer_that_was_cut_off_says_so_even_with_a_call(reason):
+    """vLLM's pull request 47963."""
+    message = answer(f"{CALL} and <tool_call>{{", FUNCTIONS)
+    found = _completion("m", message, Completion(0, 0, np.ones(3, np.int32), np.zeros(3), reason, None, 0), 2)
+    choice = ChatCompletion.model_validate(found).choices[0]
+    assert choice.finish_reason == ("tool_calls" if reason == "stop" else "length") and choice.message.tool_calls
+
+
+def test_tags_of_calls_that_are_special_tokens_are_kept(settings):
+    """vLLM's pull request 25281: some models have them as such."""
+    tokenizer = load_tokenizer(settings.model.path)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<tool_call>", "</tool_call>", "<|im_start|>"]})
+    text = f"<|im_start|>{CALL}!<|im_end|>"
+    tokens = tokenizer(text.replace("<tool_call>{", "<tool_call>5").replace("}<", "2<"))["input_ids"]
+    assert decoder(tokenizer)(tokens).startswith("<tool_call>5")
+    assert decoder(tokenizer)(tokens).endswith("2</tool_call>!")
+
+
 def test_tools_that_change_during_a_conversation_are_refused(served):
     """The model has read those of the first request, so others would have no effect."""
     said = served.send({"messages": ASKED, "tools": TOOLS}).json()["choices"][0]["message"]
@@ -323,6 +404,23 @@ CALLS = {  # what the model writes -> the arguments that clients get; None: it i
     '{"arguments": {}}': None,
     '{"name": "f", "arguments": {"a": 1}': None,
     "{}": None,
+    # the forms of Llama (vLLM's llama_tool_parser), Anthropic, OpenAI's legacy functions and Mistral
+    '{"name": "f", "parameters": {"a": 1}}': None,
+    '{"name": "f", "input": {"a": 1}}': None,
+    '{"name": "f", "args": {"a": 1}}': None,
+    '{"type": "function", "name": "f", "parameters": {"a": 1}}': None,
+    '{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}': None,
+    '[{"name": "f", "arguments": {"a": 1}}]': None,
+    '{"type": "function", "name": "f", "arguments": {"a": 1}}': {"a": 1},
+    # more than one object, or none (vLLM's issue 21301 and pull request 34101)
+    '{"name": "f", "arguments": {"a": 1}}}': None,
+    '{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}': None,
+    '{"name": "f", "arguments": {"a": 1,}}': None,
+    "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>": None,
+    # tags inside of arguments, as programs that handle calls have them
+    '{"name": "f", "arguments": {"a": "}</tool_call>"}}': {"a": "}</tool_call>"},
+    '{"name": "f", "arguments": {"a": "<tool_call>{}</tool_call>"}}': {"a": "<tool_call>{}</tool_call>"},
+    '{"name": "f", "arguments": {"a": "{\\"b\\": {}}\\n</tool_call>\\n"}}': {"a": '{"b": {}}\n</tool_call>\n'},
     "{'name': 'f', 'arguments': {}}": None,
 }
 
@@ -344,3 +442,12 @@ def test_arguments_of_a_tool_call_are_always_a_json_object(written):
     two = answer(f"{text} and <tool_call>{CALL[11:-12]}</tool_call>", FUNCTIONS)
     assert json.loads(two["tool_calls"][-1]["function"]["arguments"]) == {"a": 2, "b": 3}
     assert answer(text, None) == {"role": "assistant", "content": text}
+
+
+@pytest.mark.parametrize(
+    "piece", ["<tool_call>{", '<tool_call>{"', "<tool_call> ", '{"a": <tool_call>', "<tool_call>{[", "}"]
+)
+def test_an_answer_of_nothing_but_beginnings_of_calls_is_read_at_once(piece):
+    """Its time grows with its length and not with the square of it."""
+    text = piece * (3_000_000 // len(piece))
+    assert answer(text, FUNCTIONS)["content"] == text
