@@ -12,6 +12,7 @@ from megarl.errors import UserError
 from megarl.storage.rollouts import RolloutStore
 from megarl.workers.node_rank import NodeRank, find_node_rank, first_host
 from megarl.workers.nodes import LEADER_LOST_SECONDS
+from tests.extent import EVERY
 from tests.helpers import megarl, processes_of, start_megarl, stop_and_release, wait_until_nobody_works_on
 from tests.network import Network
 from tests.phases.test_kill import lines
@@ -147,7 +148,7 @@ def test_a_run_on_two_nodes_equals_the_run_on_one(one_node, two_nodes):
     assert logs == [f"000_{phase}/attempt_0/rank_000{rank}.log" for phase in ("optimize", "rollout") for rank in (0, 1)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("number", [signal.SIGKILL] + [signal.SIGSTOP] * EVERY)
 def test_killed_or_stopped_follower_fails_the_run_with_the_cause(number, recipe, sealed):
     with TwoNodes(recipe, sealed, hold=SECOND_UPDATE) as two:
         two.wait_until_held()

@@ -11,6 +11,7 @@ import tomllib
 import pytest
 
 from megarl.storage.run_dir import RunDir
+from tests.extent import few
 from tests.helpers import ROOT, events, five_letters, megarl, metrics
 
 TINY = {
@@ -102,7 +103,11 @@ def inline(value):
     return json.dumps(value)
 
 
-@pytest.mark.parametrize("example", FAMILIES)
+# a staged, a live and a partial one
+SOME = few(FAMILIES, "qwen3_8b/m2po", "deepseek_7b/bapo-partial", "qwen2_5_math_7b/mu_grpo-async")
+
+
+@pytest.mark.parametrize("example", SOME)
 def test_a_scaled_down_example_has_the_lags_and_evaluations_of_its_schedule(example, guessing_model, prompts, tmp_path):
     divided, lags = FAMILIES[example]
     table = toy(example, divided, guessing_model, prompts)
