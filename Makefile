@@ -21,8 +21,8 @@ check: .venv/.stamp  # the tests that a change reaches, for five minutes at most
 test: .venv/.stamp  # all that needs neither vLLM, SGLang nor Slurm, on the CPU's path
 	$(RUN) -m tests.suites test
 
-gate: .venv/.stamp  # what a change has to pass; GATE_BASE=REV: with the suites of what has changed since
-	$(RUN) -m tests.suites --gate $(if $(GATE_BASE),--base $(GATE_BASE))
+gate: .venv/.stamp  # what a change has to pass; BASE=REV: with the suites of what has changed since
+	$(RUN) -m tests.suites --gate $(if $(BASE),--base $(BASE))
 
 test-slow: .venv/.stamp  # in full; WHAT="layouts crashes": these suites of tests/suites.py instead of all
 	MEGARL_EVERY=1 $(RUN) -m tests.suites $(WHAT)
