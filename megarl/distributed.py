@@ -102,7 +102,6 @@ class ReplicaGroup:
         return json.loads(self.store.get(key))
 
 
-@functools.cache  # torch keeps only the C++ half of a store alive
 def _phase_store() -> dist.Store:
     """The store of all processes of this attempt at a phase; a private one for a single process."""
     if int(os.environ.get("GROUP_WORLD_SIZE", "1")) == 1:
@@ -110,13 +109,18 @@ def _phase_store() -> dist.Store:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     if STORE not in os.environ:
         return dist.HashStore()
-    address, _, port = os.environ[STORE].rpartition(":")
+    return _open_store(os.environ[STORE])
+
+
+@functools.cache  # torch keeps only the C++ half of a store alive
+def _open_store(place: str) -> dist.Store:
     store: dist.Store
-    if address:
+    if place.startswith("/"):
+        store = dist.FileStore(place)
+    else:
+        address, _, port = place.rpartition(":")
         limit = timedelta(seconds=CONNECT_SECONDS)
         store = dist.TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=limit)
-    else:
-        store = dist.FileStore(port)
     store.set_timeout(collective_timeout())
     return store
 

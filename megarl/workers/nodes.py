@@ -93,13 +93,7 @@ class Nodes:
 
     def _open(self, run_dir: Path) -> dist.Store:
         """Leader: open the store and say where it is."""
-        try:
-            store = _serve(self.port)
-        except RuntimeError as error:
-            raise PhaseFailed(
-                f"cannot listen on port {self.port} of {self.address} for the other nodes: {error}; set MASTER_PORT to "
-                "a free port, or unset it to have one chosen"
-            ) from error
+        store = _serve(self.port)
         self.port = store.port
         store.set("id", identity := secrets.token_hex(8))
         make_directory(run_dir)
@@ -335,8 +329,14 @@ class Nodes:
 
 
 def _serve(port: int) -> dist.TCPStore:
-    """A store on this machine, for all who reach the port; 0: a free one. RuntimeError if the port is taken."""
-    return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False)
+    """A store on this machine, for all who reach the port; 0: a free one. `PhaseFailed` if the port is taken."""
+    try:
+        return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False)
+    except RuntimeError as error:
+        raise PhaseFailed(
+            f"cannot listen on port {port} for the other nodes: {error}; set MASTER_PORT to the first of two free "
+            "ports, or unset it to have them chosen"
+        ) from error
 
 
 def _connect(address: str, port: int, identity: str) -> dist.TCPStore:

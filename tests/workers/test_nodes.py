@@ -125,7 +125,7 @@ def test_the_processes_of_two_nodes_share_a_store_in_each_attempt(tmp_path, monk
 
     def values(agents):
         monkeypatch.setenv("MEGARL_STORE", agents.phase_store)
-        store = distributed._phase_store.__wrapped__()
+        store = distributed._phase_store()
         return store, agents.phase_store
 
     def follow():
@@ -148,6 +148,23 @@ def test_the_processes_of_two_nodes_share_a_store_in_each_attempt(tmp_path, monk
             assert set(agents.reports(number)) == {0, 1}
             assert places[attempt] == place
     follower.join()
+
+
+def test_a_file_with_a_colon_in_its_path_is_no_address(tmp_path, monkeypatch):
+    (tmp_path / "a:1").mkdir()
+    monkeypatch.setenv("MEGARL_STORE", str(tmp_path / "a:1/store"))
+    distributed._phase_store().set("key", "value")
+    assert (tmp_path / "a:1/store").exists()
+
+
+def test_ports_that_are_chosen_serve_every_attempt_and_a_taken_one_is_named():
+    port = nodes._serve(0).port
+    for _ in range(3):
+        store = nodes._serve(port)
+        store.set("key", "value")
+        del store
+    with socket.create_server(("", port)), pytest.raises(PhaseFailed, match=f"port {port} .*MASTER_PORT"):
+        nodes._serve(port)
 
 
 def test_the_only_node_of_a_run_listens_nowhere():

@@ -152,7 +152,7 @@ class LiveBatches:
                 return None
             if self.stop.asked:
                 self.state.ask_stop()
-            if decision == "wait" and not given:
+            if decision == "wait" and self.schedule.colocate and not given:
                 release(self.actor.device)
                 self.state.give(update)
                 given = True

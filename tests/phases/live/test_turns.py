@@ -94,9 +94,10 @@ def test_trainers_with_devices_of_their_own_train_as_soon_as_the_groups_are_stor
     trainers = Trainers(monkeypatch, colocate=False)
     for thread in trainers.threads:
         thread.start()
-    trainers.until(lambda: trainers.state.given(0) == 2)
+    trainers.until(lambda: trainers.state.decision(0) == "wait")
     trainers.stored.set()
     assert trainers.end() == {0: ["a group"], 1: ["a group"]} and trainers.state.round() == 0
+    assert trainers.released == []  # memory that nobody else needs would only have to be allocated again
 
 
 @pytest.mark.parametrize("fresh", [True, False])
