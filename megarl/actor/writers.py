@@ -67,6 +67,7 @@ class Saving(AsyncCallsQueue):
         super().__init__()
         self._path, self._name, self._writer = Path(), "", None
         self._sums = ForkedResults()
+        self._staged: Any = None  # the copy in host memory that the writer reads
 
     def start(self, request: AsyncRequest, path: Path, name: str, rank: int) -> None:
         """Have a forked process write this rank's files into ``path``. Collective.
@@ -75,8 +76,16 @@ class Saving(AsyncCallsQueue):
         self._path, self._name, self._sums = path, name, ForkedResults()
         if request.async_fn is not None:
             request = request._replace(async_fn=partial(_write_and_sum, request.async_fn, self._sums, path, rank))
+        if request.preload_fn is not None:
+            request = request._replace(preload_fn=partial(self._stage, request.preload_fn))
         self.schedule_async_request(request)
         self._writer = self.async_calls[-1].async_caller.process  # None on a rank that has nothing to write
+
+    def _stage(self, copy: Callable[[], Any]) -> Any:
+        """Copy the state to the host and keep the copy until it is written. Megatron drops it once it has forked; but a
+        fork shares pinned memory with its parent, whose next uploads would be written in place of the state."""
+        self._staged = copy()
+        return self._staged
 
     def sums(self) -> dict[str, FileSum]:
         """Checksums of the files that this rank has written, by file name."""
@@ -101,7 +110,10 @@ class Saving(AsyncCallsQueue):
             except CheckpointException as error:  # raised on all ranks; only the failing one knows the cause
                 self._check()
                 self._fail(error)
-            if not wait or not self.get_num_unfinalized_calls():
+            if not self.get_num_unfinalized_calls():
+                self._staged = None
+                return
+            if not wait:
                 return
             if (size := self._size()) != written:
                 written = size

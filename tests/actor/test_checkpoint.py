@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -46,6 +47,48 @@ def test_resume_is_bitwise(family, tmp_path):
     assert checkpoint.load(resumed, found[1]) == 3 == found[0]
     assert updates(resumed, range(3, 6)) == expected
     assert all(torch.equal(a, b) for a, b in zip(weights(straight), weights(resumed), strict=True))
+
+
+def test_the_copy_that_the_writer_reads_is_not_reused(tmp_path, monkeypatch):
+    """Forks share pinned memory, and torch gives it to the next upload once no tensor refers to it."""
+    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+
+    from megarl.actor import checkpoint, writers
+
+    rank, copies = os.getpid(), []
+
+    def reuse(memory):
+        if os.getpid() == rank:
+            memory.zero_()
+
+    def copy(tensor):
+        memory = tensor.clone().share_memory_()
+        pinned = memory.view_as(memory)
+        copies.append(weakref.finalize(pinned, reuse, memory))
+        copies[-1].atexit = False
+        return pinned
+
+    def preload(buckets, non_blocking=True):
+        return [(file, key, (data, [(x, copy(t)) for x, t in tensors])) for file, key, (data, tensors) in buckets]
+
+    def held(*arguments):
+        os.read(reader, 1)
+        write(*arguments)
+
+    make_hf_model("qwen3").save_pretrained(tmp_path / "model")
+    actor, (reader, writer), write = build(tmp_path / "model"), os.pipe(), writers._write_and_sum
+    monkeypatch.setattr(FileSystemWriterAsync, "preload_tensors", staticmethod(preload))
+    monkeypatch.setattr(writers, "_write_and_sum", held)
+    updates(actor, [0])
+    path = checkpoint.save(actor, tmp_path / "checkpoints", 1, keep=2, wait=False)
+    kept = [staged.alive for staged in copies]
+    os.write(writer, b"1")
+    checkpoint.finish(actor)
+    assert all(kept) and kept and not any(staged.alive for staged in copies)
+
+    resumed = build(tmp_path / "model")
+    assert checkpoint.load(resumed, path) == 1
+    assert all(torch.equal(a, b) for a, b in zip(weights(actor), weights(resumed), strict=True))
 
 
 def test_only_the_newest_complete_checkpoints_are_kept(tmp_path):

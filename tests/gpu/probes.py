@@ -44,6 +44,20 @@ def a_fork_reads_pinned_memory() -> bool:
     return os.read(reader, 1) == b"\1"
 
 
+def forks_share_pinned_memory() -> list[bool]:
+    """Whether a fork sees what its parent writes to pinned memory later, and whether an upload by the parent does."""
+    pinned = torch.zeros(1 << 20, pin_memory=True)
+    (reader, writer), (seen, tell) = os.pipe(), os.pipe()
+    if not os.fork():
+        os.read(reader, 1)
+        os.write(tell, bytes([int(pinned.numpy().all())]))
+        os._exit(0)
+    pinned.fill_(1)
+    uploaded = bool(pinned.to("cuda", non_blocking=True).all())
+    os.write(writer, b"1")
+    return [os.read(seen, 1) == b"\1", uploaded]
+
+
 def free_gib() -> list[float]:
     """Free memory of the device while 4 GiB are held, after they were dropped, and after `empty_cache`."""
     held, found = torch.empty(GIB, device="cuda"), []
@@ -90,6 +104,7 @@ PROBES: dict[str, Callable[[], Any]] = {
     "a device works that was hidden before CUDA began": lambda: device_works(late=False),
     "a device works that was hidden after it": lambda: device_works(late=True),
     "a fork reads pinned memory": a_fork_reads_pinned_memory,
+    "a fork shares pinned memory with its parent, and uploads have what the parent wrote": forks_share_pinned_memory,
     "grouped products of empty groups are finite": grouped_products_write_all,
     "attention of short sequences is finite": attention_writes_all,
     "GiB free while 4 are held, once dropped, once the cache is emptied": free_gib,
