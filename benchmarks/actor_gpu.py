@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import NOT_MEASURED, ROOT, in_own_process, write_table
+from common import NOT_MEASURED, ROOT, device_events, in_own_process, write_table
 from linear_logprob import matmul_ceiling
 
 from megarl.actor import parallel
@@ -168,11 +168,12 @@ def kernel_times(folder: Path, responses: int, longest: int, way: dict[str, Any]
         whole = 1e3 * (time.perf_counter() - start)
     times: Counter[str] = Counter()
     launches: Counter[str] = Counter()
-    for event in profile.events():
-        if event.device_type is torch.autograd.DeviceType.CUDA:
-            for name in (event.name, _group(event.name)):
-                times[name] += event.time_range.elapsed_us() / 1e3
-                launches[name] += 1
+    if not (events := device_events(profile)):
+        raise RuntimeError("torch's profiler recorded no kernel")
+    for event in events:
+        for name in (event.name, _group(event.name)):
+            times[name] += event.time_range.elapsed_us() / 1e3
+            launches[name] += 1
     groups = [name for name in (*GROUPS, "other") if launches[name]]
     single = [name for name, time in times.most_common() if name not in groups and time > whole / 100]
     busy = sum(times[name] for name in groups)

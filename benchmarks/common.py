@@ -114,13 +114,19 @@ def attempt(ways: dict[str, Callable[[], Any]]) -> tuple[dict[str, Any], dict[st
     return results, failures
 
 
-def launches_and_syncs(run: Callable[[], Any]) -> tuple[int, int]:
+def device_events(profile: torch.profiler.profile, device: str = "CUDA") -> list[Any]:
+    """What torch's profiler recorded of the device: kernels and copies. Nothing where it has no CUPTI."""
+    wanted = getattr(torch.autograd.DeviceType, device)
+    return [event for event in profile.events() or () if event.device_type == wanted]  # equal, never the same object
+
+
+def launches_and_syncs(run: Callable[[], Any]) -> tuple[int | str, int]:
     """(kernels and copies on the device, waits of the host for the device) in one run."""
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities) as profile:
         run()
         torch.cuda.synchronize()
-    launches = sum(event.device_type is torch.autograd.DeviceType.CUDA for event in profile.events())
+    launches = len(device_events(profile)) or NOT_MEASURED
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

@@ -20,6 +20,7 @@ from common import NOT_MEASURED, write_table
 
 DEVICE = torch.device("cuda")
 BACKENDS = ["cuda", "triton"]
+FEW = 3  # repeats of what takes a second
 LOOP_TOKENS = 1 << 16  # the most tokens for which the released loops run, which wait for the device in every step
 
 
@@ -40,7 +41,7 @@ def pass_rows(sizes: list[int], repeats: int) -> Iterator[dict[str, Any]]:
         yield from ({"objective": name, "tokens": size} | dict.fromkeys(columns, NOT_MEASURED) for size, name in cases)
         return
     for size, name in cases:
-        yield token_pass.measure(name, size, DEVICE, BACKENDS, repeats)
+        yield token_pass.measure(name, size, DEVICE, BACKENDS, repeats if size <= 1 << 20 else FEW)
 
 
 def selection_rows(sizes: list[int], repeats: int) -> Iterator[dict[str, Any]]:
@@ -51,7 +52,8 @@ def selection_rows(sizes: list[int], repeats: int) -> Iterator[dict[str, Any]]:
         yield from ({"statistics": name, "tokens": size} | dict.fromkeys(columns, NOT_MEASURED) for name, size in cases)
         return
     for name, size in cases:
-        yield selection.measure(name, size, DEVICE, ["cuda"], repeats, size <= LOOP_TOKENS)
+        loop = size <= LOOP_TOKENS
+        yield selection.measure(name, size, DEVICE, ["cuda"], FEW if loop else repeats, loop)
 
 
 def main() -> None:

@@ -10,10 +10,12 @@ import time
 from pathlib import Path
 
 import psutil
+import torch
 
 from tests.gpu import __main__ as gpu
 from tests.gpu.steps import BUDGETS, Step, distribution, package
 from tests.helpers import ROOT
+from tests.kernels.benchmark import load_benchmark
 from tests.rehearsal.build import build
 
 REHEARSED = ("doctor", "build", "contact", "kernels", "actor", "quickstart", "vllm", "selection", "actor_gpu")
@@ -33,9 +35,11 @@ def test_a_step_that_fails_does_not_affect_the_others(tmp_path, monkeypatch):
     monkeypatch.setitem(BUDGETS, "numbers", 0)
     child = tmp_path / "child"
     hanging = ["sh", "-c", f"sleep 600 & echo $! > {child}; sleep 600"]
+    without_memory = "import resource; resource.setrlimit(resource.RLIMIT_AS, (1 << 28,) * 2); bytes(1 << 30)"
     chosen = [
         Step("fails", "", python("raise SystemExit('the planted reason')")),
         Step("crashes", "", python("import os; os.kill(os.getpid(), 11)")),
+        Step("memory", "", python(without_memory)),
         Step("hangs", "", hanging, limit=5),
         Step("lacks", "", python("raise SystemExit(1)"), lacks=package("sys", "no_such_package")),
         Step("engine", "", python("raise SystemExit(1)"), lacks=distribution("no-such-package")),
@@ -46,15 +50,16 @@ def test_a_step_that_fails_does_not_affect_the_others(tmp_path, monkeypatch):
     assert outcomes(tmp_path) == {
         "fails": "failed exit code 1",
         "crashes": "failed exit code -11",
+        "memory": "failed exit code 1",
         "hangs": "over its limit 5 s",
         "lacks": "skipped no_such_package not installed",
         "engine": "skipped no-such-package not installed",
         "late": "skipped the 0 s of all of numbers are used up",
         "works": "passed",
     }
-    assert [result.name for result in results if result.failed] == ["fails", "crashes", "hangs"]
+    assert [result.name for result in results if result.failed] == ["fails", "crashes", "memory", "hangs"]
     page = (tmp_path / "summary.md").read_text()
-    assert "the planted reason" in page and "a figure" in page and "Not begun" not in page
+    assert "the planted reason" in page and "a figure" in page and "MemoryError" in page and "Not begun" not in page
     pid = int(child.read_text())
     while psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
         time.sleep(0.01)  # the step's process group has been sent a SIGKILL, which may take a moment
@@ -68,6 +73,14 @@ def test_steps_beside_each_other_are_all_run(tmp_path):
     results = gpu.run_steps(chosen, tmp_path, lambda result: None)
     assert {result.name: result.outcome for result in results} == dict.fromkeys("xyz", "passed")
     assert results[-1].name == "z"
+
+
+def test_what_the_profiler_recorded_of_a_device_is_found():
+    with torch.profiler.profile() as profile:
+        torch.ones(3).sum()
+    common = load_benchmark("common")
+    assert "aten::sum" in {event.name for event in common.device_events(profile, "CPU")}
+    assert common.device_events(profile) == []
 
 
 def test_without_a_gpu_the_error_is_one_line(tmp_path):
