@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -63,7 +64,11 @@ class Actor:
         routing.install(models, replays=recipe.actor.routing_replay != "none")
         replicas, optimizer = wrap(models, recipe)
         base = None if recipe.actor.lora is None else read_info(policy_dir).weights_hash
-        return cls(recipe, device, models, replicas, optimizer, base=base)
+        actor = cls(recipe, device, models, replicas, optimizer, base=base)
+        # else the configuration would keep the optimizer, whose views of float32 parameters keep Megatron's hooks in
+        # nodes of autograd, where Python's collector does not look
+        weakref.finalize(actor, setattr, models[0].config, "grad_scale_func", None)
+        return actor
 
     def learning_rate(self, update: int) -> float:
         """The learning rate of an update; ``update`` counts those of the whole run, from 1."""

@@ -1,6 +1,8 @@
 """An update through Megatron equals the same update written out with transformers and torch."""
 
+import gc
 import math
+import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -245,3 +247,16 @@ def test_every_trained_parameter_is_read_in_a_call_of_its_module(family, adapter
     }
     assert len(owners) > 10
     assert [name for name, owner in owners.items() if owner not in called] == []
+
+
+def test_an_actor_that_is_dropped_is_freed(tmp_path):
+    from megarl.actor.packing import micro_batches
+    from megarl.actor.step import train_step
+
+    make_hf_model("qwen3_moe").save_pretrained(tmp_path)
+    actor = build(tmp_path)
+    model, batches = weakref.ref(actor.models[0]), micro_batches(make_samples(), 64, CPU)
+    train_step(actor, batches, build_objective("mu_grpo", {}), lr=0.01)
+    del actor
+    gc.collect()
+    assert model() is None

@@ -292,6 +292,29 @@ def updates_with(optimizers: list[str], sealed, folder, ranks: int = 1) -> list[
     return in_ranks(rank, ranks)[0]
 
 
+def test_an_actor_that_is_dropped_frees_its_memory(sealed, tmp_path):
+    def used() -> list[int]:
+        from megarl.actor import packing, parallel, step
+        from megarl.objectives import build_objective
+
+        join(0, 1, "cuda", tmp_path / "meeting")
+        recipe = recipe_of(LAYOUTS["one"], sealed / "model", actor=TORCH | {"backend": "cuda"})
+        parallel.build_groups(recipe, gloo=False)
+        found = []
+        for _ in range(3):
+            actor = step.Actor.build(recipe, sealed / "model", device_of("cuda"))
+            batches = packing.micro_batches(update_samples(sealed / "rollouts", 0), 128, actor.device, share=True)
+            step.train_step(actor, batches, build_objective("mu_grpo", {}), lr=1e-2)
+            found.append(torch.cuda.memory_allocated())
+            del actor, batches
+            gc.collect()
+            found.append(torch.cuda.memory_allocated())
+        return found
+
+    held, freed, *later = in_fork(used)
+    assert later == [held, freed] * 2 and freed < held / 100
+
+
 def check_place(actor, name: str) -> None:
     """Moments and master weights are where the recipe wants them, in float32."""
     from megarl.actor.optimizer_state import distributed_optimizers
