@@ -82,8 +82,11 @@ class Saving(AsyncCallsQueue):
         self._writer = self.async_calls[-1].async_caller.process  # None on a rank that has nothing to write
 
     def _stage(self, copy: Callable[[], Any]) -> Any:
-        """Copy the state to the host and keep the copy until it is written. Megatron drops it once it has forked; but a
-        fork shares pinned memory with its parent, whose next uploads would be written in place of the state."""
+        """Copy the state to the host and keep the copy until it is written.
+
+        Megatron-Core 0.16 drops it once it has forked. But a fork shares pinned memory with its parent, whose next
+        uploads would be written in place of the state (NVIDIA/Megatron-LM#2288).
+        """
         self._staged = copy()
         return self._staged
 
