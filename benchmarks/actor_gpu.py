@@ -156,7 +156,7 @@ GROUPS = {
 }
 
 
-def kernel_times(folder: Path, responses: int, longest: int, way: dict[str, Any], device: str) -> list[dict[str, Any]]:
+def kernel_times(folder: Path, responses: int, longest: int, way: dict[str, Any]) -> list[dict[str, Any]]:
     """Milliseconds of an update by `GROUPS`, of each kernel that takes a hundredth of it, and without any kernel."""
     updates = Update(folder, responses, longest, way)
     for update in range(WARM_UP):
@@ -168,7 +168,7 @@ def kernel_times(folder: Path, responses: int, longest: int, way: dict[str, Any]
         whole = 1e3 * (time.perf_counter() - start)
     times: Counter[str] = Counter()
     launches: Counter[str] = Counter()
-    if not (events := device_events(profile, device)):
+    if not (events := device_events(profile)):
         raise RuntimeError("torch's profiler recorded no kernel")
     for event in events:
         for name in (event.name, _group(event.name)):
@@ -214,15 +214,12 @@ def rows(models: dict[str, Any], ways: list[str], side: int = 8192) -> Iterator[
                 yield row
 
 
-def operator_rows(
-    config: dict[str, Any], responses: int, longest: int, way: str = "torch, triton", device: str = "CUDA"
-) -> list[dict[str, Any]]:
-    """Rows of `kernel_times`. device: "CPU" for a rehearsal, whose kernels are calls on the host."""
+def operator_rows(config: dict[str, Any], responses: int, longest: int) -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         return [{"what": "an update, profiled", "ms": NOT_MEASURED, "note": "no GPU"}]
     with tempfile.TemporaryDirectory() as folder:
         write_model(config, Path(folder))
-        return kernel_times(Path(folder), responses, longest, WAYS[way], device)
+        return kernel_times(Path(folder), responses, longest, WAYS["torch, triton"])
 
 
 def child(folder: str, **arguments: Any) -> dict[str, Any]:

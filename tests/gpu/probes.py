@@ -114,9 +114,11 @@ PROBES: dict[str, Callable[[], Any]] = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--small", action="store_true")
-    parser.parse_args()
+    small = parser.parse_args().small  # on a simulated device, which has no allocator
     failed = 0
     for name, probe in PROBES.items():
+        if small and name.startswith("expandable"):
+            continue
         sys.stdout.flush()
         if not (pid := os.fork()):
             signal.alarm(SECONDS)

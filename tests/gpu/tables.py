@@ -68,7 +68,7 @@ TABLES: dict[str, tuple[Callable[[], Iterable[dict[str, object]]], Callable[[], 
     "actor_gpu": (lambda: actor_gpu.rows(MODELS, WAYS), small_actor),
     "operators": (
         lambda: actor_gpu.operator_rows(*actor_gpu.MODELS[QWEN3_MOE]),
-        lambda: actor_gpu.operator_rows(*actor_gpu.TINY["tiny"], "torch, torch", "CPU"),
+        lambda: actor_gpu.operator_rows(*actor_gpu.TINY["tiny"]),
     ),
     "adam": (lambda: adam_rows(50_000_000, [1, 4, 16]), lambda: adam_rows(1000, [1])),
 }

@@ -18,6 +18,9 @@ from tests.helpers import ROOT
 from tests.kernels.benchmark import load_benchmark
 from tests.rehearsal.build import build
 
+REHEARSED = ("doctor", "build", "contact", "probes", "kernels", "actor", "quickstart", "sanitizer", "vllm")
+REHEARSED += ("ceilings", "actor_gpu", "linear_logprob", "token_pass", "selection", "adam")
+
 
 def python(code: str) -> list[str]:
     return [sys.executable, "-c", code]
@@ -96,13 +99,14 @@ def test_steps_pass_on_the_rehearsal_device(tmp_path):
     path = os.pathsep.join([str(ROOT / "tests/rehearsal/site"), str(tmp_path)])
     out = tmp_path / "out"
     environment = {"PYTHONPATH": path, "OUT": str(out), "TRITON_INTERPRET": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
-    command = [sys.executable, "-W", "ignore", "-m", "tests.gpu", "--small", "first", "numbers", "vllm"]
+    command = [sys.executable, "-W", "ignore", "-m", "tests.gpu", "--small", *REHEARSED]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, check=False)
     log = (out / "log.txt").read_text()
     assert done.returncode == 0, done.stdout + done.stderr + log
-    skipped = {"vllm": "skipped vllm not installed", "sanitizer": "skipped no compute-sanitizer on PATH"}
-    rehearsed = [step.name for step in steps(out, tmp_path, 1, small=True) if step.group in ("first", "numbers")]
-    assert outcomes(out) == dict.fromkeys(rehearsed, "passed") | skipped
+    expected = dict.fromkeys(REHEARSED, "passed") | {"vllm": "skipped vllm not installed"}
+    assert outcomes(out) == expected | {"sanitizer": "skipped no compute-sanitizer on PATH"}
+    left_out = {step.name for step in steps(out, tmp_path, 1, small=True)} - set(REHEARSED)
+    assert left_out == {"sglang", "operators"}  # torch's profiler is too slow with so many calls on the host
     page = (out / "summary.md").read_text()
     assert "- gpu: 8 x rehearsal H100" in page and "- megatron-core: 0.16.1" in page
     assert "| tiny | torch, cuda |" in page and "transformer_engine is not installed" in page
