@@ -22,6 +22,7 @@ from megarl.phases.rollout_worker import RolloutWorker, never
 from megarl.recipe.tables import Suite
 from megarl.rewards.answers import COMPARED, answer_of
 from megarl.storage.metrics import trackers
+from megarl.storage.metrics.summary import by_columns
 from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
 from megarl.storage.run_dir.evaluations import SuiteResponses
@@ -190,7 +191,9 @@ class _Evaluation:
         if self.replicas.rank:
             return
         seal(self.directory, range(len(self.prompts)))
-        result = _summary(self.place.read(self.version), self.worker.recipe.reward.kind in COMPARED)
+        groups = self.place.read(self.version)
+        result = _summary(groups, self.worker.recipe.reward.kind in COMPARED)
+        result |= by_columns(groups, self.worker.recipe.metrics.by, tokens=None)
         stage.log_event(
             "evaluation",
             update=self.version,

@@ -1,6 +1,7 @@
 """Evaluations in whole runs: several suites per start of the engines, policies between stages, kills, comparisons."""
 
 import json
+import re
 import shutil
 
 import numpy as np
@@ -33,6 +34,8 @@ max_response_tokens = 2
 [[eval.suites]]
 name = "greedy"
 greedy = true
+[metrics]
+by = ["source"]
 """
 NAMES = ("heldout", "short", "greedy")
 SMALL = ("schedule.updates_per_stage=4", "schedule.prompts_per_update=2", "rollout.groups_per_chunk=8")
@@ -100,6 +103,8 @@ def test_events_agree_with_the_stored_responses(whole):
         correct = np.array([r["reward"] for r in rows]).reshape(prompts, samples)
         answers = np.array([r.get("answer") for r in rows], object).reshape(prompts, samples)
         assert event.items() >= summarise(correct, answers).items()
+        (by_source,) = (value for key, value in event.items() if re.fullmatch(r"by/source/[^/]+/accuracy", key))
+        assert by_source == correct.mean()
         lines = read_lines(whole.root / f"evaluations/{name}/prompts.jsonl")
         for row, line in zip(rows[::samples], lines, strict=True):
             assert row["group_id"] == line["prompt"]

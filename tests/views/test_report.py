@@ -12,6 +12,7 @@ from megarl.views.report import short_names, summary, write_report
 from megarl.views.report.charts import POINTS, make_charts
 from megarl.views.report.detail import COLUMNS, ROWS
 from megarl.views.run_reader import read_run
+from tests.helpers import read_lines
 from tests.views.synthetic_run import make_recipe, make_run, update_record, write_lines
 
 
@@ -55,6 +56,16 @@ def test_dashes_tell_the_values_of_a_column_apart_if_colours_tell_the_runs(tmp_p
     assert {trace["line"].get("dash", "solid") for trace in one} == {"solid"}
     looks = {(trace["line"]["color"], trace["line"].get("dash", "solid")) for trace in both}
     assert len(looks) == len(both) == 4
+
+
+def test_held_out_accuracy_is_drawn_for_the_values_of_a_column(tmp_path):
+    root = make_run(tmp_path / "a")
+    records, events = (read_lines(root / f"{name}.jsonl") for name in ("metrics", "events"))
+    write_lines(root / "metrics.jsonl", [record | {"by/level/hard/accuracy": 0.2} for record in records])
+    of_evaluations = {"by/level/hard/accuracy": 0.25, "by/level/hard/reward": 0.5}
+    write_lines(root / "events.jsonl", [e | of_evaluations if e["event"] == "evaluation" else e for e in events])
+    (hard,) = charts_of(root)["Held-out accuracy by level"].traces
+    assert hard["name"] == "hard" and hard["x"] == [0, 96, 192, 288] and hard["y"] == [0.25] * 4
 
 
 def test_idle_times_of_a_live_run_are_shown_beside_a_staged_run(tmp_path):

@@ -185,6 +185,7 @@ def _by_columns(runs: list[Run]) -> list[Chart]:
     for column in dict.fromkeys(name.split("/")[1] for name in names):
         values = list(dict.fromkeys(name.split("/")[2] for name in names if name.split("/")[1] == column))
         shown, several = sorted(values[: len(COLOURS)]), len(runs) > 1
+        charts.append(_heldout_by(runs, column, shown))
         more = f" The {len(shown)} most frequent of {len(values)} values." if len(values) > len(shown) else ""
         for quantity, (title, hint, yaxis) in BY_COLUMN.items():
             curves = {
@@ -198,6 +199,22 @@ def _by_columns(runs: list[Run]) -> list[Chart]:
                 _lines(runs, f"{title} by {column}", hint + more, curves, window=SHORT_SMOOTHING, yaxis=yaxis)
             )
     return charts
+
+
+def _heldout_by(runs: list[Run], column: str, values: list[str]) -> Chart:
+    chart = Chart(
+        f"Held-out accuracy by {column}",
+        "avg@k on the prompts with each value of the column, on the first suite.",
+        layout={"yaxis": {"rangemode": "tozero", "tickformat": ".0%"}},
+    )
+    for number, run in enumerate(runs):
+        for order, value in enumerate(values):
+            name = f"by/{column}/{value}/accuracy"
+            if found := [evaluation for evaluation in run.evaluations if name in evaluation]:
+                chart.traces.append(line(number, [e["update"] for e in found], [e[name] for e in found]))
+                chart.traces[-1]["name"] = _label(runs, run, html.escape(value))
+                chart.traces[-1]["line"] = _suite_line(runs, number, order)
+    return chart
 
 
 def _lines(
