@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-import re
 import select
 import socket
 import sys
@@ -19,14 +18,13 @@ from typing import Any
 from megarl.data.prompts import Prompt, PromptSource
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe, RewardTable
-from megarl.rewards import Score, Verifier, inside
+from megarl.rewards import TAGGED, Score, Verifier, inside
 from megarl.rewards.sandbox import POLL_SECONDS, Limits, Program, Run, SandboxError, check_sandbox, python_command
 
 EVALUATING = {
     *("string_insertion", "spiral_matrix", "binary_matrix", "n_queens"),  # eval
     *("countdown", "puzzle24", "polynomial_multiplication", "simple_integration", "intermediate_integration"),  # SymPy
 }
-TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 MARKS = ("**", "`", "$")  # what may stand around an answer
 SECONDS = 5.0  # processor time of a response
 ATTEMPTS = 2  # times that a response is scored if its sandbox ends
