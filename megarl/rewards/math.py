@@ -15,6 +15,7 @@ import functools
 import math
 import re
 import unicodedata
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
@@ -23,6 +24,7 @@ from megarl.data.prompts import Prompt, PromptSource
 from megarl.recipe.tables import Recipe, RewardTable
 from megarl.rewards import TAGGED, NoAnswer, Verifier, check_rows, right_answers
 
+Rules = tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
 NUMBER = re.compile(r"-?\d+(\.\d+)?")
 DOLLAR = re.compile(r"(?<!\\)\$")  # delimits a formula, whereas \$ is a dollar sign
 SCIENTIFIC = re.compile(r"(?<![\w.])(?:\d+\.?\d*|\.\d+)[eE][+-]?\d{1,3}(?![\w.]*\w)")
@@ -32,7 +34,7 @@ SPACING = re.compile(
 # "The answer is", also as \text{The answer is} 42 or \text{The answer is 42}
 WORDS = re.compile(r"(\\(?:text|mathrm|textbf|mbox)\s*\{)?\s*[A-Za-z][A-Za-z ,']*\b(?:is|are)\b\s*:?\s*(.*)", re.DOTALL)
 STYLE = re.compile(
-    r"^\\(?:math(?:bf|rm|it|sf)|boldsymbol|bm|underline|[lL]arge|LARGE|[hH]uge|text(?=\{\W*[a-zA-Z]?[^a-zA-Z]*\}))\s*(?=\{)"
+    r"^\\(?:math(?:bf|rm|it|sf)|boldsymbol|bm|underline|[lL]arge|LARGE|[hH]uge|text(?=\{[^a-zA-Z]*\}|\{[^a-zA-Z{}]*+[a-zA-Z][^a-zA-Z{}]*+\}))\s*(?=\{)"
 )
 # a mixed number such as 3 1/2; a repeating decimal such as 0.1\overline{6}
 MIXED = re.compile(r"(?<![\w.,/^{])(\d{1,20}) +(\d{1,20})/(\d{1,20})(?![\w/]|[.,]\d)")
@@ -40,8 +42,8 @@ REPEATING = re.compile(
     r"(?<![\w.])(\d{0,20})\.(\d{0,20})\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,20})\s*\}|(\d))(?!\s*\d)"
 )
 # what is no number, or another one, in a sentence: digits in groups, such as 12 345, 5!!, and three dots
-FORMULA = (
-    (re.compile(r"(?<![\w.,/^{])\d{1,3}(?: \d{3})+(?![\w/]| \d)"), lambda found: found[0].replace(" ", "")),
+FORMULA: Rules = (
+    (re.compile(r"(?<![\w.,/^{])\d{1,3}(?: \d{3}){1,6}(?![\w/]| \d)"), lambda found: found[0].replace(" ", "")),
     (re.compile(r"(?<![\w.!])(\d{1,3})!!(?!!)"), lambda found: str(math.prod(range(int(found[1]), 0, -2)))),
     (re.compile(r"\.\.\.(?!\.)"), r"\\varpi "),
 )
@@ -57,21 +59,12 @@ ROOT = re.compile("\u221a\\s*(?:\\(([^()]*)\\)|(\\d+|[a-zA-Z]))")
 DASH = re.compile("(?:(?<=[(\\[{=,$])|(?<=is )|\\A)\\s*[\u2013\u2014](?=\\s*[\\d.\\\\])")  # as a sign, not in 1-5
 # what says nothing about the value: colours, bold and code of Markdown, quotes, currencies, spacing after commas; and
 # other signs for those of LaTeX. An ellipsis becomes a symbol: math-verify would read 1, 2, \ldots, 9 as 1, 2, 9.
-HARMLESS = (
+HARMLESS: Rules = (
     (re.compile(r"\\(?:textcolor|colorbox)\s*\{[^{}]*\}\s*(?=\{)|\\color\s*\{[^{}]*\}"), ""),
     (re.compile(r"(?<![\w)])(?:\*\*|__)|(?:\*\*|__)(?![\w(])"), ""),  # but not in 2**3
-    (
-        re.compile(
-            r"(?<![\w)*])\*([^*\s]+)\*(?![\w(*])|(?<!`)`([^`\n]+)`(?!`)|(?<![\w'])[\"\u201c]([^\"\n]+)[\"\u201d]"
-        ),
-        r"\1\2\3",
-    ),
-    (
-        re.compile(
-            r"[\u20ac\u00a3\u00a5\u20b9]|\\(?:euro|pounds|checkmark)(?![a-zA-Z])|\b(?:USD|EUR|GBP)\b|[\u2713\u2714\u2705]"
-        ),
-        "",
-    ),
+    (re.compile(r"(?<![\w)*])\*([^*\s]+)\*(?![\w(*])|(?<!`)`([^`\n]+)`(?!`)"), r"\1\2"),
+    (re.compile(r"(?<![\w'])[\"\u201c]([^\"\u201c\u201d\n]{1,200})[\"\u201d]"), r"\1"),
+    (re.compile(r"[\u20ac\u00a3\u00a5\u20b9\u2713\u2714\u2705]|\b(?:USD|EUR|GBP)\b|\\(?:euro|pounds|checkmark)\b"), ""),
     (re.compile(r"(?<=\d),\s*\\!\s*(?=\d{3}(?!\d))"), ""),
     (re.compile(r",\s*\\[,;: ]"), ", "),
     (re.compile(r"(?<=\d)\^\s*\{?\\(?:text|mathrm|textrm)\s*\{\s*(?:st|nd|rd|th)\s*\}\}?"), ""),
@@ -89,12 +82,8 @@ HARMLESS = (
             ("percent", r"\\%"),
         )
     ),
-    (
-        re.compile(
-            r"\^?\s*(?:\u00b0(?:\s*[CF]\b)?|\\degree(?![a-zA-Z]))|(?<=\d)\^\s*\{?\s*(?:\\(?:text|mathrm)\s*\{\s*o\s*\}|(?<=\{)o)\s*\}?"
-        ),
-        r"^\\circ ",
-    ),
+    (re.compile(r"(?<=\d)\^\s*\{?\\(?:text|mathrm)\s*\{\s*o\s*\}\}?|(?<=\d)\^\s*\{\s*o\s*\}"), "\u00b0"),
+    (re.compile(r"(?:\^\s*)?(?:\u00b0(?:\s*[CF]\b)?|\\degree\b)"), r"^\\circ "),
     (re.compile(r"\\[lcd]?dots[bcimo]?(?![a-zA-Z])"), r"\\varpi "),
     (MIXED, lambda found: f"{int(found[1]) * int(found[3]) + int(found[2])}/{found[3]}"),
     (REPEATING, lambda found: repeating(*found.groups(""))),
