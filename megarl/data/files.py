@@ -15,6 +15,7 @@ from typing import Any
 from megarl.data.formats import FORMATS, Format
 from megarl.data.values import answer_of, parse, prompt_of, without_null
 from megarl.errors import UserError, nearest
+from megarl.foreign import quoted
 from megarl.recipe.data_table import FILES, SourceTable
 
 _REST = "(without a column)"
@@ -49,7 +50,8 @@ def scan_rows(table: SourceTable, exam: bool = False) -> Iterator[tuple[str, Ite
     """
     path, form = Path(table.train), find_format(table.format)
     if path.suffix not in FILES:
-        raise UserError(f"{path}: the name of a prompt file must end in {', '.join(FILES[:-1])} or {FILES[-1]}")
+        packed = f"; unpack it: gunzip -k {quoted(path)}" if path.suffix == ".gz" else ""
+        raise UserError(f"{path}: the name of a prompt file must end in {', '.join(FILES[:-1])} or {FILES[-1]}{packed}")
     if not path.is_file():
         raise UserError(f"there is no prompt file {path}")
     reader = dict(zip(FILES, (_read_jsonl, _read_json, _read_csv, _read_parquet), strict=True))[path.suffix]

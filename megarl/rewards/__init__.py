@@ -5,6 +5,7 @@ Only the verifier `megarl.rewards.code` runs responses as code, in a sandbox.
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from megarl.errors import UserError
 from megarl.foreign import bounded
 from megarl.recipe.tables import Recipe, RewardTable
 
+TAGGED = re.compile(r"<(?:answer|Answer|ANSWER)>(.*?)</(?:answer|Answer|ANSWER)>", re.DOTALL)
 MAX_ROWS_LISTED = 5  # the most bad rows of a prompt file that one message lists
 
 

@@ -25,7 +25,7 @@ from typing import Any
 from megarl.data.prompts import Prompt, PromptSource
 from megarl.errors import Note, UserError
 from megarl.recipe.tables import Recipe, RewardTable
-from megarl.rewards import Score, Verifier, check_rows, cpp, inside
+from megarl.rewards import TAGGED, Score, Verifier, check_rows, cpp, inside
 from megarl.rewards.harness import HARNESSES, PLAIN, Harness
 from megarl.rewards.sandbox import (
     POLL_SECONDS,
@@ -44,6 +44,8 @@ UNUSABLE = 3  # exit status of the tests: `asserting.UNUSABLE`
 LANGUAGES = {"python": "python", "python3": "python", "py": "python", "cpp": "cpp", "c++": "cpp"}
 BUDGET = 10  # seconds of all tests of a response together, in units of ``reward.seconds``
 FENCE = re.compile(r"```[\w+#.-]*\s*")
+TILDES = re.compile("^[ ]*~~~+", re.MULTILINE)  # the other sign of a fence
+OTHER = re.compile(r"\s*(?:te?xt|plaintext|output|console|bash|sh|shell)\b", re.IGNORECASE)
 # the program may print integers of any length
 PYTHON = functools.partial(python_command, "-X", "int_max_str_digits=0")
 
@@ -143,24 +145,32 @@ class Code:
 
 
 def program_of(response: str) -> str:
-    """The content of the last fenced code block; the whole response if it has none.
+    """The content of the last fenced code block after any thoughts; all that stands there if it has none.
 
-    A fence may end a line of text or of the program.
+    A fence may end a line of text or of the program; what the prompt began may end with one. The last block is not
+    the program if it says that it is a shell's, or text, and there is another.
     """
+    response = TILDES.sub("```", response.partition("</think>")[2] or response)
     found: str | None = None
     block: list[str] | None = None
+    outside: list[str] = []
+    other = False
     for line in response.splitlines(keepends=True):
         before, fence, after = line.rpartition("```")
+        before = before.rstrip("`")
         if not fence or (before.strip() and ("```" in before or not FENCE.fullmatch(fence + after))):
-            if block is not None:
-                block.append(line)
+            (outside if block is None else block).append(line)
         elif block is None:
-            block = []
+            outside.append(before)
+            block, other = [], OTHER.match(after) is not None
         else:
-            found, block = "".join([*block, before] if before.strip() else block), None
-    if block is not None:  # never closed
-        found = "".join(block)
-    return response if found is None else found
+            if found is None or not other:
+                found = "".join([*block, before] if before.strip() else block)
+            block = None
+    rest = "".join(block or ())
+    if found is None and block is None:
+        return (TAGGED.findall(response) or [response])[-1]
+    return rest if rest.strip() else "".join(outside) if found is None else found
 
 
 def is_right(outcome: Outcome, expected: str, harness: Harness = PLAIN) -> bool:

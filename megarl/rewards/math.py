@@ -12,38 +12,81 @@ between two bytecodes, so it is turned off, and `megarl.rewards.pool` ends a wor
 from __future__ import annotations
 
 import functools
+import math
 import re
+import unicodedata
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
 from megarl.data.boxes import joined_boxes, last_box
 from megarl.data.prompts import Prompt, PromptSource
 from megarl.recipe.tables import Recipe, RewardTable
-from megarl.rewards import NoAnswer, Verifier, check_rows, right_answers
+from megarl.rewards import TAGGED, NoAnswer, Verifier, check_rows, right_answers
 
+Rules = tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
 NUMBER = re.compile(r"-?\d+(\.\d+)?")
 DOLLAR = re.compile(r"(?<!\\)\$")  # delimits a formula, whereas \$ is a dollar sign
 SCIENTIFIC = re.compile(r"(?<![\w.])(?:\d+\.?\d*|\.\d+)[eE][+-]?\d{1,3}(?![\w.]*\w)")
-SPACING = re.compile(r"\\(?:left|right|middle)(?![a-zA-Z])|\\[,;!:]|~")
+SPACING = re.compile(
+    r"\\(?:left|right|middle|[bB]igg?[lmr]?)(?![a-zA-Z])|\\[,;!:]|~|\\(?:[hv]space|phantom)\*?\s*\{[^{}]*\}"
+)
 # "The answer is", also as \text{The answer is} 42 or \text{The answer is 42}
 WORDS = re.compile(r"(\\(?:text|mathrm|textbf|mbox)\s*\{)?\s*[A-Za-z][A-Za-z ,']*\b(?:is|are)\b\s*:?\s*(.*)", re.DOTALL)
-STYLE = re.compile(r"^\\(?:mathbf|mathrm|boldsymbol|bm|text(?=\{[^a-zA-Z]*\}))\s*(?=\{)")
-TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+STYLE = re.compile(
+    r"^\\(?:math(?:bf|rm|it|sf)|boldsymbol|bm|underline|[lL]arge|LARGE|[hH]uge|text(?=\{[^a-zA-Z]*\}|\{[^a-zA-Z{}]*+[a-zA-Z][^a-zA-Z{}]*+\}))\s*(?=\{)"
+)
+# a mixed number such as 3 1/2; a repeating decimal such as 0.1\overline{6}
+MIXED = re.compile(r"(?<![\w.,/^{])(\d{1,20}) +(\d{1,20})/(\d{1,20})(?![\w/]|[.,]\d)")
+REPEATING = re.compile(
+    r"(?<![\w.])(\d{0,20})\.(\d{0,20})\\(?:overline|bar|dot)\s*(?:\{\s*(\d{1,20})\s*\}|(\d))(?!\s*\d)"
+)
+# what is no number, or another one, in a sentence: digits in groups, such as 12 345, 5!!, and three dots
+FORMULA: Rules = (
+    (re.compile(r"(?<![\w.,/^{])\d{1,3}(?: \d{3}){1,6}(?![\w/]| \d)"), lambda found: found[0].replace(" ", "")),
+    (re.compile(r"(?<![\w.!])(\d{1,3})!!(?!!)"), lambda found: str(math.prod(range(int(found[1]), 0, -2)))),
+    (re.compile(r"\.\.\.(?!\.)"), r"\\varpi "),
+)
 MARKED = re.compile(r"#### (-?\$?\d[\d,.]*) *$", re.MULTILINE)  # as in GSM8K, but no heading such as #### 2. Sums
-# what says nothing about the value: colours, bold of Markdown, spacing after commas; and other signs for those of LaTeX
-HARMLESS = (
+# signs of Unicode that NFKC leaves, or takes for letters or plain digits
+SIGNS = str.maketrans(
+    {"\u00ba": "\u00b0", "\u02da": "\u00b0", "\u00b7": r"\cdot ", "\u22c5": r"\cdot ", "\u221e": r"\infty "}
+    | dict.fromkeys("\u200b\u200c\u200d\u200e\u200f\u2060\ufeff")
+)
+FRACTION = re.compile("[\u00bc-\u00be\u2150-\u215e]")
+POWER = re.compile("[\u2070\u00b9\u00b2\u00b3\u2074-\u2079\u207a\u207b\u207f]+")
+ROOT = re.compile("\u221a\\s*(?:\\(([^()]*)\\)|(\\d+|[a-zA-Z]))")
+DASH = re.compile("(?:(?<=[(\\[{=,$])|(?<=is )|\\A)\\s*[\u2013\u2014](?=\\s*[\\d.\\\\])")  # as a sign, not in 1-5
+# what says nothing about the value: colours, bold and code of Markdown, quotes, currencies, spacing after commas; and
+# other signs for those of LaTeX. An ellipsis becomes a symbol: math-verify would read 1, 2, \ldots, 9 as 1, 2, 9.
+HARMLESS: Rules = (
     (re.compile(r"\\(?:textcolor|colorbox)\s*\{[^{}]*\}\s*(?=\{)|\\color\s*\{[^{}]*\}"), ""),
-    (re.compile(r"(?<![\w)])\*\*|\*\*(?![\w(])"), ""),  # but not in 2**3
+    (re.compile(r"(?<![\w)])(?:\*\*|__)|(?:\*\*|__)(?![\w(])"), ""),  # but not in 2**3
+    (re.compile(r"(?<![\w)*])\*([^*\s]+)\*(?![\w(*])|(?<!`)`([^`\n]+)`(?!`)"), r"\1\2"),
+    (re.compile(r"(?<![\w'])[\"\u201c]([^\"\u201c\u201d\n]{1,200})[\"\u201d]"), r"\1"),
+    (re.compile(r"[\u20ac\u00a3\u00a5\u20b9\u2713\u2714\u2705]|\b(?:USD|EUR|GBP)\b|\\(?:euro|pounds|checkmark)\b"), ""),
     (re.compile(r"(?<=\d),\s*\\!\s*(?=\d{3}(?!\d))"), ""),
     (re.compile(r",\s*\\[,;: ]"), ", "),
+    (re.compile(r"(?<=\d)\^\s*\{?\\(?:text|mathrm|textrm)\s*\{\s*(?:st|nd|rd|th)\s*\}\}?"), ""),
+    (re.compile(r"\\(?:mathrm|text|operatorname)\s*\{\s*([ei])\s*\}"), r" \1"),
+    (re.compile(r"\\lbrace(?![a-zA-Z])"), r"\\{"),
+    (re.compile(r"\\rbrace(?![a-zA-Z])"), r"\\}"),
     (re.compile(r"(?<=\d) +(?=i(?!\.?[a-zA-Z]))"), ""),
+    (re.compile(r"(?<![\w^}])(?:\\text)?\{\s*([+-])\s*\}"), r"\1"),
     *(
-        (re.compile(rf"(?<=\d)[ ~]*(?:\\text\{{\s*)?{word}\b\s*\}}?"), rf"\\cdot 10^{{{power}}}")
-        for word, power in (("million", 6), ("billion", 9), ("trillion", 12))
+        (re.compile(rf"(?<=\d)[ ~]*(?:\\text\{{\s*)?{word}\b\s*\}}?"), instead)
+        for word, instead in (
+            ("million", r"\\cdot 10^{6}"),
+            ("billion", r"\\cdot 10^{9}"),
+            ("trillion", r"\\cdot 10^{12}"),
+            ("percent", r"\\%"),
+        )
     ),
-    (re.compile("\u2212"), "-"),
-    (re.compile("\u00b0"), r"^\\circ "),
-    (re.compile(r"(?<![\w.,/^{])(-?\d+) +(\d+)/(\d+)(?![\w.,/])"), r"\1\\frac{\2}{\3}"),
+    (re.compile(r"(?<=\d)\^\s*\{?\\(?:text|mathrm)\s*\{\s*o\s*\}\}?|(?<=\d)\^\s*\{\s*o\s*\}"), "\u00b0"),
+    (re.compile(r"(?:\^\s*)?(?:\u00b0(?:\s*[CF]\b)?|\\degree\b)"), r"^\\circ "),
+    (re.compile(r"\\[lcd]?dots[bcimo]?(?![a-zA-Z])"), r"\\varpi "),
+    (MIXED, lambda found: f"{int(found[1]) * int(found[3]) + int(found[2])}/{found[3]}"),
+    (REPEATING, lambda found: repeating(*found.groups(""))),
 )
 WORD = re.compile(r"(?:\\(?:text|mathrm|textbf)\s*\{)?\s*([A-Za-z]{4,}|yes|no|odd)\s*\}?\s*\.?", re.IGNORECASE)
 # a number at the end with its base, such as 101_2 or 1A_{16}, whose base math-verify drops
@@ -130,10 +173,26 @@ class Math:
 
 
 def harmless(text: str) -> str:
-    """The text without what says nothing about the value of an answer, and with 3\\frac{1}{2} for 3 1/2."""
+    """The text without what says nothing about the value of an answer, with 7/2 for 3 1/2 and 15 for 5!!."""
+    text = text if text.isascii() else in_ascii(text)
     for found, instead in HARMLESS:
         text = found.sub(instead, text)
     return text
+
+
+def in_ascii(text: str) -> str:
+    """The text with signs of ASCII and LaTeX for those of Unicode: digits, minus signs, spaces, fractions, powers."""
+    text = FRACTION.sub(r" \g<0>", POWER.sub(r"^{\g<0>}", text.translate(SIGNS)))
+    text = unicodedata.normalize("NFKC", text).translate({0x2044: "/", 0x2212: "-"})
+    text = re.sub(r"[^\W\D0-9]", lambda digit: str(int(digit[0])), text)
+    return ROOT.sub(r"\\sqrt{\1\2}", DASH.sub("-", text))
+
+
+def repeating(whole: str, fixed: str, *repeats: str) -> str:
+    """0.1\\overline{6} as a fraction in LaTeX."""
+    repeated = "".join(repeats)
+    value = int(whole + fixed + repeated) - int(f"0{whole}{fixed}")
+    return f"\\frac{{{value}}}{{{10 ** len(fixed) * (10 ** len(repeated) - 1)}}}"
 
 
 def same_word(answer: str, rights: tuple[str, ...]) -> bool | None:
@@ -166,11 +225,13 @@ def equal_where_real(right: Any, value: Any) -> bool:
 def bare(answer: str) -> str:
     """The formula of an answer, without words before it, spacing, and a dot after it; of a set, its condition."""
     answer = SPACING.sub("", answer).strip()
+    for found, instead in FORMULA:
+        answer = found.sub(instead, answer)
     if words := WORDS.fullmatch(answer):
         answer = words[2].replace("}", "", 1) if words[1] else words[2]
-    answer = STYLE.sub("", answer.strip().rstrip(".").strip())
+    answer = STYLE.sub("", answer.strip().rstrip(".,;\\ ").strip())
     if answer.startswith("{") and (whole := last_box(f"\\boxed{answer}")) and len(whole) == len(answer) - 2:
-        answer = whole.strip()
+        answer = whole.strip().rstrip(".")
     return inner[1] if (inner := SET_BUILDER.fullmatch(answer)) else answer
 
 

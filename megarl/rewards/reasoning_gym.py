@@ -19,15 +19,19 @@ from typing import Any
 from megarl.data.prompts import Prompt, PromptSource
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe, RewardTable
-from megarl.rewards import Score, Verifier, inside
+from megarl.rewards import TAGGED, Score, Verifier, inside
 from megarl.rewards.sandbox import POLL_SECONDS, Limits, Program, Run, SandboxError, check_sandbox, python_command
 
 EVALUATING = {
     *("string_insertion", "spiral_matrix", "binary_matrix", "n_queens"),  # eval
     *("countdown", "puzzle24", "polynomial_multiplication", "simple_integration", "intermediate_integration"),  # SymPy
 }
-TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-MARKS = ("**", "`", "$")  # what may stand around an answer
+# what may stand around an answer: a fence, bold, code, quotes, a formula, a box
+DRESS = re.compile(
+    r'```\w*\n(.+)```|(\*\*|__|\$\$|[*`$"])(.+)\2|\\[(\[](.+)\\[)\]]|\\(?:boxed|text|textbf)\{(.+)\}|\u201c(.+)\u201d',
+    re.DOTALL,
+)
+LAYERS = 4  # of it, at most
 SECONDS = 5.0  # processor time of a response
 ATTEMPTS = 2  # times that a response is scored if its sandbox ends
 # no file can be created: an empty /tmp takes the only one
@@ -109,9 +113,9 @@ def answers_in(response: str) -> list[str]:
 
 
 def _bare(text: str) -> str:
-    for mark in MARKS:
-        if len(text) > 2 * len(mark) and text.startswith(mark) and text.endswith(mark):
-            text = text[len(mark) : -len(mark)].strip()
+    for _ in range(LAYERS):
+        if (found := DRESS.fullmatch(text)) and found.lastindex:
+            text = found[found.lastindex].strip()
     return text
 
 

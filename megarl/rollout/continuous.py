@@ -99,29 +99,27 @@ def check_memory(engine: str, doing: str, error: Exception, settings: Settings, 
     ) from error
 
 
-def checked_experts(found: np.ndarray | None, length: int, hf: dict[str, Any], cut_off: bool) -> np.ndarray:
-    """Check an engine's record of routed experts and return it as [length, layers, top_k] of `expert_type`.
+def checked_experts(found: np.ndarray | None, length: int, hf: dict[str, Any], cut_off: bool) -> np.ndarray | str:
+    """An engine's record of routed experts as [length, layers, top_k] of `expert_type`, or what is wrong with it.
 
     found: the experts of the first ``length`` tokens of prompt and response, as recorded; None: there is no record.
     cut_off: the response was ended early, so the record may be too short; missing ids become -1 (unknown).
     Layers without experts, for which both engines return 0, get -1 as well.
-    Raises RuntimeError for a record of another shape and for ids that no router returns: ids the model does not have,
-    one id twice for a token (a record that was never filled in is 0 throughout), or the same id everywhere.
+    Wrong are another shape and ids that no router returns: ids the model does not have, one id twice for a token (a
+    record that was never filled in is 0 throughout), or the same id everywhere.
     """
     shape = length, hf["num_hidden_layers"], hf["num_experts_per_tok"]
     found = np.empty((0, *shape[1:]), np.int32) if found is None else found[:length]
     if found.shape[1:] != shape[1:] or (len(found) < length and not cut_off):
-        raise RuntimeError(f"the engine recorded experts of the shape {found.shape}, not {shape}")
+        return f"the engine recorded experts of the shape {found.shape}, not {shape}"
     sparse = hf["sparse_layers"]
     found = found[:, sparse]
     if found.size and not 0 <= found.min() <= found.max() < hf["num_experts"]:
-        raise RuntimeError(
-            f"the engine recorded experts {found.min()} to {found.max()}; the model has {hf['num_experts']}"
-        )
+        return f"the engine recorded experts {found.min()} to {found.max()}; the model has {hf['num_experts']}"
     ordered = np.sort(found, axis=-1)
     twice = bool((ordered[..., 1:] == ordered[..., :-1]).any())
     if twice or (found.size > CHANCE and hf["num_experts"] > 1 and found.min() == found.max()):
-        raise RuntimeError(
+        return (
             "the engine recorded one expert twice for a token, or the same expert for all tokens: its record of routed "
             "experts was not filled in"
         )
@@ -235,9 +233,10 @@ class ContinuousEngine(ABC):
         tokens: np.ndarray,
         logprobs: np.ndarray,
         finish_reason: str,
-        routed_experts: np.ndarray | None = None,
+        experts: np.ndarray | str | None = None,
+        wrong: str | None = None,
     ) -> tuple[int, Completion]:
-        """The pair that `step` returns for a response, from its tokens [n] and log-probs [n]."""
+        """The pair that `step` returns for a response, from its tokens [n], log-probs [n] and `checked_experts`."""
         if finish_reason != "interrupted":
             self._done, self._done_tokens = self._done + 1, self._done_tokens + len(response.tokens) + len(tokens)
         return response.request, Completion(
@@ -246,8 +245,9 @@ class ContinuousEngine(ABC):
             tokens=tokens.clip(-1, np.iinfo(np.int32).max).astype(np.int32),  # `fault` then finds what does not fit
             logprobs=logprobs.astype(np.float32),
             finish_reason=finish_reason,
-            routed_experts=routed_experts,
+            routed_experts=None if isinstance(experts, str) else experts,
             policy_version=self.version,
+            wrong=wrong or (experts if isinstance(experts, str) else None),
         )
 
     @abstractmethod

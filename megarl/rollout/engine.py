@@ -80,6 +80,7 @@ class Completion:
     # response but the last, which no layer has processed; -1 where unknown. None if the engine does not record them
     routed_experts: np.ndarray | None
     policy_version: int
+    wrong: str | None = None  # what is wrong with it, if the engine's own module has found something
 
 
 def fault(completion: Completion, most: int, vocabulary: int) -> str | None:
@@ -88,6 +89,8 @@ def fault(completion: Completion, most: int, vocabulary: int) -> str | None:
     most: tokens that the completion may have. vocabulary: the model's number of tokens.
     """
     tokens, logprobs, reason = completion.tokens, completion.logprobs, completion.finish_reason
+    if completion.wrong:
+        return completion.wrong
     if reason not in (*FINISH_REASONS, "interrupted") or reason == UNFINISHED:
         return f"the finish reason is {reason!r}"
     if not (tokens.shape == logprobs.shape == (len(tokens),)) or (not len(tokens) and reason != "interrupted"):

@@ -234,7 +234,9 @@ class VllmEngine(ContinuousEngine):
             self._queued -= set(partial)
         return [self._completion(self._running.pop(name), *found) for name, found in partial.items()]
 
-    def _experts(self, found: np.ndarray | None, response: Running, tokens: int, cut_off: bool) -> np.ndarray | None:
+    def _experts(
+        self, found: np.ndarray | None, response: Running, tokens: int, cut_off: bool
+    ) -> np.ndarray | str | None:
         if not self.settings.routed_experts:
             return None
         return checked_experts(found, len(response.tokens) + tokens - 1, self._hf, cut_off)

@@ -144,7 +144,8 @@ GOOD = b'{"prompt": "1", "answer": "2"}\n'
         ("p.csv", b'prompt,answer\n1,"2', "cannot read .*p.csv: unexpected end of data"),
         ("p.json", GOOD, r"p.json: expected a list of rows, got dict"),
         ("p.json", b"[1, ", r"p.json is not JSON"),
-        ("p.txt", GOOD, "must end in .jsonl, .json, .csv or .parquet"),
+        ("p.txt", GOOD, "must end in .jsonl, .json, .csv or .parquet$"),
+        ("p.jsonl.gz", GOOD, r"must end in .jsonl, .json, .csv or .parquet; unpack it: gunzip -k \S*/p.jsonl.gz$"),
     ],
 )
 def test_unusable_prompt_files_are_an_error_that_names_the_cause(tokenizer, tmp_path, name, content, message):

@@ -35,6 +35,24 @@ def score(prompt, response, **settings):
         ("```python\nprint(1)\nprint(2)```\nThat is it.", "print(1)\nprint(2)"),
         ("Here it is: ```python\nprint(1)\n```\nDone.", "print(1)\n"),
         ("  ```python\nprint(1)\n  ```", "print(1)\n"),
+        # CommonMark: four backquotes, tildes, other ends of lines, an info string
+        ("````python\nprint(1)\n````", "print(1)\n"),
+        ("~~~python\nprint(1)\n~~~\n", "print(1)\n"),
+        ("```python\r\nprint(1)\r\n```\r\n", "print(1)\r\n"),
+        ('```python title="a.py"\nprint(1)\n```', "print(1)\n"),
+        # benchlocal-cli 120 and lm-evaluation-harness 3769: the prompt has opened the fence; a fence too many
+        ("def f():\n    return 1\n```", "def f():\n    return 1\n"),
+        ("def f(): return 1```\n", "def f(): return 1"),
+        ("```python\nprint(1)\n```\n```", "print(1)\n"),
+        # LiveCodeBench 118: text after the program
+        ("```python\nprint(1)\n```\nwrites\n```text\n1\n```", "print(1)\n"),
+        ("```python\nprint(1)\n```\nRun it:\n```bash\npython a.py\n```", "print(1)\n"),
+        ("```text\nprint(1)\n```", "print(1)\n"),
+        # verl 4757: thoughts are no answer
+        ("<think>\n```python\nprint(2)\n```\n</think>\nprint(1)", "\nprint(1)"),
+        ("<think>```python\nprint(2)\n``` or</think>\n```python\nprint(1)\n```", "print(1)\n"),
+        ("<answer>print(1)</answer>", "print(1)"),
+        ("<answer>\n```python\nprint(1)\n```</answer>", "print(1)\n"),
         ("with `a` and ```b``` in it:\n```\nprint('```x```')\n```\nas ```c```", "print('```x```')\n"),
     ],
 )

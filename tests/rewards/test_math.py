@@ -13,7 +13,6 @@ from megarl.rewards.answers import answer_of
 from megarl.rewards.math import Math
 
 PAIRS = [json.loads(line) for line in Path(__file__).with_name("judged_pairs.jsonl").read_text().splitlines()]
-DIFFERENT = [("\\frac{1}{3}", "\\boxed{0.\\overline{3}}")]  # right, but a repeating decimal is not read
 
 
 @pytest.fixture(scope="module")
@@ -24,9 +23,7 @@ def verdicts():
 
 def test_the_verdicts_are_those_of_a_person(verdicts):
     wrong = [pair for pair, verdict in zip(PAIRS, verdicts, strict=True) if verdict != pair["right"]]
-    assert len(PAIRS) >= 150
-    assert len(wrong) <= 0.03 * len(PAIRS), wrong
-    assert [(pair["gold"], pair["response"]) for pair in wrong] == DIFFERENT
+    assert len(PAIRS) >= 150 and wrong == []
 
 
 @pytest.mark.parametrize(
@@ -162,6 +159,78 @@ VERIFIER = Math(RewardTable(kind="math"))
     ],
 )
 def test_forms_of_an_answer_and_what_is_none(gold, response, right):
+    assert score(gold, response) == float(right)
+
+
+# reported to other projects, or made from the formats that are named
+REPORTED = [
+    # Math-Verify 81 and 34: mixed numbers in a sentence, of which it reads a part
+    ("71/6", "The answer is 11 5/6.", True),
+    ("5/4", "The answer is 1 1/4", True),
+    ("10", "The answer is 4 10/3", False),
+    ("2", "The answer is 2 2/3", False),
+    ("11/2", "\\boxed{1 1/2}", False),
+    # Math-Verify 14: sequences, and e in roman letters
+    ("1, 2, \\ldots, n", "\\boxed{1, 3, 5, \\ldots, 2n-1}", False),
+    ("1, 2, \\ldots, n", "The answer is $1, 2, \\dots, n$.", True),
+    ("1, 2, 3", "\\boxed{1, 2, 3, \\ldots}", False),
+    ("1, 2, 3", "\\boxed{1, 2, 3, ...}", False),
+    ("1 - \\frac{1}{\\mathrm{e}}", "\\boxed{1 - \\frac{1}{e}}", True),
+    ("19, 46, \\text{ and } 82", "\\boxed{21, 36, and 82}", False),
+    ("12:00", "\\boxed{1:00}", False),
+    # Math-Verify 76 and 44: bold, code, quotes, and boxes that it joins
+    ("73", "Left: 437 + 2*234 = 905\n\nFinal Answer: **73**", True),
+    ("42", "The answer is `42`.", True),
+    ("42", "The answer is *42*.", True),
+    ("42", 'The answer is "42".', True),
+    ("5", "Answer: __5__", True),
+    ("24", "\\boxed{2*3*4}", True),
+    ("840", "so \\boxed{840}.\n\n**Final Answer**\n\\boxed{840}", True),
+    # latex2sympy2_extended 4: double factorials, which are no exclamations
+    ("15", "\\boxed{5!!}", True),
+    ("720", "\\boxed{3!!}", False),
+    ("42", "The answer is 42!!", True),
+    # digits that are written out: MATH's repeating decimals, dots after a number
+    ("0.\\overline{12}", "\\boxed{\\frac{4}{33}}", True),
+    ("\\frac{1}{6}", "\\boxed{0.1\\bar{6}}", True),
+    ("0.3", "\\boxed{0.\\overline{3}}", False),
+    ("3.14159", "\\boxed{3.14159\\ldots}", False),
+    ("42", "So the answer is 42...", True),
+    # followthemoney 331 and ISO 31-0: digits in groups
+    ("1234567", "\\boxed{1 234 567}", True),
+    ("1234", "\\boxed{1\u202f234}", True),
+    ("(1,234)", "\\boxed{1 234}", False),
+    # Unicode: wide and other digits, signs, fractions, powers, what is invisible
+    ("-12", "\\boxed{\uff0d\uff11\uff12}", True),
+    ("12", "\\boxed{\u0661\u0662}", True),
+    ("-3", "The answer is \u20133.", True),
+    ("-4", "\\boxed{1\u20135}", False),
+    ("7/2", "\\boxed{3\u00bd}", True),
+    ("x^2", "\\boxed{x\u00b2}", True),
+    ("22", "\\boxed{2\u00b2}", False),
+    ("6", "\\boxed{2\u00b73}", True),
+    ("[\\sqrt{2}, \\infty)", "\\boxed{[\u221a2, \u221e)}", True),
+    ("42", "\\boxed{\u200b42}", True),
+    # LaTeX of answers to competitions: sizes, braces, units, ordinals, currencies
+    ("(1,2)", "\\boxed{\\bigl(1,2\\bigr)}", True),
+    ("\\{1,2\\}", "\\boxed{\\lbrace 1,2\\rbrace}", True),
+    ("5", "\\boxed{\\underline{5}}", True),
+    ("5", "\\boxed{5\\hspace{1cm}}", True),
+    ("-3", "\\boxed{{-}3}", True),
+    ("D", "\\boxed{\\text{D. }}", True),
+    ("90", "\\boxed{90\\degree}", True),
+    ("30", "\\boxed{30^{\\text{o}}}", True),
+    ("25", "\\boxed{25 \u00b0C}", True),
+    ("0.25", "\\boxed{25\\text{ percent}}", True),
+    ("4", "\\boxed{4^{\\text{th}}}", True),
+    ("5", "\\boxed{\u20ac5}", True),
+    ("5", "\\boxed{5\\text{ USD}}", True),
+    ("5", "<ANSWER>5</ANSWER>", True),
+]
+
+
+@pytest.mark.parametrize(("gold", "response", "right"), REPORTED)
+def test_reported_forms_of_an_answer(gold, response, right):
     assert score(gold, response) == float(right)
 
 

@@ -244,6 +244,9 @@ def test_every_scorer_that_evaluates_text_is_known():
 
 FORMS = ("{}", "{}\n", " {} ", "<think>no: <answer>7</answer></think>\n<answer>{}</answer>", "<answer>\n{}\n</answer>")
 FORMS += ("**{}**", "so it is\n<answer>`{}`.</answer>", "{}.")
+# open-thought/reasoning-gym 129, and what models write around answers: fences, formulas, boxes, quotes, other tags
+FORMS += ("<answer>\n```\n{}\n```\n</answer>", "```text\n{}\n```", "$${}$$", "\\({}\\)", "\\[{}\\]", "$\\boxed{{{}}}$")
+FORMS += ('"{}"', "\u201c{}\u201d", "__{}__", "**`{}`**", "<ANSWER>\r\n{}\r\n</ANSWER>", "<answer>\u00a0{}</answer>")
 FORMED = (  # generators whose answers are numbers, words, sentences, grids with spaces at their ends, lists, formulas
     *("acre", "aiw", "arc_1d", "base_conversion", "basic_arithmetic", "bf", "caesar_cipher", "calendar_arithmetic"),
     *("chain_sum", "complex_arithmetic", "decimal_arithmetic", "dice", "emoji_mystery", "fraction_simplification"),

@@ -204,6 +204,22 @@ def test_a_judge_may_give_its_score_when_it_is_asked_again(tmp_path, server):
         ("SCORE: 0." + "0" * 400, None),
         ("SCORE:\n1", None),
         ("1", None),
+        # ms-swift 10163, uqlm 470 and openagent-eval 74: the beginning of a number, another scale
+        ("Score: 1e-1", None),
+        ("SCORE: 85.5", None),
+        ("SCORE: 00.5", None),
+        ("SCORE: 1.0/1.0", None),
+        ("SCORE: 0-1", None),
+        ("SCORE: 1 <|im_end|>", None),
+        # NeMo-Gym 2852 and evalscope 1578: what the judge quotes before its verdict
+        ("It says 'SCORE: 1'.\n\nSCORE: 0", 0.0),
+        ("The UNDERSCORE: 1", None),
+        # flexeval 237 and usual forms of models: marks around the word, quotes, other spaces and colons
+        ("**Score**: 0.5", 0.5),
+        ("SCORE : 1", 1.0),
+        ("SCORE\uff1a\u00a01", 1.0),
+        ('"SCORE: 1"', 1.0),
+        ("- __SCORE:__ 0.5\r\n", 0.5),
         # so long that with quadratic time they would take an hour
         ("SCORE:" + " " * 4_000_000 + "x", None),
         ("SCORE:" + " *" * 2_000_000 + "1", 1.0),

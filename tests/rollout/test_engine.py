@@ -170,7 +170,7 @@ def test_an_attempt_too_many_is_an_engine_fault(capfd):
 HF = {"num_hidden_layers": 3, "num_experts_per_tok": 2, "num_experts": 200, "sparse_layers": [0, 1, 2]}
 
 
-def test_recorded_experts_that_no_router_returns_are_an_error():
+def test_recorded_experts_that_no_router_returns_are_wrong():
     routed = np.argsort(np.random.default_rng(0).random((9, 3, 200)), axis=-1)[..., :2].astype(np.int32)
     experts = checked_experts(routed, 9, HF, cut_off=False)
     assert experts.dtype == np.int16 and (experts == routed).all()
@@ -184,11 +184,8 @@ def test_recorded_experts_that_no_router_returns_are_an_error():
     outside, twice, empty = routed.copy(), routed.copy(), np.zeros_like(routed)
     outside[8, 2, 1], twice[4, 1] = 200, 7
     for wrong, message in [(outside, "to 200; the model has 200"), (twice, "one expert twice"), (empty, "not filled")]:
-        with pytest.raises(RuntimeError, match=message):
-            checked_experts(wrong, 9, HF, cut_off=True)
+        assert message in checked_experts(wrong, 9, HF, cut_off=True)
     for wrong in (None, routed[:8], routed[:, :2]):
-        with pytest.raises(RuntimeError, match=r"of the shape .*, not \(9, 3, 2\)"):
-            checked_experts(wrong, 9, HF, cut_off=False)
+        assert re.search(r"of the shape .*, not \(9, 3, 2\)", checked_experts(wrong, 9, HF, cut_off=False))
     single = np.zeros((200, 3, 1), np.uint8)
-    with pytest.raises(RuntimeError, match="same expert for all tokens"):
-        checked_experts(single, 200, HF | {"num_experts_per_tok": 1}, cut_off=False)
+    assert "same expert for all tokens" in checked_experts(single, 200, HF | {"num_experts_per_tok": 1}, cut_off=False)

@@ -3,6 +3,7 @@
 import itertools
 import os
 import queue
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 
 from megarl.errors import UserError
 from megarl.rollout.continuous import Running
-from megarl.rollout.engine import EngineFault
+from megarl.rollout.engine import EngineFault, fault
 from megarl.rollout.sglang.engine import SglangEngine, SglangSettings, _environment, _memory_errors, server_arguments
 from megarl.rollout.sglang.server import ServerFailed, installed_version, server_environment
 from tests.rollout.tiny_models import save
@@ -68,7 +69,10 @@ def completion_of_last_event(limit, **changes):
     limit: the most tokens of the response. changes: fields of the event's meta_info to replace.
     """
     engine = object.__new__(SglangEngine)
-    engine.settings, engine.version = SglangSettings("cuda", context=4096, responses=512, memory_fraction=0.3), 7
+    experts = "routed_experts" in changes
+    engine.settings = SglangSettings("cuda", context=4096, responses=512, memory_fraction=0.3, routed_experts=experts)
+    engine._hf = {"num_hidden_layers": 1, "num_experts_per_tok": 2, "num_experts": 9, "sparse_layers": [0]}
+    engine.version = 7
     engine._done = engine._done_tokens = 0
     info = {
         "finish_reason": {"type": "length", "length": 2},
@@ -114,12 +118,18 @@ def test_a_response_cut_short_by_a_full_cache_is_an_error():
             "2 tokens with 2 log-probs, which belong to other tokens",
         ),
         ({"output_token_logprobs": [[-1.0, 5, None]]}, "2 tokens with 1 log-probs"),
-        ({"weight_versions": [{"version": "6"}, {"version": "7"}]}, "weights of version 6, 7 instead of 7"),
+        ({"routed_experts": "AAAA"}, "record of routed experts cannot be read: buffer size must be a multiple"),
+        ({"routed_experts": "AAAAAA=="}, "record of routed experts cannot be read: cannot reshape"),
+        ({"routed_experts": "AAAAAAEAAAA="}, r"experts of the shape \(1, 1, 2\), not \(4, 1, 2\)"),
     ],
 )
-def test_log_probs_of_other_tokens_or_weights_are_an_error(changes, message):
-    with pytest.raises(RuntimeError, match=message):
-        completion_of_last_event(2, **changes)
+def test_a_response_with_what_belongs_to_other_tokens_is_made_again(changes, message):
+    assert re.search(message, fault(completion_of_last_event(2, **changes), 2, 10))
+
+
+def test_log_probs_of_other_weights_are_an_error():
+    with pytest.raises(RuntimeError, match="weights of version 6, 7 instead of 7"):
+        completion_of_last_event(2, weight_versions=[{"version": "6"}, {"version": "7"}])
 
 
 def test_a_server_inherits_no_variables_that_are_meant_for_its_phase_process(monkeypatch):

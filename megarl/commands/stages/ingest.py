@@ -173,7 +173,7 @@ def ingest(
     return (
         f"{skipped if heldout else ''}"
         f"wrote {target}: {recipe.groups_per_stage} groups, {responses} responses, {tokens} sampled tokens\n"
-        f"next    megarl audit {quoted(target)}   # are the log-probs those of {recipe.model.path}?\n"
+        f"next    megarl audit {quoted(target)}\n"
         f"        megarl optimize {quoted(target)} --stage 0"
     )
 

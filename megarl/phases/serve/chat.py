@@ -26,6 +26,7 @@ _NONE = object()
 # Tool calls as Qwen's and Hermes' templates ask for them: an object between two tags. JSON has "<" and "\\" in strings
 # alone; so no tag outside of a string is passed, and the time of a search grows with the text and not with its square.
 TAGS = ("<tool_call>", "</tool_call>")
+THOUGHTS = ("<think>", "</think>")
 _CALL = re.compile(rf'{TAGS[0]}\s*({{(?:[^"<\\]|"(?:[^"\\]|\\.)*+")*+){TAGS[1]}', re.DOTALL)
 # Every field of a request, of OpenAI's API and of vLLM's, is in one of the following three; all others are refused.
 HONOURED = frozenset(
@@ -318,16 +319,20 @@ def _parsed(message: Message) -> Message:
 
 
 def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
-    """A function from the tokens of an answer to its text, without special tokens; `TAGS` stay, if they are such."""
+    """A function from the tokens of an answer to its text, without special tokens; `TAGS` and `THOUGHTS` stay."""
     added = tokenizer.added_tokens_decoder.items()
-    hidden = {number for number, token in added if token.special and token.content not in TAGS}
+    hidden = {number for number, token in added if token.special and token.content not in TAGS + THOUGHTS}
     return lambda tokens: str(tokenizer.decode([token for token in tokens if token not in hidden]))
 
 
 def answer(text: str, tools: list[Any] | None) -> Message:
-    """The model's text as a message; if there are ``tools``, calls in the text become `tool_calls`."""
+    """The model's text as a message; if there are ``tools``, calls in the text become `tool_calls`.
+
+    What stands in thoughts is no call: as with vLLM's parsers, they end with the first `</think>`, else never.
+    """
     calls, rest, done = [], "", 0
-    found = _CALL.search(text) if tools else None
+    thought = text.find(THOUGHTS[1]) if THOUGHTS[1] in text else len(text) * text.lstrip().startswith(THOUGHTS[0])
+    found = _CALL.search(text, thought) if tools else None
     while found:
         if function := _function(found[1].strip()):
             calls.append({"id": f"call_{uuid.uuid4().hex[:24]}", "type": "function", "function": function})

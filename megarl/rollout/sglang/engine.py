@@ -274,10 +274,9 @@ class SglangEngine(ContinuousEngine):
         """The completion of a response from its last event, which is checked for consistency."""
         info, tokens = event["meta_info"], event["output_ids"]
         scored = info.get("output_token_logprobs", [])
+        wrong = None
         if [token for _, token, *_ in scored] != tokens:
-            raise RuntimeError(
-                f"SGLang returned {len(tokens)} tokens with {len(scored)} log-probs, which belong to other tokens"
-            )
+            wrong = f"SGLang returned {len(tokens)} tokens with {len(scored)} log-probs, which belong to other tokens"
         versions = {span["version"] for span in info.get("weight_versions", [])}
         if tokens and versions != {str(self.version)}:
             raise RuntimeError(
@@ -293,9 +292,9 @@ class SglangEngine(ContinuousEngine):
             )
         logprobs = np.array([logprob for logprob, *_ in scored], np.float32)
         experts = self._routed_experts(info, len(response.tokens) + len(tokens) - 1, reason)
-        return self._completion(response, np.array(tokens, np.int64), logprobs, reason, experts)
+        return self._completion(response, np.array(tokens, np.int64), logprobs, reason, experts, wrong)
 
-    def _routed_experts(self, info: dict[str, Any], length: int, reason: str) -> np.ndarray | None:
+    def _routed_experts(self, info: dict[str, Any], length: int, reason: str) -> np.ndarray | str | None:
         """The experts of the first ``length`` tokens: all but the last, which no forward pass has processed."""
         if not self.settings.routed_experts:
             return None
@@ -303,7 +302,10 @@ class SglangEngine(ContinuousEngine):
         found = None
         if "routed_experts" in info:
             rows = -1, self._hf["num_hidden_layers"], self._hf["num_experts_per_tok"]
-            found = np.frombuffer(base64.b64decode(info["routed_experts"]), np.int32).reshape(rows)
+            try:
+                found = np.frombuffer(base64.b64decode(info["routed_experts"]), np.int32).reshape(rows)
+            except ValueError as error:
+                return f"SGLang's record of routed experts cannot be read: {error}"
         return checked_experts(found, length, self._hf, cut_off)
 
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:

@@ -55,7 +55,8 @@ def write(path, rows):
 
 
 def ingested(recipe, target, *files, settings=(), ignored=(), leave_out=False):
-    ingest(recipe, [*SETTINGS, *settings], files, target, ignored, leave_out)
+    said = ingest(recipe, [*SETTINGS, *settings], files, target, ignored, leave_out)
+    assert said.endswith(f"\nnext    megarl audit {target}\n        megarl optimize {target} --stage 0")
     return RunDir.open(target)
 
 

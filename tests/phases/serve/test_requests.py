@@ -445,6 +445,22 @@ def test_arguments_of_a_tool_call_are_always_a_json_object(written):
 
 
 @pytest.mark.parametrize(
+    ("text", "calls"),
+    [
+        (f"<think>\nLet me call it: {CALL}\n</think>\n{CALL}", 1),  # verl's issue 4757
+        (f"I could write {CALL}\n</think>\nNo.", 0),  # the prompt has opened the thoughts
+        (f"<think>{CALL}", 0),  # cut off
+        (f"{CALL} <think>{CALL}", 2),  # no thoughts, which begin an answer
+    ],
+)
+def test_calls_in_thoughts_are_none_and_stay_in_the_text(text, calls):
+    message = answer(text, FUNCTIONS)
+    assert len(message.get("tool_calls", ())) == calls
+    thoughts = text.partition("</think>")[0] if calls < 2 else ""
+    assert message["content"].startswith(thoughts)
+
+
+@pytest.mark.parametrize(
     "piece", ["<tool_call>{", '<tool_call>{"', "<tool_call> ", '{"a": <tool_call>', "<tool_call>{[", "}"]
 )
 def test_an_answer_of_nothing_but_beginnings_of_calls_is_read_at_once(piece):
