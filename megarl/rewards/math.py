@@ -24,14 +24,16 @@ from megarl.rewards import NoAnswer, Verifier, check_rows, right_answers
 NUMBER = re.compile(r"-?\d+(\.\d+)?")
 DOLLAR = re.compile(r"(?<!\\)\$")  # delimits a formula, whereas \$ is a dollar sign
 SCIENTIFIC = re.compile(r"(?<![\w.])(?:\d+\.?\d*|\.\d+)[eE][+-]?\d{1,3}(?![\w.]*\w)")
-SPACING = re.compile(r"\\(?:left|right|middle)(?![a-zA-Z])|\\[,;!:]|~")
+SPACING = re.compile(r"\\(?:left|right|middle)(?![a-zA-Z])|\\[,;!:]|(?<!\\)\\[()]|~")
 # "The answer is", also as \text{The answer is} 42 or \text{The answer is 42}
 WORDS = re.compile(r"(\\(?:text|mathrm|textbf|mbox)\s*\{)?\s*[A-Za-z][A-Za-z ,']*\b(?:is|are)\b\s*:?\s*(.*)", re.DOTALL)
 STYLE = re.compile(r"^\\(?:mathbf|mathrm|boldsymbol|bm|text(?=\{[^a-zA-Z]*\}))\s*(?=\{)")
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 MARKED = re.compile(r"#### (-?\$?\d[\d,.]*) *$", re.MULTILINE)  # as in GSM8K, but no heading such as #### 2. Sums
 # what says nothing about the value: colours, bold of Markdown, spacing after commas; and other signs for those of LaTeX
+ROOT = re.compile(r"\\sqrt *\(([^()]*)\)")
 HARMLESS = (
+    (ROOT, r"\\sqrt{\1}"),
     (re.compile(r"\\(?:textcolor|colorbox)\s*\{[^{}]*\}\s*(?=\{)|\\color\s*\{[^{}]*\}"), ""),
     (re.compile(r"(?<![\w)])\*\*|\*\*(?![\w(])"), ""),  # but not in 2**3
     (re.compile(r"(?<=\d),\s*\\!\s*(?=\d{3}(?!\d))"), ""),
@@ -43,11 +45,18 @@ HARMLESS = (
     ),
     (re.compile("\u2212"), "-"),
     (re.compile("\u00b0"), r"^\\circ "),
-    (re.compile(r"(?<![\w.,/^{])(-?\d+) +(\d+)/(\d+)(?![\w.,/])"), r"\1\\frac{\2}{\3}"),
+    (
+        re.compile(r"(?<![\w.,/^{])(-?)(\d+) +(\d+)/(\d+)(?![\w/]|[.,]\d)"),
+        lambda of: f"{of[1]}{int(of[2]) * int(of[4]) + int(of[3])}/{of[4]}",
+    ),
 )
-WORD = re.compile(r"(?:\\(?:text|mathrm|textbf)\s*\{)?\s*([A-Za-z]{4,}|yes|no|odd)\s*\}?\s*\.?", re.IGNORECASE)
+# names without their backslash, in an answer that is a formula as a whole
+NAMES = re.compile(r"(?<![a-zA-Z\\])(pi(?![a-zA-Z])|(?:sqrt|exp|sin|cos|tan|ln|log)(?=\())")
+WORD = re.compile(r"(?:\\(?:text|mathrm|textbf)\s*\{)?\s*([A-Za-z]{4,}|yes|no|odd)\.?\s*\}?\s*\.?", re.IGNORECASE)
 # a number at the end with its base, such as 101_2 or 1A_{16}, whose base math-verify drops
 BASED = re.compile(r"(?<![\w.,])(-?\d[\dA-F]*)_(?:\{\s*(\d+)\s*\}|(\d+))\W*\Z")
+# a sequence such as 1, 2, \\ldots, n, of which math-verify would read the last term; but not 0.333...
+DOTS = re.compile(r"(?<!\d)(?:\\[lc]?dots(?![a-z])|\.\.\.|\u2026)")
 SINGLETON = re.compile(r"(?:(?<=\$)|(?<=boxed\{))\[([^\[\],;$]+)\](?=[$}])")  # [42], which math-verify takes for 42
 SET_BUILDER = re.compile(r"\\\{\s*[a-zA-Z]\s*(?:\\in\s*[^:|]*?)?\s*(?:\\mid|\\vert|[:|])(.*)\\\}", re.DOTALL)
 
@@ -108,6 +117,8 @@ class Math:
     def _parse_uncached(self, answer: str) -> list[Any]:
         """Parse an answer: bare (42, 1/2, \\frac{1}{2}, \\$18.90), or text with $...$ or \\boxed{...}."""
         answer = bare(harmless(answer))
+        if DOTS.search(answer):
+            return [re.sub(r"(?<!\w)\s+|\s+(?!\w)", "", DOTS.sub("...", answer))]
         if DOLLAR.search(answer) or "\\boxed" in answer:
             return self._parse(answer)
         return self._parse(f"\\boxed{{{answer}}}") or self._parse(f"${answer}$")
@@ -130,7 +141,7 @@ class Math:
 
 
 def harmless(text: str) -> str:
-    """The text without what says nothing about the value of an answer, and with 3\\frac{1}{2} for 3 1/2."""
+    """The text without what says nothing about the value of an answer, and with 7/2 for 3 1/2."""
     for found, instead in HARMLESS:
         text = found.sub(instead, text)
     return text
@@ -165,7 +176,7 @@ def equal_where_real(right: Any, value: Any) -> bool:
 
 def bare(answer: str) -> str:
     """The formula of an answer, without words before it, spacing, and a dot after it; of a set, its condition."""
-    answer = SPACING.sub("", answer).strip()
+    answer = ROOT.sub(r"\\sqrt{\1}", NAMES.sub(r"\\\1 ", SPACING.sub("", answer))).strip()
     if words := WORDS.fullmatch(answer):
         answer = words[2].replace("}", "", 1) if words[1] else words[2]
     answer = STYLE.sub("", answer.strip().rstrip(".").strip())

@@ -44,7 +44,6 @@ OF_PROGRAMS = {
     "method": "megarl also finds the function as a method of a class Solution",
     "typing": "the names of typing need no import in megarl",
     "guard": "it takes away input(), os.getcwd() and writing files; the sandbox has them, in a folder of its own",
-    "fence": "three backquotes at the end of a line close the program",
 }
 
 
