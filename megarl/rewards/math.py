@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Callable
 from decimal import Decimal
 from typing import Any
 
@@ -32,7 +33,7 @@ TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 MARKED = re.compile(r"#### (-?\$?\d[\d,.]*) *$", re.MULTILINE)  # as in GSM8K, but no heading such as #### 2. Sums
 # what says nothing about the value: colours, bold of Markdown, spacing after commas; and other signs for those of LaTeX
 ROOT = re.compile(r"\\sqrt *\(([^()]*)\)")
-HARMLESS = (
+HARMLESS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (ROOT, r"\\sqrt{\1}"),
     (re.compile(r"\\(?:textcolor|colorbox)\s*\{[^{}]*\}\s*(?=\{)|\\color\s*\{[^{}]*\}"), ""),
     (re.compile(r"(?<![\w)])\*\*|\*\*(?![\w(])"), ""),  # but not in 2**3
