@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{|(?:\s+|(?=-?\.?\d))(?P<bare>[^\s$]+))")
+# an empty box, or one before a word, is mentioned only: I gave it in \boxed as you asked
+BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{(?!\s*\})|(?:\s+|(?=-?\.?\d))(?P<bare>(?!\{|[A-Za-z]{2})[^\s$]+))")
 BRACE = re.compile(r"(?<!\\)[{}]")
 BETWEEN = re.compile(r"(?:[\s$,;&]|\\[\\,;:!()\[\]]|\\q?quad|\\text\{\s*(?:and|or)?\s*\}|\b(?:and|or)\b)*")
 

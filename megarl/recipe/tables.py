@@ -149,11 +149,14 @@ class Recipe(Table):
         return max(map(sum, [(self.data.max_prompt_tokens, self.rollout.max_response_tokens), *suites]))
 
     def own_files(self) -> dict[str, str]:
-        """The user's own Python files: file -> the setting that names it, "reward.path" for one of both tables."""
+        """The user's own Python files, and a judge's question: file -> the setting that names it; "reward.path" for one
+        of both tables."""
         objective, rewards = self.objective, (self.reward.path, *(part.path for part in self.reward.parts))
         paths = {objective.advantage: "objective.advantage", objective.path: "objective.path"}
         paths |= dict.fromkeys(rewards, "reward.path")
-        return {file_of(path): setting for path, setting in paths.items() if path and is_own(path)}
+        files = {file_of(path): setting for path, setting in paths.items() if path and is_own(path)}
+        service = self.reward.service
+        return files | ({str(service.prompt): "reward.service.prompt"} if service and service.prompt else {})
 
     @model_validator(mode="after")
     def _buffers_fit(self) -> Recipe:

@@ -17,8 +17,8 @@ import select
 import socket
 import sys
 import warnings
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,8 +43,12 @@ INSIDE = Path(inside.__file__).parent
 UNUSABLE = 3  # exit status of the tests: `asserting.UNUSABLE`
 LANGUAGES = {"python": "python", "python3": "python", "py": "python", "cpp": "cpp", "c++": "cpp"}
 BUDGET = 10  # seconds of all tests of a response together, in units of ``reward.seconds``
-FENCE = re.compile(r"```[\w+#.-]*\s*")
-TILDES = re.compile("^[ ]*~~~+", re.MULTILINE)  # the other sign of a fence
+FENCE = re.compile(r"(.*?)(?<!`)(`{3,}+)([^`]*)")  # what stands before a fence, the fence, and what follows it
+# at the end of a prompt: a block that the response continues
+OPENED = re.compile(r"^ *`{3,}[\w+#.-]+\s*\Z", re.MULTILINE)
+LANGUAGE = re.compile(r"[\w+#.-]*\s*")
+TAGS = re.compile(r"\s*(?:</\w+>\s*)*")  # such as </answer>
+TILDES = re.compile(r"^( *)(~{3,})", re.MULTILINE)  # the other sign of a fence
 OTHER = re.compile(r"\s*(?:te?xt|plaintext|output|console|bash|sh|shell)\b", re.IGNORECASE)
 # the program may print integers of any length
 PYTHON = functools.partial(python_command, "-X", "int_max_str_digits=0")
@@ -107,7 +111,8 @@ class Code:
         self._limits = Limits(seconds=table.seconds, memory=table.memory_mb << 20)
 
     def score(self, prompt: Prompt, response: str) -> Score:
-        tests, source = read_tests(prompt, self._language), program_of(response)
+        opened = OPENED.search(prompt.text[-100:])
+        tests, source = read_tests(prompt, self._language), program_of((opened[0] if opened else "") + response)
         if tests.assertions:
             return self._assert(source, tests, prompt)
         program = Program(PYTHON("/box/main.py"), {"/box/main.py": _bytes(source)})
@@ -127,7 +132,8 @@ class Code:
                 over = over or "time"
             if over in ("time", "asleep") or (right < number and not self._partial):
                 break
-            outcome = run(program, given.encode(), self._limits)
+            limits = replace(self._limits, output=self._limits.output + len(expected.encode()))
+            outcome = run(program, given.encode(), limits)
             left -= outcome.seconds
             over = over or outcome.over
             right += is_right(outcome, expected, tests.harness)
@@ -147,30 +153,38 @@ class Code:
 def program_of(response: str) -> str:
     """The content of the last fenced code block after any thoughts; all that stands there if it has none.
 
-    A fence may end a line of text or of the program; what the prompt began may end with one. The last block is not
-    the program if it says that it is a shell's, or text, and there is another.
+    A fence may end a line of text or of the program. As in CommonMark, the indentation of a block is not part of it,
+    and what closes it has as many backquotes and is no more than three columns further right. A block that says that it
+    is a shell's, or text, is the program only if there is no other.
     """
-    response = TILDES.sub("```", response.partition("</think>")[2] or response)
+    response = response.partition("</think>")[2] or response
+    response = TILDES.sub(lambda tildes: tildes[1] + "`" * len(tildes[2]), response)
     found: str | None = None
     block: list[str] | None = None
-    outside: list[str] = []
+    ticks = indent = ""
     other = False
     for line in response.splitlines(keepends=True):
-        before, fence, after = line.rpartition("```")
-        before = before.rstrip("`")
-        if not fence or (before.strip() and ("```" in before or not FENCE.fullmatch(fence + after))):
-            (outside if block is None else block).append(line)
-        elif block is None:
-            outside.append(before)
-            block, other = [], OTHER.match(after) is not None
-        else:
+        before, fence, after = match.groups() if (match := FENCE.fullmatch(line)) else (line, "", "")
+        alone = fence and not before.strip()
+        if block is None:
+            if alone or (fence and "```" not in before and LANGUAGE.fullmatch(after)):
+                block, ticks, indent = [], fence, before if alone else ""
+                other = OTHER.match(after) is not None
+        elif len(fence) < len(ticks) or (alone and len(before) > len(indent) + 3):
+            block.append(line.removeprefix(indent))
+        elif alone and after.strip() and LANGUAGE.fullmatch(after):  # another block: that before it was never closed
+            block, ticks, other = [], fence, OTHER.match(after) is not None
+        elif alone or ("```" not in before and TAGS.fullmatch(after)):
             if found is None or not other:
-                found = "".join([*block, before] if before.strip() else block)
+                found = "".join(block if alone else [*block, before])
             block = None
-    rest = "".join(block or ())
-    if found is None and block is None:
-        return (TAGGED.findall(response) or [response])[-1]
-    return rest if rest.strip() else "".join(outside) if found is None else found
+        else:
+            block.append(line)
+    if block is not None and (rest := "".join(block)).strip():  # never closed
+        return rest
+    if block is not None and found is None:  # the prompt opened what the only fence closes
+        return response[: response.rindex(ticks)]
+    return (TAGGED.findall(response) or [response])[-1] if found is None else found
 
 
 def is_right(outcome: Outcome, expected: str, harness: Harness = PLAIN) -> bool:
@@ -213,6 +227,18 @@ def _bytes(source: str) -> bytes:
     return source.encode(errors="replace")
 
 
+@contextlib.contextmanager
+def _any_digits() -> Iterator[None]:
+    """Lets Python read and write integers of any length, as some tests of APPS and TACO have them."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(before)
+
+
+@_any_digits()
 def read_tests(prompt: Prompt, language: str) -> Tests:
     """The tests in the column ``tests`` of the prompt's row, or else in its answer; `UserError` if they are unusable.
 
@@ -224,6 +250,8 @@ def read_tests(prompt: Prompt, language: str) -> Tests:
     if isinstance(found, str) and found.lstrip()[:1] in ("[", "{"):
         found = _from_json(found)
     harness, name = PLAIN, None
+    if isinstance(found, list) and found and all(isinstance(test, Mapping) for test in found):
+        found = _called(found)
     if isinstance(found, Mapping):
         harness, name = _harness(found.get("harness")), found.get("fn_name") or row.get("fn_name")
         found = _pairs_of_lists(found, name, harness)
@@ -265,6 +293,18 @@ def _from_json(text: str) -> Any:
         return text  # it may be Python code, which can begin with a bracket, too
 
 
+def _called(tests: list[Mapping[str, Any]]) -> Any:
+    """Tests of DeepCoder's and SYNTHETIC-1's files in the form of APPS, if the first names the function to call; those
+    of LiveCodeBench, which have a ``testtype``, with its harness."""
+    about = tests[0].get("metadata") or {}
+    about = _from_json(about) if isinstance(about, str) else about
+    name = tests[0].get("fn_name") or (about.get("func_name") if isinstance(about, Mapping) else None)
+    if name is None and "testtype" not in tests[0]:
+        return tests
+    lists = {f"{side}s": [test.get(side) for test in tests] for side in ("input", "output")}
+    return {**lists, "fn_name": name, "harness": "livecodebench" if "testtype" in tests[0] else None}
+
+
 def _pairs_of_lists(found: Mapping[str, Any], name: Any, harness: Harness) -> Any:
     """Convert {"inputs": [...], "outputs": [...]}, the form of APPS and TACO, to pairs, or to assert statements.
 
@@ -281,18 +321,30 @@ def _pairs_of_lists(found: Mapping[str, Any], name: Any, harness: Harness) -> An
         raise UserError(f"fn_name {name!r} is not the name of a function")
     if harness is not PLAIN and all(isinstance(text, str) for pair in pairs for text in pair):
         try:
-            pairs = [([*map(json.loads, given.splitlines())], json.loads(expected)) for given, expected in pairs]
+            # not splitlines, since a text in JSON may have other line ends in it
+            pairs = [
+                ([json.loads(line) for line in given.split("\n") if line.strip()], json.loads(expected))
+                for given, expected in pairs
+            ]
         except (ValueError, RecursionError) as error:
             raise UserError(f"inputs and outputs of {name} are not JSON: {error}") from error
     if not all(isinstance(given, list) for given, _ in pairs):
         raise UserError("with fn_name each of inputs must be a list of arguments")
+    if harness is PLAIN:
+        pairs = [([*map(_numbered, given)], expected) for given, expected in pairs]
     return [f"assert __{harness.returns}__({name}(*{given!r}), {expected!r})" for given, expected in pairs]
 
 
+def _numbered(value: Any) -> Any:
+    """An argument with whole numbers for keys that are texts of them, which JSON had made of them (as APPS' grader)."""
+    if isinstance(value, dict) and all(isinstance(key, str) and re.fullmatch(r"-?\d+", key) for key in value):
+        return {int(key): item for key, item in value.items()}
+    return value
+
+
 def _pair(test: Mapping[str, Any]) -> tuple[str, str]:
-    given, expected = test.get("input"), test.get("output")
-    if isinstance(given, list) and isinstance(expected, list):  # lists of lines
-        given, expected = "\n".join(map(str, given)), "\n".join(map(str, expected))
+    sides = (test.get("input"), test.get("output"))  # texts or lists of lines
+    given, expected = ("\n".join(map(str, side)) if isinstance(side, list) else side for side in sides)
     if not isinstance(given, str) or not isinstance(expected, str):
         raise UserError(f"a test needs input and output, both strings; got {dict(test)!r:.60}")
     return given, expected
@@ -305,13 +357,24 @@ def _assertions(text: str, row: Mapping[str, Any]) -> str:
         tree = ast.parse(text)
     except (SyntaxError, ValueError, RecursionError) as error:
         raise UserError(f"the tests are not valid Python: {error}") from error
-    if any(isinstance(node, ast.FunctionDef) and node.name == "check" for node in tree.body) and entry_point:
+    nodes = list(ast.walk(tree))
+    defined = [node for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+    called = {node.id for node in nodes if isinstance(node, ast.Name)}
+    if entry_point and any(node.name == "check" for node in defined):
         text += f"\ncheck({entry_point})\n"
-    elif not any(isinstance(node, ast.Assert) for node in ast.walk(tree)):
-        raise UserError("the tests contain no assert statement")
-    imports = [alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names]
-    imports += [node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
+        called.add("check")
+    for node in defined:  # as pytest does
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test") and node.name not in called:
+            text += f"\n{node.name}()\n"
+            called.add(node.name)
+    idle = [node for node in defined if node.name not in called]
+    asserts = sum(isinstance(node, ast.Assert) for node in nodes)
+    if asserts == sum(isinstance(node, ast.Assert) for each in idle for node in ast.walk(each)):
+        why = f" outside of {idle[0].name}, which nothing calls; check needs a column entry_point" if asserts else ""
+        raise UserError(f"the tests contain no assert statement{why}")
+    imports = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    imports += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
     for name in (path.split(".")[0] for path in imports):
-        if name not in sys.stdlib_module_names:
+        if name not in sys.stdlib_module_names and name != "solution":
             raise UserError(f"the tests import {name!r}, but the sandbox has only Python's standard library")
     return text

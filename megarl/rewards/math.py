@@ -29,7 +29,8 @@ NUMBER = re.compile(r"-?\d+(\.\d+)?")
 DOLLAR = re.compile(r"(?<!\\)\$")  # delimits a formula, whereas \$ is a dollar sign
 SCIENTIFIC = re.compile(r"(?<![\w.])(?:\d+\.?\d*|\.\d+)[eE][+-]?\d{1,3}(?![\w.]*\w)")
 SPACING = re.compile(
-    r"\\(?:left|right|middle|[bB]igg?[lmr]?)(?![a-zA-Z])|\\[,;!:]|~|\\(?:[hv]space|phantom)\*?\s*\{[^{}]*\}"
+    r"\\(?:left|right|middle|[bB]igg?[lmr]?)(?![a-zA-Z])|\\[,;!:]|(?<!\\)\\[()]|~"
+    r"|\\(?:[hv]space|phantom)\*?\s*\{[^{}]*\}"
 )
 # "The answer is", also as \text{The answer is} 42 or \text{The answer is 42}
 WORDS = re.compile(r"(\\(?:text|mathrm|textbf|mbox)\s*\{)?\s*[A-Za-z][A-Za-z ,']*\b(?:is|are)\b\s*:?\s*(.*)", re.DOTALL)
@@ -59,7 +60,9 @@ ROOT = re.compile("\u221a\\s*(?:\\(([^()]*)\\)|(\\d+|[a-zA-Z]))")
 DASH = re.compile("(?:(?<=[(\\[{=,$])|(?<=is )|\\A)\\s*[\u2013\u2014](?=\\s*[\\d.\\\\])")  # as a sign, not in 1-5
 # what says nothing about the value: colours, bold and code of Markdown, quotes, currencies, spacing after commas; and
 # other signs for those of LaTeX. An ellipsis becomes a symbol: math-verify would read 1, 2, \ldots, 9 as 1, 2, 9.
+SQRT = re.compile(r"\\sqrt *\(([^()]*)\)")
 HARMLESS: Rules = (
+    (SQRT, r"\\sqrt{\1}"),
     (re.compile(r"\\(?:textcolor|colorbox)\s*\{[^{}]*\}\s*(?=\{)|\\color\s*\{[^{}]*\}"), ""),
     (re.compile(r"(?<![\w)])(?:\*\*|__)|(?:\*\*|__)(?![\w(])"), ""),  # but not in 2**3
     (re.compile(r"(?<![\w)*])\*([^*\s]+)\*(?![\w(*])|(?<!`)`([^`\n]+)`(?!`)"), r"\1\2"),
@@ -88,7 +91,9 @@ HARMLESS: Rules = (
     (MIXED, lambda found: f"{int(found[1]) * int(found[3]) + int(found[2])}/{found[3]}"),
     (REPEATING, lambda found: repeating(*found.groups(""))),
 )
-WORD = re.compile(r"(?:\\(?:text|mathrm|textbf)\s*\{)?\s*([A-Za-z]{4,}|yes|no|odd)\s*\}?\s*\.?", re.IGNORECASE)
+# names without their backslash, in an answer that is a formula as a whole
+NAMES = re.compile(r"(?<![a-zA-Z\\])(pi(?![a-zA-Z])|(?:sqrt|exp|sin|cos|tan|ln|log)(?=\())")
+WORD = re.compile(r"(?:\\(?:text|mathrm|textbf)\s*\{)?\s*([A-Za-z]{4,}|yes|no|odd)\.?\s*\}?\s*\.?", re.IGNORECASE)
 # a number at the end with its base, such as 101_2 or 1A_{16}, whose base math-verify drops
 BASED = re.compile(r"(?<![\w.,])(-?\d[\dA-F]*)_(?:\{\s*(\d+)\s*\}|(\d+))\W*\Z")
 SINGLETON = re.compile(r"(?:(?<=\$)|(?<=boxed\{))\[([^\[\],;$]+)\](?=[$}])")  # [42], which math-verify takes for 42
@@ -224,7 +229,7 @@ def equal_where_real(right: Any, value: Any) -> bool:
 
 def bare(answer: str) -> str:
     """The formula of an answer, without words before it, spacing, and a dot after it; of a set, its condition."""
-    answer = SPACING.sub("", answer).strip()
+    answer = SQRT.sub(r"\\sqrt{\1}", NAMES.sub(r"\\\1 ", SPACING.sub("", answer))).strip()
     for found, instead in FORMULA:
         answer = found.sub(instead, answer)
     if words := WORDS.fullmatch(answer):

@@ -1,6 +1,7 @@
 """`megarl.rewards.code`: which part of a response is the program, which tests a row has, which programs are right."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -54,10 +55,29 @@ def score(prompt, response, **settings):
         ("<answer>print(1)</answer>", "print(1)"),
         ("<answer>\n```python\nprint(1)\n```</answer>", "print(1)\n"),
         ("with `a` and ```b``` in it:\n```\nprint('```x```')\n```\nas ```c```", "print('```x```')\n"),
+        ("print(1)\n```\n", "print(1)\n"),  # noonghunna/benchlocal-cli 120
+        ("```python\nprint(1)\n```\n```\n", "print(1)\n"),  # the same
+        ("````\ns = '''\n```\n'''\n````", "s = '''\n```\n'''\n"),  # the same
+        ("1. So:\n   ```python\n   if 1:\n     print(1)\n   ```", "if 1:\n  print(1)\n"),  # the same
+        (
+            "```\ndef f():\n    '''\n    ```\n    f()\n    ```'''\n```",
+            "def f():\n    '''\n    ```\n    f()\n    ```'''\n",
+        ),
+        ("```python\nprint(1)\n```python\nprint(2)\n```", "print(2)\n"),  # LiveCodeBench's extract_code
+        ("<answer>```python\nprint(1)\n```</answer>", "print(1)\n"),  # EleutherAI/lm-evaluation-harness 3710
+        ("<answer>\n```python\nprint(1)```</answer>", "print(1)"),  # the same
     ],
 )
 def test_the_last_code_block_is_the_program(response, program):
     assert program_of(response) == program
+
+
+def test_a_block_that_the_prompt_opens_ends_at_the_first_fence():
+    """As with mbpp_instruct of EleutherAI/lm-evaluation-harness, 3710."""
+    prompt = row(tests="assert f(1) == 2")
+    for text, right in (("Write f.\n```python\n", 1), ("For example:\n```\nf(1)\n```", 0)):
+        found = score(replace(prompt, text=text), "def f(a):\n    return a + 1\n```\nThis adds 1.")
+        assert found == right
 
 
 @pytest.mark.parametrize(
@@ -149,6 +169,41 @@ def test_programs_are_scored_by_check_functions_and_fn_name():
     assert score(row(tests=builtin), "def sum(a): return 2") == 0, "without entry_point a builtin is Python's own"
 
 
+KODCODE = "from solution import f\n\ndef test_one():\n    assert f(1) == 2\n\ndef test_two():\n    assert f(2) == 3\n"
+LCB = {"testtype": "functional", "metadata": {"func_name": "f"}}  # as in DeepCoder's subset lcbv5
+CALLED = {"type": "function_call", "fn_name": "f"}  # as in PrimeIntellect/SYNTHETIC-1
+INCREMENT, WRONG = "def f(a): return a + 1", "def f(a): return 2"
+
+
+@pytest.mark.parametrize(
+    ("tests", "right", "wrong"),
+    [
+        (KODCODE, INCREMENT, WRONG),  # KodCode/KodCode-V1, which runs pytest
+        ("import solution\nassert solution.f(4) == 5", INCREMENT, WRONG),  # the same
+        ("def run():\n    assert f(4) == 5\nif __name__ == '__main__':\n    run()", INCREMENT, WRONG),
+        (["assert f(1) == 2", "assert f(2) == 3"], INCREMENT, WRONG),  # TIGER-Lab/AceCode-87K
+        ([{"input": "4", "output": "5", **LCB}], "class Solution:\n    def f(self, a: List): return a + 1", WRONG),
+        ([{"input": '"a\u2028b"\n[1]\n', "output": "4", **LCB}], "def f(a, b): return len(a + str(b[0]))", WRONG),
+        ([{"input": "4\n", "output": "5", "testtype": "stdin"}], "print(int(sqrt(16)) + 1)", "print(4)"),
+        ([{"input": [4], "output": [5], **CALLED}], INCREMENT, WRONG),
+        ([{"input": "4", "output": "5", **CALLED, "fn_name": None}], "print(int(input()) + 1)", "print(4)"),
+        ({"inputs": [[{"1": 4}]], "outputs": [5], "fn_name": "f"}, "def f(a): return a[1] + 1", WRONG),  # APPS
+        ({"inputs": [["2", "3"]], "outputs": ["5"]}, "print(int(input()) + int(input()))", "print(4)"),  # APPS
+        ({"inputs": ["4"], "outputs": [["4", "5"]]}, "print(4)\nprint(5)", "print(4, 5)"),  # APPS
+        (f'{{"inputs": [[0]], "outputs": [{"9" * 5000}], "fn_name": "f"}}', "def f(a): return 10**5000 - 1", WRONG),
+        (
+            "try:\n    f(0)\nexcept ValueError as e:\n    assert str(e) == 'no'\nelse:\n    assert 0",
+            "class No(ValueError): pass\ndef f(a): raise No('no')",
+            WRONG,
+        ),
+        ([{"input": "", "output": "1234567\n" * 700_000}], "print('1234567\\n' * 700_000)", "print('1\\n' * 700_000)"),
+    ],
+)
+def test_tests_in_their_published_forms(tests, right, wrong):
+    """5000 digits: stanford-crfm/helm 1381."""
+    assert (score(row(tests=tests), right), score(row(tests=tests), wrong)) == (1, 0)
+
+
 def test_tests_that_pass_a_function_to_the_program_are_refused():
     with pytest.raises(UserError, match="only plain data can be sent"):
         score(row(tests="assert apply(lambda a: a, 1) == 1"), "def apply(f, a): return f(a)")
@@ -164,6 +219,9 @@ def test_tests_that_pass_a_function_to_the_program_are_refused():
         ({"tests": {"inputs": [[1]], "outputs": [1], "fn_name": "f()[0]; g"}}, "is not the name of a function"),
         ({"tests": "assert f( == 1"}, "not valid Python"),
         ({"tests": "f(1)"}, "no assert statement"),
+        ({"tests": "def check(candidate):\n    assert candidate(1) == 2"}, "outside of check.*column entry_point"),
+        ({"tests": "class TestF:\n    def test_f(self):\n        assert f(1) == 2"}, "outside of TestF, which nothing"),
+        ({"tests": "async def test_f():\n    assert f(1) == 2"}, "outside of test_f, which nothing calls"),
         ({"tests": "import numpy\nassert f(1) == 1"}, "import 'numpy', but"),
         ({"tests": "assert f(1) == 1", "language": "cpp"}, "assert statements and fn_name are for Python only"),
         ({"tests": "assert f(1) == 1", "language": "cobol"}, "'cobol' is not supported; known are python"),

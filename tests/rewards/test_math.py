@@ -234,6 +234,44 @@ def test_reported_forms_of_an_answer(gold, response, right):
     assert score(gold, response) == float(right)
 
 
+@pytest.mark.parametrize(
+    ("gold", "response", "right"),
+    [
+        ("70", "so\n\\(\\boxed{70}\\).</answer>", True),  # skylight-org/skylight-research 34
+        ("16", "\\boxed{016}", True),  # NVIDIA-NeMo/Skills 1074
+        ("033", "\\boxed{33}", True),  # verl 2446
+        ("033", "\\boxed{330}", False),  # the same
+        ("29", "Two are $7.50 each, so the total cost is $29.00.", True),  # EleutherAI/lm-evaluation-harness 3214
+        ("72", "The answer is 72, in total, so the farmer earns that much.", True),  # stanford-crfm/helm 4337
+        ("5", "I get \\boxed{5}, in \\boxed as you asked.", True),  # EleutherAI/lm-evaluation-harness 3477
+        ("5", "I get \\boxed{5}, in `\\boxed{}` and not in \\boxed {}.", True),  # the same
+        ("4", "The roots are $\\sqrt{64} = 8$ and 4.\n\n**Answer:** 4.", True),  # the same, 3643
+        ("28\\%", "$\\boxed{28 percent}$", True),  # huggingface/Math-Verify 61
+        ("28\\%", "$\\boxed{82 percent}$", False),  # the same
+        ("4", "$4\\sqrt(2)$", False),  # 41
+        ("4\\sqrt{2}", "\\boxed{4\\sqrt(2)}", True),  # 41
+        ("3x-y+13=0", "\\boxed{3x+4y+14=0}", False),  # 60
+        ("\\dfrac{\\pi}{2}", "\\boxed{pi/2}", True),  # 69
+        ("e^{16} - 1", "\\boxed{-1 + exp(16)}", True),  # 69
+        ("1331 and 1728", "\\boxed{1728}", False),  # 47
+        ("-7/2", "\\boxed{-3 1/2}", True),  # 81
+        ("1, 2, \\ldots, n", "\\boxed{1, 3, 5, \\ldots, 2n-1}", False),  # 14
+        ("1, 2, \\ldots, n", "\\boxed{1,2,\\dots,n}", True),  # 14
+        ("2", "\\boxed{1, 2, \\ldots, n}", False),  # 14
+        ("\\( 13824 \\notin A \\)", "\\boxed{13824 \\notin A}", True),  # NVIDIA-NeMo/Skills 1092
+        ("\\( 13824 \\notin A \\)", "\\boxed{13824 \\in A}", False),  # the same
+        ("\\frac{1}{2}", "so $\\fbox{\\frac{1}{2}}$", True),  # THUDM/slime 2150
+        ("\\frac{63}{400}", "\\boxed{\\frac{64}{400}}", False),  # huggingface/open-r1 566
+        ("336^\\circ", "\\boxed{336}", True),  # math-ai/aime25
+        ("\\text{(C)}", "\\boxed{C}", True),  # hendrycks/math
+        ("\\text{Evelyn}", "\\boxed{\\text{Evelyn.}}", True),  # hendrycks/math
+        ("1 \\pm \\sqrt{19}", "\\boxed{1 - \\sqrt{19}}", False),  # hendrycks/math
+    ],
+)
+def test_answers_that_other_graders_judged_wrong(gold, response, right):
+    assert score(gold, response) == float(right)
+
+
 def test_boxes_in_boxes_take_neither_time_nor_memory():
     tracemalloc.start()
     assert last_box("\\boxed{" * 50_000) is None  # hours, if each were read to the end

@@ -170,6 +170,18 @@ def test_a_run_keeps_the_parts_of_its_reward_and_refuses_a_changed_function(tmp_
         run.check_prompts()
 
 
+def test_a_run_refuses_a_changed_question_of_its_judge(tmp_path):
+    question = tmp_path / "question.txt"
+    question.write_text("Is {response} right?")
+    service = {"url": "http://judge/v1", "model": "j", "prompt": str(question)}
+    run = RunDir.create(tmp_path / "run", recipe(tmp_path, kind="judge", service=service))
+    run.check_prompts()
+    question.write_text("Is {response} polite?")
+    mend = r"--set reward\.service\.prompt=NEW_FILE$"
+    with pytest.raises(UserError, match=rf"the reward file .*question.txt has changed since .*{mend}"):
+        RunDir.open(tmp_path / "run").check_prompts()
+
+
 def test_a_group_is_scored_together(tmp_path, file):
     """The limits hold for the group as a whole, and a list of another length is a mistake."""
     file.write_text(

@@ -63,7 +63,8 @@ def unpack(
         recipe = _recipe(manifest, target, overrides)
         run = RunDir.create(temporary, recipe)
         sums = {str(target / PACKED / FILES / name): manifest.prompts[name] for name in manifest.prompts}
-        write_checked(run.prompts, {"files": sums | {name: file_sha256(Path(name)) for name in recipe.own_files()}})
+        sums |= {name: file_sha256(Path(name)) for name in recipe.own_files() if Path(name).is_file()}
+        write_checked(run.prompts, {"files": sums})
         stage = run.stage(0)
         _add_policy(source, manifest, folder / POLICY, model)
         _link(folder / POLICY, stage.policy)

@@ -23,13 +23,14 @@ def main() -> None:
         os.dup2(nothing.fileno(), 1)
     program = types.ModuleType("solution")
     sys.modules["solution"] = program
-    objects: list[Any] = []
+    objects: list[Any] = [program]
 
     def reply(make: Any) -> None:
         try:
             answer = {"value": make()}
         except BaseException as error:
-            answer = {"raise": type(error).__name__, "text": str(error)[:1000]}
+            kind = next(kind for kind in type(error).__mro__ if kind.__module__ == "builtins")
+            answer = {"raise": kind.__name__, "text": str(error)[:1000]}
         replies.write(json.dumps(answer).encode() + b"\n")
         replies.flush()
 

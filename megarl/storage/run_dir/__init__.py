@@ -114,11 +114,11 @@ class RunDir:
 
     @property
     def prompts(self) -> Path:
-        """The file with the checksums of the prompt files and the user's own Python files."""
+        """The file with the checksums of the prompt files, the user's own Python files and a judge's question."""
         return self.root / "prompts.json"
 
     def check_prompts(self) -> None:
-        """`UserError` if a prompt file or a Python file of the user's has changed since the run began."""
+        """`UserError` if one of these files has changed since the run began."""
         check_files(self.prompts, self.recipe)
 
     @property
