@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, is_dataclass
+import ast
+import inspect
+import textwrap
+from dataclasses import fields, is_dataclass, replace
 
 import torch
 
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
+from megarl.kernels.token_pass import Rule
 from megarl.objectives.objective import Objective
 from megarl.objectives.options import WithOptions
 from megarl.objectives.parts.terms import Terms
 from megarl.own_file import describe, file_of, load, said_if_slow
 
 SETTING = "objective.path"
+FIRST, SECOND = slice(0, 4), slice(4, 8)  # the made-up responses
 
 
 def load_objective(path: str) -> type[Objective]:
@@ -40,7 +45,8 @@ def try_objective(objective: Objective | WithOptions, path: str) -> None:
         with said_if_slow(f"trying {path} on two made-up responses"):
             statistics = objective.statistics(batch.detach()) if objective.needs_statistics else None
             terms = objective(batch, statistics)
-        problem = _problem(terms, batch)
+        inner = objective.objective if isinstance(objective, WithOptions) else objective
+        problem = _problem(terms, batch) or (_cannot_compile(inner.rule(statistics)) if inner.fused else None)
         if problem is None:
             (gradient,) = torch.autograd.grad(terms.loss.sum(), log)
             if not torch.isfinite(gradient).all():
@@ -49,8 +55,15 @@ def try_objective(objective: Objective | WithOptions, path: str) -> None:
                 problem = "a token with loss_mask False gets a gradient"
             elif not batch.advantages.equal(before.advantages):
                 problem = "it changes the batch, which others read after it: work on copies"
-        kinds = (objective.objective if isinstance(objective, WithOptions) else objective).statistics_types
-        if statistics is not None and not isinstance(statistics, kinds):
+            elif any(
+                not torch.allclose(terms.loss[mine], objective(_changed(batch, others), statistics).loss[mine], 1e-3)
+                for mine, others in ((FIRST, SECOND), (SECOND, FIRST))
+            ):
+                problem = (
+                    "the loss of a response depends on another one, and so on the split into micro-batches: sums over "
+                    "a response begin anew at each of cu_seqlens"
+                )
+        if statistics is not None and not isinstance(statistics, inner.statistics_types):
             problem = f"statistics returns a {type(statistics).__name__}, which statistics_types does not name"
     except Exception as error:
         problem = describe(error, file_of(path))
@@ -73,6 +86,23 @@ def _made_up() -> TokenBatch:
         ref_logprobs=rollout - 0.1,
         entropy=torch.ones(8),
     )
+
+
+def _cannot_compile(rule: Rule) -> str | None:
+    """Why Triton could not compile a rule's function that torch has evaluated: it calls something of a module."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(rule.function.function)))
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    foreign = next((ast.unparse(call) for call in calls if isinstance(call, ast.Attribute)), None)
+    return (
+        f"its rule calls {foreign}, which is not of the language of rules: give it terms instead" if foreign else None
+    )
+
+
+def _changed(batch: TokenBatch, tokens: slice) -> TokenBatch:
+    """The batch with other log-probs at these tokens."""
+    shift = torch.zeros(8)
+    shift[tokens] = -0.7
+    return replace(batch, logprobs=batch.logprobs + shift, rollout_logprobs=batch.rollout_logprobs + shift / 2)
 
 
 def _problem(terms: Terms, batch: TokenBatch) -> str | None:

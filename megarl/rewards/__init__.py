@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from megarl.data.files import scan_rows
 from megarl.data.prompts import Prompt, PromptSource
 from megarl.errors import UserError
-from megarl.foreign import bounded
+from megarl.foreign import bounded, shown
 from megarl.recipe.tables import Recipe, RewardTable
 
 TAGGED = re.compile(r"<(?:answer|Answer|ANSWER)>(.*?)</(?:answer|Answer|ANSWER)>", re.DOTALL)
@@ -116,8 +116,12 @@ def _number(value: Any, who: str) -> float:
     if value is None:
         raise NoNumber(f"{who} returned a score or reward that is None; is a return missing?")
     try:
-        return bounded(value.item() if hasattr(value, "item") else value)  # numpy's and torch's numbers
+        value = value.item() if hasattr(value, "item") else value  # numpy's and torch's numbers
     except (ValueError, RuntimeError) as error:
+        raise NoNumber(f"{who} returned a score or reward of several numbers: {shown(value)}") from error
+    try:
+        return bounded(value)
+    except ValueError as error:
         raise NoNumber(f"{who} returned a score or reward that {error}") from error
 
 

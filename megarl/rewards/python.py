@@ -13,6 +13,8 @@ from typing import Any
 from megarl.data.files import read_rows
 from megarl.data.prompts import Prompt, PromptSource
 from megarl.data.sources import open_items
+from megarl.data.templates import Renderer
+from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import UserError
 from megarl.foreign import shown
 from megarl.own_file import describe, file_of, load
@@ -24,7 +26,7 @@ PATIENCE = 10.0  # seconds that a function may wait in the trial
 OVER = {
     "time": "exceeds its limit (CPU time)",
     "memory": "exceeds its limit (memory)",
-    "stuck": f"waits without using the CPU for {PATIENCE:g} s, as no reward function may",
+    "stuck": f"waits for more than {PATIENCE:g} s without using the CPU",
     "died": "ends its process",
 }
 Function = Callable[[str, Any, dict[str, Any]], Any]
@@ -47,13 +49,16 @@ def try_function(recipe: Recipe, verifier: Python, group: bool = False) -> None:
     `UserError` if that does not work. It runs in processes of its own, within the limits of a run. group: as
     `RewardTable.group`.
     """
+    tokenizer = load_tokenizer(recipe.model.tokenizer_path)
+    rendered = [recipe.data, *(suite.data for suite in recipe.suites if suite.own)]
     pool = VerifierPool(lambda: verifier, Limits(workers=1, patience=PATIENCE))
     try:
-        for table in recipe.prompt_sources():
+        for data, table in ((data, table) for data in rendered for table in data.mixture):
             rows = read_rows(table)[:1] if table.source == "file" else [("", open_items(table).train(0, 0, 0))]
             for _, item in rows:
                 answer = str(item["answer"] or "")
-                prompt = Prompt(0, str(item["question"]), (), answer, item)
+                text = Renderer(data, tokenizer).text(item, f"the first prompt of {table.train}")
+                prompt = Prompt(0, text, (), answer, item)
                 texts = (answer or "a response", "a response", "")
                 if group:
                     pool.ask_group(prompt, list(islice(cycle(texts), recipe.rollout.responses_per_prompt)))

@@ -185,6 +185,7 @@ WRONG = {
     "no return": (SOFT_PREFIX.replace("return Outcome(", "Outcome("), "mine.py:SoftPrefix", "is a return missing?"),
     "no rule": (SOFT_PREFIX.replace("return Rule(", "Rule("), "mine.py:SoftPrefix", "must return Rule(FUNCTION"),
     "no @rule": (SOFT_PREFIX.replace("@rule()\n", ""), "mine.py:SoftPrefix", "with a function that has @rule()"),
+    "torch": (SOFT_PREFIX.replace("= t.ratio *", "= t.ratio.tanh() *"), "mine.py:SoftPrefix", "calls t.ratio.tanh"),
     "infinite": (SOFT_PREFIX.replace("weight = t.ratio", "weight = t.ratio / 0.0"), "mine.py:SoftPrefix", "not finite"),
 }
 
@@ -200,7 +201,9 @@ def test_a_mistake_in_an_objective_is_one_line_before_any_process(mistake: str, 
     assert len(said) == 1 and message in said[0], done.stderr
 
 
-DOCUMENTED = re.search(r"```python\n(def terms.*?)```", (ROOT / "docs/objectives.md").read_text(), re.DOTALL)[1]
+OBJECTIVES = (ROOT / "docs/objectives.md").read_text()
+DOCUMENTED = re.search(r"```python\n(def terms.*?)```", OBJECTIVES, re.DOTALL)[1]
+EARLIER = textwrap.indent(re.search(r"```python\n(total.*?)```", OBJECTIVES, re.DOTALL)[1], "    ")
 
 
 @pytest.mark.parametrize(
@@ -212,6 +215,9 @@ DOCUMENTED = re.search(r"```python\n(def terms.*?)```", (ROOT / "docs/objectives
          "its metrics lack 'kept_fraction': return what megarl.objectives.make_terms makes"),
         ("    l =", "    batch.advantages.mul_(2)\n    l =", "it changes the batch, which others read after it"),
         ("torch.where(batch.loss_mask, batch.logprobs - batch.rollout_logprobs, 0.0)", "batch.logprobs", "finite"),
+        ("* batch.advantages", "@ batch.advantages", r"make_terms got loss \[\] and kept \[8\], expected \[8\]"),
+        ("    loss =", EARLIER + "    loss = earlier -", None),
+        ("torch.exp(l)", "torch.exp(l.cumsum(0))", "the loss of a response depends on another one"),
     ],
 )  # fmt: skip
 def test_terms_as_documented_are_accepted_and_mistakes_in_them_are_found(there, instead, message, tmp_path) -> None:

@@ -50,7 +50,11 @@ BEFORE = {  # the function's body or the path: what is said before the run begin
     "key": (RIGHT.replace("return", 'return {"scroe": 1} #'), "returned the key 'scroe'"),
     "async": (f"async {RIGHT}", "score is not a function, or one with async"),
     "not a number": (RIGHT.replace("return", "return float('nan') #"), "on prompt "),
-    "waits": ("import time\ndef score(prompt, response, row): time.sleep(100)", "waits without using the CPU for"),
+    "waits": ("import time\ndef score(prompt, response, row): time.sleep(100)", "waits for more than 10 s without"),
+    "several": (
+        RIGHT.replace("return", "import numpy; return numpy.ones(3) #"),
+        "a score or reward of several numbers",
+    ),
     "endless": (RIGHT.replace("return", "while True: pass\n    return"), "exceeds its limit (CPU time)"),
 }
 
@@ -73,6 +77,12 @@ def test_a_mistake_is_one_line_of_the_check_of_the_data_and_of_the_run(
         assert run.returncode == 2 and message in run.stderr and not (tmp_path / "run").exists()
         checked = megarl("data", "check", recipe, *reward(f"{own}:score"))
         assert checked.returncode == 1 and message in checked.stdout
+
+
+def test_the_prompt_has_its_template_before_the_run_too(recipe: Path, own: Path) -> None:
+    own.write_text(RIGHT.replace("return", "assert prompt[-1] == '='; return"))
+    assert load_recipe(recipe).data.prompt_template == "{prompt}="
+    check_reward(load_recipe(recipe, ["reward.kind=python", f"reward.path={own}:score"]))
 
 
 def test_an_item_of_a_generator_is_tried_too(recipe: Path, own: Path) -> None:

@@ -74,9 +74,13 @@ def make_terms(
     ``kl/k3`` estimate KL(behaviour || current) from behaviour samples (http://joschu.net/blog/kl-approx.html);
     ``m2/before`` is the mean squared log-ratio of trust-region tokens, ``m2/after`` that of those that are kept;
     ``dampen/token`` and ``dampen/prefix`` are the dampen rates of rho_t and of m_t rho_t (Prefix-Ratio GRPO, Table 2).
-    `sign_metrics` adds metrics by the sign of the advantage.
+    `sign_metrics` adds metrics by the sign of the advantage. ValueError unless ``loss`` and ``kept`` have a number for
+    each token: a mean or sum would be broadcast.
     """
     mask = batch.loss_mask
+    if not loss.shape == kept.shape == mask.shape:
+        given = f"loss {list(loss.shape)} and kept {list(kept.shape)}"
+        raise ValueError(f"make_terms got {given}, expected {list(mask.shape)}, a number for each token")
     loss, kept = torch.where(mask, loss, 0), kept & mask
     l = log_ratio.detach().double()
     ratio, square = l.exp(), l.square()
