@@ -165,8 +165,9 @@ def check_files(path: Path, recipe: Recipe) -> None:
         if name in own:
             remedy = (
                 f"give the new one another name and branch: megarl optimize {quoted(path.parent)} --stage 0 "
-                f"--output NEW --set {own[name]}=NEW_FILE{'.py:NAME' * (own[name] != 'reward.service.prompt')}"
+                f"--output NEW --set {own[name]}=NEW_FILE"
             )
+            remedy += "" if own[name] == "reward.service.prompt" else ".py:NAME"
         raise UserError(
             f"the {kind} {name} has changed since {path.parent} began{why}: put the old file back, or {remedy}"
         )
