@@ -50,14 +50,14 @@ def try_function(recipe: Recipe, verifier: Python, group: bool = False) -> None:
     `RewardTable.group`.
     """
     tokenizer = load_tokenizer(recipe.model.tokenizer_path)
-    rendered = [recipe.data, *(suite.data for suite in recipe.suites if suite.own)]
+    parts = [recipe.data, *(suite.data for suite in recipe.suites if suite.own)]
     pool = VerifierPool(lambda: verifier, Limits(workers=1, patience=PATIENCE))
     try:
-        for data, table in ((data, table) for data in rendered for table in data.mixture):
+        for renderer, table in [(Renderer(data, tokenizer), table) for data in parts for table in data.mixture]:
             rows = read_rows(table)[:1] if table.source == "file" else [("", open_items(table).train(0, 0, 0))]
             for _, item in rows:
                 answer = str(item["answer"] or "")
-                text = Renderer(data, tokenizer).text(item, f"the first prompt of {table.train}")
+                text = renderer.text(item, f"the first prompt of {table.train}")
                 prompt = Prompt(0, text, (), answer, item)
                 texts = (answer or "a response", "a response", "")
                 if group:
