@@ -42,10 +42,10 @@ def file(tmp_path):
     return path
 
 
-def recipe(tmp_path, **reward):
+def recipe(tmp_path, model="unused", **reward):
     data = tmp_path / "p.jsonl"
     data.write_text('{"prompt": "?", "answer": "42", "level": 3}\n')
-    table = {"model": {"path": "unused"}, "data": {"source": "file", "train": str(data)}, "reward": reward}
+    table = {"model": {"path": str(model)}, "data": {"source": "file", "train": str(data)}, "reward": reward}
     return Recipe.model_validate(table)
 
 
@@ -68,8 +68,8 @@ def scored(settings, texts, tokens=1, finish="stop"):
     return whole.responses
 
 
-def test_a_users_own_function_gives_rewards_and_correctness(tmp_path, file):
-    settings = recipe(tmp_path, kind="python", path=f"{file}:score")
+def test_a_users_own_function_gives_rewards_and_correctness(tmp_path, file, tiny_model):
+    settings = recipe(tmp_path, tiny_model, kind="python", path=f"{file}:score")
     check_reward(settings)
     texts = ["42", "43", "share", "dict", "spin", "42"]
     responses = scored(settings, texts)
@@ -182,7 +182,7 @@ def test_a_run_refuses_a_changed_question_of_its_judge(tmp_path):
         RunDir.open(tmp_path / "run").check_prompts()
 
 
-def test_a_group_is_scored_together(tmp_path, file):
+def test_a_group_is_scored_together(tmp_path, file, tiny_model):
     """The limits hold for the group as a whole, and a list of another length is a mistake."""
     file.write_text(
         """
@@ -194,7 +194,7 @@ def score(prompt, responses, row):
     return [{"score": float(text == min(responses)), "reward": float(len(responses))} for text in responses]
 """
     )
-    settings = recipe(tmp_path, kind="python", path=f"{file}:score", group=True)
+    settings = recipe(tmp_path, tiny_model, kind="python", path=f"{file}:score", group=True)
     check_reward(settings)
     assert [(r.reward, r.correctness) for r in scored(settings, ["b", "a", "c"])] == [(3, 0), (3, 1), (3, 0)]
     assert [r.reward for r in scored(settings, ["b", "spin", "c"])] == [0, 0, 0]
