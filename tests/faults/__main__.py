@@ -20,6 +20,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from tests.faults.kills import assert_same_live_run
 from tests.helpers import megarl, write_laboratory
@@ -193,6 +194,10 @@ def describe(call: tuple[str, str, int, int]) -> str:
     return f"{name} {part}, call {n}: {errno.errorcode[number] if number else 'half'}"
 
 
+def settings(live: bool) -> tuple[str, ...]:
+    return (*SETTINGS, *LIVE) if live else SETTINGS
+
+
 class Laboratory:
     """Undisturbed runs, staged and live, and the same runs stopped in their second stage, each with a name.
 
@@ -200,24 +205,30 @@ class Laboratory:
     its newest at update 2, "live begun" no updates yet, and in "live loading" an engine was loading a policy.
     """
 
+    MOMENTS: ClassVar = {
+        "0": r"open .*logs/001_rollout/attempt_0/rank_0000.log",
+        "4": r"open .*stages/001/checkpoints/\.update_000006\..*\.tmp/.",
+        "live": r"open .*stages/001/checkpoints/\.update_000004\..*\.tmp/.",
+        "live begun": r"open .*logs/001_live/attempt_0/rank_0000.log",
+        "live loading": f"open .*{PUBLISHED}/megarl.json",
+    }
+
     def __init__(self, folder: Path) -> None:
         self.folder, self.recipe = folder, write_laboratory(folder)
         self.prompts = (folder / "prompts.jsonl").read_bytes()
-        self.whole, self.whole_live = folder / "whole", folder / "whole_live"
-        for run, settings in ((self.whole, SETTINGS), (self.whole_live, (*SETTINGS, *LIVE))):
-            result = megarl("train", self.recipe, "--run-dir", run, *settings)
+
+    def whole(self, live: bool) -> Path:
+        run = self.folder / ("whole_live" if live else "whole")
+        if not run.exists():
+            result = megarl("train", self.recipe, "--run-dir", run, *settings(live))
             assert result.returncode == 0, result.stderr
-        for name, settings, moment in (
-            ("0", SETTINGS, r"open .*logs/001_rollout/attempt_0/rank_0000.log"),
-            ("4", SETTINGS, r"open .*stages/001/checkpoints/\.update_000006\..*\.tmp/."),
-            ("live", (*SETTINGS, *LIVE), r"open .*stages/001/checkpoints/\.update_000004\..*\.tmp/."),
-            ("live begun", (*SETTINGS, *LIVE), r"open .*logs/001_live/attempt_0/rank_0000.log"),
-            ("live loading", (*SETTINGS, *LIVE), f"open .*{PUBLISHED}/megarl.json"),
-        ):
-            kill_at(moment, 1, self.recipe, self.stopped(name), *settings)
+        return run
 
     def stopped(self, name: str) -> Path:
-        return self.folder / f"stopped_{name}"
+        run = self.folder / f"stopped_{name}"
+        if not run.exists():
+            kill_at(self.MOMENTS[name], 1, self.recipe, run, *settings("live" in name))
+        return run
 
     def attempt(self, trial: Trial) -> tuple[bool, str]:
         """(whether the outcome is as it must be, what happened)"""
@@ -253,13 +264,12 @@ class Laboratory:
 
     def start(self, run: Path, environment: dict[str, str], live: bool) -> tuple[int, str]:
         """(exit code, what megarl itself said)"""
-        settings = (*SETTINGS, *LIVE) if live else SETTINGS
-        result = megarl("train", self.recipe, "--run-dir", run, *settings, env=environment)
+        result = megarl("train", self.recipe, "--run-dir", run, *settings(live), env=environment)
         return result.returncode, result.stderr[max(0, result.stderr.find("megarl: ")) :].strip()
 
     def compare(self, run: Path, how: str, live: bool) -> tuple[bool, str]:
         try:
-            (assert_same_live_run if live else assert_same_run)(self.whole_live if live else self.whole, run)
+            (assert_same_live_run if live else assert_same_run)(self.whole(live), run)
         except (AssertionError, OSError, ValueError) as error:
             return False, f"{how}, but SILENTLY DIFFERENT: {str(error).splitlines()[0] if str(error) else error!r}"
         return True, f"{how}, same bytes"

@@ -93,6 +93,7 @@ def test_no_hostile_answer_is_missing_or_repeated():
     assert len(set(hostile.MATH)) == 45
 
 
+@pytest.mark.hostile
 def test_hostile_mathematics_scores_0_and_a_right_response_after_it_1():
     def build():
         verifier = Math(RewardTable(kind="math"))
@@ -120,6 +121,7 @@ def sources(tmp_path_factory):
     return found
 
 
+@pytest.mark.hostile
 def test_hostile_answers_to_generators_are_wrong_and_a_right_response_after_them_is_right(sources, monkeypatch):
     monkeypatch.setattr(reasoning_gym, "SECONDS", TIGHT.seconds)
 

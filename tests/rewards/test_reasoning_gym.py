@@ -90,6 +90,7 @@ def test_the_reported_responses_run_nothing_and_change_no_later_score(source, tm
     assert not trace.exists()
 
 
+@pytest.mark.hostile
 def test_scores_do_not_depend_on_the_order_of_responses(source, tmp_path):
     """Hostile responses to every scorer that evaluates score 0, and honest ones among them what they deserve."""
     trace = tmp_path / "trace"
@@ -109,6 +110,7 @@ def test_scores_do_not_depend_on_the_order_of_responses(source, tmp_path):
     assert not trace.exists()
 
 
+@pytest.mark.hostile
 def test_random_code_scores_0_makes_no_file_and_changes_no_later_score(source):
     """In three rounds; `tests.rewards.fuzz` does it for as long as it is told."""
     verifier, right = Each(source), {name: source[name][1].train(0).answer for name in EVALUATING}

@@ -14,9 +14,11 @@ from transformers import AutoModelForCausalLM
 from megarl.rollout.drift import judge
 from megarl.rollout.engine import EngineFault
 from megarl.storage.policies import Reference
+from tests.extent import EVERY
 from tests.rollout.tiny_models import save
 
-SEQUENCES, TOKENS, PROMPT, TRIALS, STEP = 32, 64, 8, 200, 1e-3
+SEQUENCES, TOKENS, PROMPT, STEP = 32, 64, 8, 1e-3
+TRIALS = 200 if EVERY else 40
 ROUNDED = {"actor": ("Linear", "RMSNorm"), "engine": ("DecoderLayer", "RMSNorm", "SparseMoeBlock", "Attention")}
 
 

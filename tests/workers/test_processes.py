@@ -1,5 +1,6 @@
 """How a node starts the processes of a phase, warm and cold, supervises them and ends them."""
 
+import contextlib
 import fcntl
 import json
 import os
@@ -172,21 +173,16 @@ def test_without_a_warm_process_a_phase_starts_cold(stage, monkeypatch):
     assert "no_such_module" not in (stage.run.logs / "000_evaluate/attempt_0/rank_0000.log").read_text()
 
 
-def test_a_cold_phase_does_not_depend_on_the_warm_process(stage, monkeypatch):
-    for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("megarl.rollout.builtin.COLD_START", True)
-    with Nodes(NodeRank()) as nodes:
-        run_phase(nodes, stage, "evaluate", 1)
-    assert stage.evaluation()["prompts"] == 16
-
-
 def test_warm_and_cold_phases_give_the_same_evaluation(stage, monkeypatch):
+    """A cold one has no need of the warm process, nor of what its environment has of it."""
     with Nodes(NodeRank()) as nodes:
         run_phase(nodes, stage, "evaluate", 1)
         warm = stage.evaluation()
         stage.run.events.unlink()
-        monkeypatch.setattr("megarl.rollout.builtin.COLD_START", True)
+    monkeypatch.setattr("megarl.rollout.builtin.COLD_START", True)
+    for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    with Nodes(NodeRank()) as nodes:
         run_phase(nodes, stage, "evaluate", 1)
     cold = RunDir.open(stage.run.root).stage(stage.number).evaluation()  # a new RunDir reads the events again
     for changing in ("time", "seconds", "generate_seconds"):
@@ -312,10 +308,10 @@ def test_all_phases_start_cold_if_an_import_has_initialised_cuda(stage, monkeypa
             return super()._start(theirs, "tests.workers.cuda_initialised")
 
     monkeypatch.setattr(processes, "WarmProcess", Initialised)
-    with Nodes(NodeRank()) as nodes:
-        run_phase(nodes, stage, "evaluate", 1)
-        assert stage.evaluation()["prompts"] == 16
-        assert nodes.starter._always_cold
+    with contextlib.closing(processes.Starter()) as starter:
+        assert starter.run(stage.run.recipe, int, "0") is None and starter._always_cold
+        starter.prepare(stage.run.recipe)
+        assert starter._fork(CHECK, [(int, ("0",))]) is None
 
 
 READY_TO_FORK = """

@@ -1,4 +1,4 @@
-"""Tests that run in Triton's interpreter, in processes that `tests/kernels/test_interpreted.py` starts."""
+"""Tests that run in Triton's interpreter."""
 
 import os
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.actor.conftest import SHAPE, make_recipe
+from tests.extent import EVERY
 from tests.rehearsal.counts import Moved, counted
 from tests.rehearsal.forks import in_ranks
 from tests.rehearsal.updates import device_of, join
@@ -47,7 +48,7 @@ def one_layer(
     return moved.bytes, seen.launch_count, seen.waits.total(), gradients
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1] * EVERY + [2])
 def test_the_fused_layer_moves_at_most_three_fifths_of_the_bytes(tmp_path, ranks):
     found = {}
     for kernels in ("torch", "triton"):
@@ -61,7 +62,7 @@ def test_the_fused_layer_moves_at_most_three_fifths_of_the_bytes(tmp_path, ranks
         assert (fused[name] - right).norm() <= 0.01 * right.norm(), name
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1] * EVERY + [2])
 def test_gradients_of_the_fused_layer_are_the_same_in_float32(tmp_path, ranks):
     """Within 1e-6 of their length: with the kernels only the order of sums differs."""
     (*_, gradients), (*_, fused) = (
