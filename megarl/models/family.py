@@ -134,7 +134,6 @@ class Family:
     copied: prefixes of names of tensors that every export copies unchanged from the base model.
     prefix: prefix of the names of all tensors but `LM_HEAD`.
     nested: the setting of config.json that holds the language model's settings, if the model has other parts too.
-    quantised: values of ``quant_method`` for which a run converts the weights to bfloat16 when it copies its model.
     """
 
     attention: Attention
@@ -148,7 +147,6 @@ class Family:
     copied: tuple[str, ...] = ()
     prefix: str = "model."
     nested: str | None = None
-    quantised: tuple[str, ...] = ()
 
     @property
     def embedding(self) -> str:

@@ -217,7 +217,6 @@ GPT_OSS = dict(
         rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
         original_max_position_embeddings=4096,
     ),
-    quantization_config=dict(quant_method="mxfp4"),
 )  # fmt: skip
 
 
