@@ -29,12 +29,7 @@ def mean_metrics(values: dict[str, torch.Tensor], where: torch.Tensor) -> dict[s
 
 
 def fraction_metrics(name: str, where: torch.Tensor, batch: TokenBatch) -> dict[str, Metric]:
-    """Share of trained tokens for which ``where`` [T] is True: among all, those with A > 0, and those with A < 0.
-
-    A name that ends with ``_fraction`` says why tokens are muted, such as ``veto_fraction``: the report, sweeps,
-    what-if and ``megarl samples`` show every such metric.
-    """
-    batch.note(name, where)
+    """Share of trained tokens for which ``where`` [T] is True: among all, those with A > 0, and those with A < 0."""
     mask, values = batch.loss_mask, where.double()
     return {
         name: mean_metric(values, mask),

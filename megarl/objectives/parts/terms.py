@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -32,12 +32,23 @@ from megarl.objectives.parts.sequences import sequence_min
 class Terms:
     """loss [T] float32, not reduced, exactly 0 where ``loss_mask`` is False; kept [T] bool, tokens whose policy
     gradient survives mask, veto and clip; metrics {name: (sum, count)} and histograms {name: counts [BINS] int64} of
-    the log-ratio (``ratio``) and of log m_t (``prefix_min``), which add over ranks and micro-batches."""
+    the log-ratio (``ratio``) and of log m_t (``prefix_min``), which add over ranks and micro-batches; flags {name: [T]
+    bool}, see `flagged`, empty after the fused token pass."""
 
     loss: torch.Tensor
     kept: torch.Tensor
     metrics: dict[str, Metric]
     histograms: dict[str, torch.Tensor]
+    flags: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def flagged(self, name: str, where: torch.Tensor, batch: TokenBatch) -> Terms:
+        """The same with the metrics of the tokens for which ``where`` [T] is True.
+
+        A name that ends with ``_fraction`` says why tokens are muted, such as ``veto_fraction``: the report, sweeps,
+        what-if and ``megarl samples`` show every such metric.
+        """
+        metrics = self.metrics | fraction_metrics(name, where, batch)
+        return replace(self, metrics=metrics, flags=self.flags | {name: where})
 
 
 def require(batch: TokenBatch, name: str, who: str) -> torch.Tensor:
@@ -178,8 +189,8 @@ def outcome_terms(
 ) -> Terms:
     """`Terms` of an outcome. The gradient of the loss with respect to the log-probs is its coefficient."""
     loss = _Loss.apply(batch.logprobs, o.value, o.coefficient, batch.loss_mask)
-    metrics: dict[str, Metric] = {}
+    terms = make_terms(settings, batch, loss, o.kept, t.log_ratio, t.clamped, {}, log_m)
     for name, flag in ((first, o.first), (second, o.second)):
         if name is not None:
-            metrics |= fraction_metrics(name, flag, batch)
-    return make_terms(settings, batch, loss, o.kept, t.log_ratio, t.clamped, metrics, log_m)
+            terms = terms.flagged(name, flag, batch)
+    return terms
