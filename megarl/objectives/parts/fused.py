@@ -57,7 +57,7 @@ def _inherit(rule: Rule, tokens: Tokens, batch: TokenBatch, backend: str) -> tup
     assert shard is not None
     quantity = rule.function.quantity
     parameters = rule.on(tokens.logprobs.device)
-    threshold = parameters[2] if quantity == "trigger" else parameters[0] * 0  # 0: nothing triggers
+    threshold = parameters[-1] if quantity == "trigger" else parameters[0] * 0  # 0: nothing triggers
     summary = segment_summary(tokens, threshold.float(), backend)
     before = min_of_earlier_chunks(summary.least.view(-1, 2), shard).flatten()
     pair = torch.stack([summary.sum.view(-1, 2).sum(1), summary.count.view(-1, 2).sum(1).double()])  # [2, S]

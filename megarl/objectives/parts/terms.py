@@ -154,11 +154,11 @@ def sequences_of(rule: Rule, t: Token, batch: TokenBatch) -> Sequence:
     if quantity in ("mean", "sum"):
         return Sequence(sequence_log_ratio(t.log_ratio, batch, mean=quantity == "mean"), None)
     if quantity == "trigger":
-        fires = batch.loss_mask & (t.advantage < 0) & (t.ratio < rule.parameters[2])
+        fires = batch.loss_mask & (t.advantage < 0) & (t.ratio < rule.parameters[-1])
         index = torch.where(fires, t.index, NEVER)
         return Sequence(None, sequence_min(index, NEVER, batch.cu_seqlens, batch.shard)[ids])
     if quantity == "ties":
-        return Sequence(None, (LAST_PLACE - rule.parameters[1] - tie_places(replace(batch, shard=None)))[ids])
+        return Sequence(None, (LAST_PLACE - rule.parameters[-1] - tie_places(replace(batch, shard=None)))[ids])
     return Sequence(None, None)
 
 
