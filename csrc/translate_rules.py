@@ -84,6 +84,7 @@ def rule(function: ast.FunctionDef, quantity: str) -> list[str]:
     return [
         f"struct {camel(function.name)} {{",
         f"  static constexpr Quantity kQuantity = Quantity::{QUANTITIES[quantity]};",
+        f"  static constexpr int kLast = {len(parameters) - 1};  // the parameter that the quantity takes",
         *([f"  float {', '.join(parameters)};"] if parameters else []),
         f"  MEGARL_INLINE explicit {camel(function.name)}(const double*{' p) : ' + values if parameters else ')'} {{}}",
         f"  MEGARL_INLINE Outcome operator()(const Token& {token},",

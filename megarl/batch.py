@@ -126,10 +126,6 @@ class TokenBatch:
             self, logprobs=floor(self.logprobs), rollout_logprobs=floor(self.rollout_logprobs), old_logprobs=old
         )
 
-    def note(self, name: str, where: torch.Tensor) -> None:
-        """Callback of objectives: ``where`` [T] bool marks the tokens that the metric ``name`` counts, such as clipped
-        ones. Does nothing here; the subclass behind `megarl samples --tokens` records it."""
-
     @staticmethod
     def concatenate(batches: list[TokenBatch]) -> TokenBatch:
         """One batch from the micro-batches of a rank, which must have the same shard and the same optional fields."""

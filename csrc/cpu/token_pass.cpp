@@ -256,6 +256,7 @@ MEGARL_VARIANTS int32_t find_trigger(const megarl_tokens& x, int64_t start, int6
 
 struct Pass {
   Quantity quantity;
+  double argument;  // of the quantity: the rule's last parameter
   int rule;
   const double* parameters;
   float dampened;
@@ -270,14 +271,14 @@ Sequence whole_sequence(const Pass& pass, int64_t s) {
   const int64_t start = x.cu_seqlens[s], end = x.cu_seqlens[s + 1];
   switch (pass.quantity) {
     case Quantity::kTies:
-      return {0.0f, last_refused_tie(pass.parameters[1], pass.places[s])};
+      return {0.0f, last_refused_tie(pass.argument, pass.places[s])};
     case Quantity::kMean:
     case Quantity::kSum:
       if (pass.inherited) return {pass.inherited->log_ratio[s], 0};
       return {static_cast<float>(sum_log_ratios(x, start, end, pass.quantity == Quantity::kMean)), 0};
     case Quantity::kFirstTrigger:
       if (pass.inherited) return {0.0f, pass.inherited->first_trigger[s]};
-      return {0.0f, find_trigger(x, start, end, static_cast<float>(pass.parameters[2]))};
+      return {0.0f, find_trigger(x, start, end, static_cast<float>(pass.argument))};
     case Quantity::kNone:
       break;
   }
@@ -367,9 +368,14 @@ extern "C" int megarl_token_pass_cpu(const char* name, const double* parameters,
   const int rule = find_rule(name);
   if (rule < 0) return MEGARL_UNKNOWN_RULE;
   Quantity quantity = Quantity::kNone;
-  with_rule(rule, [&](auto tag) { quantity = decltype(tag)::Rule::kQuantity; });
+  int last = -1;
+  with_rule(rule, [&](auto tag) {
+    quantity = decltype(tag)::Rule::kQuantity;
+    last = decltype(tag)::Rule::kLast;
+  });
+  const double argument = last < 0 ? 0.0 : parameters[last];
   const Output out{loss, coefficient, kept, segment_sums};
-  const Pass pass{quantity, rule, parameters, static_cast<float>(dampened), *tokens, inherited, places, out};
+  const Pass pass{quantity, argument, rule, parameters, static_cast<float>(dampened), *tokens, inherited, places, out};
   const std::vector<int64_t> cuts = cut_into_blocks(tokens->cu_seqlens, tokens->num_segments);
   const int64_t num_blocks = static_cast<int64_t>(cuts.size()) - 1;
   std::vector<double> block_sums(num_blocks * MEGARL_NUM_SUMS, 0.0);

@@ -88,7 +88,7 @@ template <class Rule, class Team>
 __device__ Sequence whole_sequence(const Pass& pass, Shared& shared, int64_t s, uint32_t start, uint32_t end) {
   constexpr Quantity quantity = Rule::kQuantity;
   if constexpr (quantity == Quantity::kTies) {
-    return {0.0f, last_refused_tie(pass.parameters[1], pass.places[s])};
+    return {0.0f, last_refused_tie(pass.parameters[Rule::kLast], pass.places[s])};
   } else if constexpr (quantity == Quantity::kMean || quantity == Quantity::kSum) {
     if (pass.has_inherited) return {pass.inherited.log_ratio[s], 0};
     double sum = 0.0;
@@ -106,7 +106,7 @@ __device__ Sequence whole_sequence(const Pass& pass, Shared& shared, int64_t s, 
     return {mean_or_sum(sum, count, quantity == Quantity::kMean), 0};
   } else if constexpr (quantity == Quantity::kFirstTrigger) {
     if (pass.has_inherited) return {0.0f, pass.inherited.first_trigger[s]};
-    const float threshold = static_cast<float>(pass.parameters[2]);
+    const float threshold = static_cast<float>(pass.parameters[Rule::kLast]);
     int first = kNever;
     for (uint32_t tile = start & ~3u; tile < end; tile += Team::kTile) {
       const uint32_t t = tile + Team::rank() * kItems;

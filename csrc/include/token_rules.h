@@ -75,7 +75,7 @@ struct Token {
 
 struct Sequence {
   float log_ratio;  // mean or sum over the whole sequence, see Rule::kQuantity
-  int index;        // first trigger, or the last token that is muted among those at M2PO's threshold
+  int index;        // the first trigger, or the last of the ties
 };
 
 struct Outcome {

@@ -18,7 +18,7 @@ from megarl.recipe.tables import Recipe
 from megarl.storage.checkpoints import checkpoints
 from megarl.storage.files import make_directory
 from megarl.storage.metrics.trackers import NONE as NO_TRACKERS
-from megarl.storage.policies import INFO_FILE, dequantised_model
+from megarl.storage.policies import INFO_FILE
 from megarl.storage.run_dir import RunDir, Stage, sealed
 from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
@@ -105,7 +105,7 @@ def evaluate_model(
         model = recipe.model.model_copy(update={"path": policy, "tokenizer": None})
         check(nodes.starter, recipe.model_copy(update={"model": model}), optimizes=False)
         root = (output or Path(scratch) / "run").resolve()
-        results = _evaluate_in(RunDir(root, recipe), dequantised_model(policy, root / "policies"), nodes)
+        results = _evaluate_in(RunDir(root, recipe), policy, nodes)
     return [{**result, "policy": str(policy)} for result in results]
 
 

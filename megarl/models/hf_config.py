@@ -9,6 +9,11 @@ from megarl.errors import UserError
 from megarl.foreign import parse_json, read_file
 from megarl.models import FAMILIES, Family
 
+_FROM_MXFP4 = """\
+from transformers import AutoModelForCausalLM as Model, AutoTokenizer as Tokenizer, Mxfp4Config as Quantised
+model = Model.from_pretrained({0!r}, dtype="bfloat16", quantization_config=Quantised(dequantize=True))
+model.save_pretrained({1!r}, save_original_format=False)
+Tokenizer.from_pretrained({0!r}).save_pretrained({1!r})"""
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -30,11 +35,7 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
     if family.nested is not None:
         _check_nested(hf, family.nested, path)
     hf = language_settings(hf)
-    if (method := quantisation(hf)) is not None and method not in family.quantised:
-        raise UserError(
-            f"{path} has a quantization_config ({method}), but megarl trains weights that are not quantised: convert "
-            "them to bfloat16 first, and remove quantization_config from the file"
-        )
+    _check_quantisation(hf, path)
     hf = family.uniform(hf)
     try:
         hf["num_experts"] = hf.get("num_experts") or hf.get("num_local_experts")
@@ -107,10 +108,17 @@ def _check_nested(hf: dict[str, Any], nested: str, path: Path) -> None:
         raise UserError(f"{path}: tie_word_embeddings = {tied[0]}, but {tied[1]} in {nested}: make them equal")
 
 
-def quantisation(hf: dict[str, Any]) -> str | None:
-    """The ``quant_method`` in the settings of a config.json; None if the weights are not quantised."""
-    config = hf.get("quantization_config")
-    return str(config.get("quant_method") if isinstance(config, dict) else config) if config else None
+def _check_quantisation(hf: dict[str, Any], path: Path) -> None:
+    if not (config := hf.get("quantization_config")):
+        return
+    method = str(config.get("quant_method") if isinstance(config, dict) else config)
+    remedy = "convert them to bfloat16 first, and remove quantization_config from the file"
+    if method == "mxfp4":
+        source = str(path.parent)
+        remedy = f"convert them to bfloat16 first, in Python:\n{_FROM_MXFP4.format(source, f'{source}-bf16')}"
+    raise UserError(
+        f"{path} has a quantization_config ({method}), but megarl trains weights that are not quantised: {remedy}"
+    )
 
 
 def _rope(hf: dict[str, Any], family: Family, path: Path) -> dict[str, Any]:

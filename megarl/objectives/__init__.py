@@ -88,7 +88,7 @@ def objective_class(name: str) -> type[Objective]:
     return OBJECTIVES[name]
 
 
-def build_objective(name: str, fields: dict[str, Any]) -> Objective | WithOptions:
+def build_objective(name: str, fields: dict[str, Any]) -> Objective:
     """The objective of a recipe's ``[objective]`` table; its sub-tables (such as ``[objective.kl]``) are `OPTIONS`.
 
     name: see `objective_class`. Raises `UserError` also for an unknown field, type or value, with the nearest known one
@@ -102,10 +102,10 @@ def build_objective(name: str, fields: dict[str, Any]) -> Objective | WithOption
             if not isinstance(fields[key], dict):
                 raise UserError(f"objective.{key} is {fields[key]!r}; expected a table, for example [objective.{key}]")
             options.append(build(option, fields[key], f"objective.{key}"))
-    return WithOptions(objective, tuple(options)) if options else objective
+    return WithOptions(objective=objective, options=tuple(options)) if options else objective
 
 
-def resolved_fields(objective: Objective | WithOptions) -> dict[str, Any]:
+def resolved_fields(objective: Objective) -> dict[str, Any]:
     """All fields of an objective and its options, defaults included, in the form that `build_objective` takes."""
     if isinstance(objective, WithOptions):
         return asdict(objective.objective) | {name_of(o): asdict(o) for o in objective.options}

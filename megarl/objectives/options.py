@@ -6,7 +6,7 @@ of the objective describe the changed batch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import torch
@@ -16,7 +16,7 @@ from megarl.batch import TokenBatch
 from megarl.errors import UserError
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.fields import check_fields, choice, number
-from megarl.objectives.parts.metrics import fraction_metrics, loss_metric, mean_metric
+from megarl.objectives.parts.metrics import loss_metric, mean_metric
 from megarl.objectives.parts.ratios import log_ratio, sequence_log_ratio
 from megarl.objectives.parts.terms import Terms, require
 
@@ -51,8 +51,8 @@ class DualClip(Option):
     def after(self, batch: TokenBatch, terms: Terms) -> Terms:
         most = torch.where(batch.loss_mask, -self.clip_ratio_c * batch.advantages.detach(), 0)
         capped = batch.loss_mask & (batch.advantages < 0) & (terms.loss.detach() > most)
-        metrics = terms.metrics | fraction_metrics("dual_clip_fraction", capped, batch)
-        return replace(terms, loss=torch.where(capped, most, terms.loss), kept=terms.kept & ~capped, metrics=metrics)
+        terms = replace(terms, loss=torch.where(capped, most, terms.loss), kept=terms.kept & ~capped)
+        return terms.flagged("dual_clip_fraction", capped, batch)
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,8 @@ class TruncatedImportance(Option):
     def after(self, batch: TokenBatch, terms: Terms) -> Terms:
         ratio = _mismatch(batch)
         metrics = terms.metrics | {"mismatch/mean": mean_metric(ratio, batch.loss_mask)}
-        metrics |= fraction_metrics("truncated_weight_fraction", ratio > self.maximum, batch)
-        return replace(terms, loss=ratio.clamp(max=self.maximum) * terms.loss, metrics=metrics)
+        terms = replace(terms, loss=ratio.clamp(max=self.maximum) * terms.loss, metrics=metrics)
+        return terms.flagged("truncated_weight_fraction", ratio > self.maximum, batch)
 
 
 @dataclass(frozen=True)
@@ -95,10 +95,9 @@ class IcePop(Option):
         ratio = _mismatch(batch)
         outside = (ratio < self.minimum) | (ratio > self.maximum)
         metrics = terms.metrics | {"mismatch/mean": mean_metric(ratio, batch.loss_mask)}
-        metrics |= fraction_metrics("icepop_fraction", outside, batch)
-        return replace(
-            terms, loss=torch.where(outside, 0, ratio * terms.loss), kept=terms.kept & ~outside, metrics=metrics
-        )
+        loss = torch.where(outside, 0, ratio * terms.loss)
+        terms = replace(terms, loss=loss, kept=terms.kept & ~outside, metrics=metrics)
+        return terms.flagged("icepop_fraction", outside, batch)
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,8 @@ class SequenceMask(Option):
     def after(self, batch: TokenBatch, terms: Terms) -> Terms:
         l, _ = log_ratio(batch.logprobs.detach(), batch.rollout_logprobs, batch.loss_mask)
         masked = batch.loss_mask & (batch.advantages < 0) & (-sequence_log_ratio(l, batch, mean=True) > self.delta)
-        metrics = terms.metrics | fraction_metrics("opsm_fraction", masked, batch)
-        return replace(terms, loss=torch.where(masked, 0, terms.loss), kept=terms.kept & ~masked, metrics=metrics)
+        terms = replace(terms, loss=torch.where(masked, 0, terms.loss), kept=terms.kept & ~masked)
+        return terms.flagged("opsm_fraction", masked, batch)
 
 
 @dataclass(frozen=True)
@@ -166,13 +165,17 @@ def name_of(option: Option) -> str:
 
 
 @dataclass(frozen=True)
-class WithOptions:
-    """An objective and its options, with the interface of an objective."""
+class WithOptions(Objective):
+    """An objective and its options."""
 
-    objective: Objective
-    options: tuple[Option, ...]
+    objective: Objective = field(default_factory=Objective)
+    options: tuple[Option, ...] = ()
 
     def __post_init__(self) -> None:
+        for name in ("aggregation", "dampen_threshold", "statistics_types"):
+            object.__setattr__(self, name, getattr(self.objective, name))
+        requires = (name for option in self.options for name in option.requires)
+        object.__setattr__(self, "requires", (*self.objective.requires, *requires))
         if any(isinstance(o, DualClip) for o in self.options) and not self.objective.ratio_form:
             raise UserError(f"dual_clip bounds ratio * A, but {type(self.objective).__name__} weights log pi instead")
         for option in self.options:
@@ -188,18 +191,6 @@ class WithOptions:
             )
         if sum(isinstance(o, TruncatedImportance | IcePop) for o in self.options) > 1:
             raise UserError("truncated_importance and icepop both weight by pi_old / pi_rollout; choose one")
-
-    @property
-    def aggregation(self) -> str:
-        return self.objective.aggregation
-
-    @property
-    def needs_statistics(self) -> bool:
-        return self.objective.needs_statistics
-
-    @property
-    def requires(self) -> tuple[str, ...]:
-        return self.objective.requires + tuple(name for option in self.options for name in option.requires)
 
     @property
     def updates_per_proximal_policy(self) -> int:
@@ -220,13 +211,13 @@ class WithOptions:
         return batch
 
 
-def _required(objective: Objective | WithOptions) -> set[str]:
+def _required(objective: Objective) -> set[str]:
     """What the options of an objective require of a batch."""
     options = objective.options if isinstance(objective, WithOptions) else ()
     return {name for option in options for name in option.requires}
 
 
-def frozen_logprobs(objective: Objective | WithOptions, sync_every: int | None) -> set[str]:
+def frozen_logprobs(objective: Objective, sync_every: int | None) -> set[str]:
     """The log-probs that options need of other models: of the run's first policy, and of the stage's in staged runs.
 
     sync_every: that of a live run; None: the run is staged.
@@ -234,7 +225,7 @@ def frozen_logprobs(objective: Objective | WithOptions, sync_every: int | None) 
     return _required(objective) & ({"ref_logprobs"} if sync_every else {"ref_logprobs", "old_logprobs"})
 
 
-def updates_per_step(objective: Objective | WithOptions, sync_every: int | None) -> int:
+def updates_per_step(objective: Objective, sync_every: int | None) -> int:
     """The updates of a step: they all get the log-probs of the policy before the first one as ``old_logprobs``.
 
     sync_every: as in `frozen_logprobs`.

@@ -37,7 +37,7 @@ def load_objective(path: str) -> type[Objective]:
     return cls
 
 
-def try_objective(objective: Objective | WithOptions, path: str) -> None:
+def try_objective(objective: Objective, path: str) -> None:
     """Compute loss and gradient of two made-up responses; `UserError` for what a run could not use."""
     batch = _made_up()
     log, before = batch.logprobs, _made_up()
@@ -63,7 +63,7 @@ def try_objective(objective: Objective | WithOptions, path: str) -> None:
                     "the loss of a response depends on another one, and so on the split into micro-batches: sums over "
                     "a response begin anew at each of cu_seqlens"
                 )
-        if statistics is not None and not isinstance(statistics, inner.statistics_types):
+        if statistics is not None and not isinstance(statistics, objective.statistics_types):
             problem = f"statistics returns a {type(statistics).__name__}, which statistics_types does not name"
     except Exception as error:
         problem = describe(error, file_of(path))

@@ -10,7 +10,6 @@ from torch.distributed import ProcessGroup
 
 from megarl.batch import TokenBatch
 from megarl.objectives.objective import Objective
-from megarl.objectives.options import WithOptions
 from megarl.objectives.parts.metrics import Metric
 
 
@@ -26,7 +25,7 @@ class PaddedTerms:
 
 
 def padded_terms(
-    objective: Objective | WithOptions,
+    objective: Objective,
     logprobs: torch.Tensor,
     rollout_logprobs: torch.Tensor,
     advantages: torch.Tensor,
@@ -51,7 +50,7 @@ def padded_terms(
 
 
 def padded_statistics(
-    objective: Objective | WithOptions,
+    objective: Objective,
     logprobs: torch.Tensor,
     rollout_logprobs: torch.Tensor,
     advantages: torch.Tensor,

@@ -23,7 +23,7 @@ from megarl.actor.packing import Sample
 from megarl.actor.step import Actor, train_step, with_proximal
 from megarl.errors import STOPPED, UserError
 from megarl.heartbeats import beat
-from megarl.objectives import Objective, WithOptions, build_objective, frozen_logprobs, updates_per_step
+from megarl.objectives import Objective, build_objective, frozen_logprobs, updates_per_step
 from megarl.phases.export import Exporter
 from megarl.phases.samples import (
     describe,
@@ -70,7 +70,7 @@ def build_actor(stage: Stage, device: torch.device, start: Start) -> Actor:
     return actor
 
 
-def frozen_policies(objective: Objective | WithOptions, stage: Stage) -> list[FrozenPolicy]:
+def frozen_policies(objective: Objective, stage: Stage) -> list[FrozenPolicy]:
     """The policies whose log-probs or routing an update needs in addition to those of the current policy.
 
     The run's first policy is the reference of a KL term. The stage's first policy gives recomputed behaviour log-probs
@@ -157,7 +157,7 @@ def _make_updates(
 def _read_step(
     actor: Actor,
     run: RunDir,
-    objective: Objective | WithOptions,
+    objective: Objective,
     batches: Batches,
     exporter: Exporter,
     first: int,
@@ -208,7 +208,7 @@ def _make_update(
     run: RunDir,
     samples: list[Sample],
     micro_batches: list[packing.MicroBatch],
-    objective: Objective | WithOptions,
+    objective: Objective,
     place: dict[str, int],
 ) -> dict[str, Any]:
     table = run.recipe.metrics
@@ -343,5 +343,5 @@ def check_rollouts(store: RolloutStore) -> None:
         raise UserError(found)
 
 
-def _objective(run: RunDir) -> Objective | WithOptions:
+def _objective(run: RunDir) -> Objective:
     return build_objective(run.recipe.objective.definition, run.recipe.objective.fields)

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import fields
 
-from megarl.planner.assumptions import GIB
+from megarl.planner.assumptions import GIB, WITHIN
 from megarl.planner.plan import MARGIN, Plan, gib
 
 
@@ -86,10 +86,12 @@ def _disk(plan: Plan) -> Iterator[str]:
 def _time(plan: Plan) -> Iterator[str]:
     stages = plan.recipe.schedule.stages
     beside = "; rollouts beside the rest" if plan.overlaps else ""
-    yield f"time of a stage, hours (an estimate{beside})"
-    yield from (f"  {name:<48}{seconds / 3600:9.2f}" for name, seconds in plan.seconds.items())
-    total = plan.stage_seconds * stages
-    yield f"  {f'the run of {stages} stages, without evaluations':<48}{total / 3600:9.2f}"
+    yield f"time of a stage, hours{beside}"
+    total = {f"the run of {stages} stages, without evaluations": plan.stage_seconds * stages}
+    for name, seconds in (plan.seconds | total).items():
+        low, high = seconds / 3600 / WITHIN, seconds / 3600 * WITHIN
+        yield f"  {name:<48}{low:9.2f} .. {high:.2f}"
+    yield f"  each within a factor of {WITHIN}, as for figures that others published of H100 and H200: docs/scale.md"
 
 
 def _assumed(plan: Plan) -> Iterator[str]:

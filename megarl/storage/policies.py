@@ -7,7 +7,6 @@ log-probs of it, which every engine must reproduce; a stage's directory has one 
 from __future__ import annotations
 
 import hashlib
-import json
 import shutil
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field, replace
@@ -19,7 +18,6 @@ import numpy as np
 from megarl.data.tokenizer import TEMPLATES, check_copied, files_of, is_of_tokenizer
 from megarl.errors import UserError
 from megarl.foreign import parse_json, read_file
-from megarl.models.hf_config import quantisation, read_settings
 from megarl.storage.checked_json import decode, encode
 from megarl.storage.files import atomic_directory, file_sha256, write_atomic
 
@@ -96,13 +94,8 @@ def _copy(source: Path, target: Path, names: Iterable[str]) -> None:
 
 
 def copy_weights(model_dir: Path, target: Path) -> str:
-    """Copy the weight files and their index, converting MXFP4 weights to bfloat16; returns the weights hash."""
-    index = model_dir / INDEX_FILE
-    if is_mxfp4(model_dir):
-        from megarl.storage.tensor_files import write_bfloat16  # imports torch
-
-        return combine_hashes(write_bfloat16(weight_files(model_dir), target, index.name if index.exists() else None))
-    hashes = {}
+    """Copy the weight files and their index; returns the weights hash."""
+    index, hashes = model_dir / INDEX_FILE, {}
     for file in weight_files(model_dir):
         shutil.copyfile(file, target / file.name)
         hashes[file.name] = file_sha256(target / file.name)
@@ -112,32 +105,18 @@ def copy_weights(model_dir: Path, target: Path) -> str:
 
 
 def check_weight_files(model_dir: Path) -> None:
-    """`UserError` unless all weight files are complete and have dtypes that megarl reads or converts.
+    """`UserError` unless all weight files are complete and have dtypes that megarl reads.
 
     Reads only the headers, which also reveal quantised weights that config.json does not mention.
     """
     from megarl.storage.tensor_files import TensorFiles  # imports torch
 
-    with TensorFiles.of(weight_files(model_dir)) as files:
-        packed = [name for name, region in files.regions.items() if not region.dtype.is_floating_point]
-    if packed and not is_mxfp4(model_dir):
-        raise UserError(
-            f"{model_dir}: tensor {packed[0]!r} is quantised, but config.json has no quantization_config (mxfp4): take "
-            "it from the published model"
-        )
-
-
-def is_mxfp4(model_dir: Path) -> bool:
-    """Whether the model's weights are MXFP4 and must be converted; `read_hf_config` refuses other quantisations."""
-    config = model_dir / CONFIG_FILE
-    return config.exists() and quantisation(read_settings(config)) == "mxfp4"
+    with TensorFiles.of(weight_files(model_dir)):
+        pass
 
 
 def copy_policy(model_dir: Path, tokenizer_dir: Path, target: Path, version: int = 0) -> PolicyInfo:
-    """Copy the base model to ``target``, the policy of the first stage, so that later changes to it do not matter.
-
-    MXFP4 weights are converted to bfloat16, and config.json loses its ``quantization_config``.
-    """
+    """Copy the base model to ``target``, the policy of the first stage, so that later changes to it do not matter."""
     with atomic_directory(target) as temporary:
         copy_auxiliary(model_dir, temporary)
         if tokenizer_dir != model_dir:
@@ -146,23 +125,9 @@ def copy_policy(model_dir: Path, tokenizer_dir: Path, target: Path, version: int
                 (temporary / name).unlink()
             _copy(tokenizer_dir, temporary, filter(is_of_tokenizer, files_of(tokenizer_dir)))
             check_copied(tokenizer_dir, temporary)
-        if is_mxfp4(model_dir):
-            settings = read_settings(model_dir / CONFIG_FILE)
-            del settings["quantization_config"]
-            (temporary / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n")
         info = PolicyInfo(version, copy_weights(model_dir, temporary))
         write_info(temporary, info)
     return info
-
-
-def dequantised_model(model_dir: Path, folder: Path) -> Path:
-    """``model_dir`` itself, or for an MXFP4 model its bfloat16 copy in ``folder``, made at the first call."""
-    if not is_mxfp4(model_dir):
-        return model_dir
-    converted = folder / hashlib.sha256(bytes(model_dir.resolve())).hexdigest()[:12]
-    if not converted.exists():
-        copy_policy(model_dir, model_dir, converted)
-    return converted
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -1,14 +1,8 @@
-"""Reads and writes safetensors files by position, a few rows of a tensor at a time; converts MXFP4 to bfloat16.
+"""Reads and writes safetensors files by position, a few rows of a tensor at a time.
 
 The safetensors library maps whole files into memory, and writes a file only from tensors that are all in memory, so a
 rank would hold its share of the model twice. A file consists of eight bytes with the header's length, the header
 (JSON), and the tensors' bytes, row-major and without gaps.
-
-MXFP4 is the format in which gpt-oss is published. The experts' tensor ``P`` [E, inputs, outputs] is stored as two
-tensors of uint8. ``P_blocks`` [E, outputs, inputs / 32, 16] has two four-bit values (e2m1) in each byte, the low half
-first. ``P_scales`` [E, outputs, inputs / 32] has the exponent of the power of two by which 32 values are multiplied,
-plus 127 (e8m0): Rouhani et al. 2023, arXiv 2310.10537. The result equals that of `transformers.integrations.mxfp4` in
-transformers 5.19.
 """
 
 from __future__ import annotations
@@ -29,18 +23,11 @@ import torch
 
 from megarl.errors import UserError
 from megarl.foreign import parse_json
-from megarl.storage.files import file_sha256
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-_QUANTISED = {"U8": torch.uint8}  # only for the blocks and scales that `megarl.storage.tensor_files` converts
 _ROWS = re.compile(r"(?P<name>.+)\[(?P<first>\d+):(?P<end>\d+):(?P<rows>\d+)\]")
 _DTYPE_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100 << 20  # the safetensors library's limit
-_BLOCK_BYTES = 4 << 20
-_UNSIGNED = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # the e2m1 values without sign
-_VALUES = torch.tensor([*_UNSIGNED, *(-value for value in _UNSIGNED)], dtype=torch.bfloat16)
-# for each byte its two bfloat16 values, as one int32
-_PAIRS = torch.stack([_VALUES.repeat(16), _VALUES.repeat_interleave(16)], 1).view(torch.int32)[:, 0]
 
 
 @dataclass(frozen=True)
@@ -195,14 +182,13 @@ def _read_header(path: Path, file: FileIO) -> dict[str, Region]:
 
 
 def _region(file: FileIO, name: str, entry: dict[str, Any], data: int) -> Region:
-    known = _DTYPES | (_QUANTISED if name.endswith(("_blocks", "_scales")) else {})
-    if entry["dtype"] not in known:
+    if entry["dtype"] not in _DTYPES:
         raise UserError(
             f"{file.name}: tensor {name!r} has dtype {entry['dtype']}; megarl reads tensors that are not quantised "
             f"({', '.join(_DTYPES)})"
         )
     begin, end = (int(position) for position in entry["data_offsets"])
-    region = Region(file, data + begin, known[entry["dtype"]], tuple(map(int, entry["shape"])) or (1,))
+    region = Region(file, data + begin, _DTYPES[entry["dtype"]], tuple(map(int, entry["shape"])) or (1,))
     if begin < 0 or min(region.shape) < 0 or region.nbytes != end - begin:
         raise ValueError(f"shape and offsets of tensor {name!r} do not agree")
     return region
@@ -225,67 +211,3 @@ def create_file(path: Path, tensors: Iterable[tuple[str, torch.dtype, tuple[int,
     with open(path, "wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         file.truncate(8 + len(text) + offset)
-
-
-def dequantised(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """Dequantise blocks, uint8 [..., groups, 16], with scales, uint8 [..., groups], to bfloat16 [..., groups * 32]."""
-    values = _PAIRS[blocks.int()].view(torch.bfloat16)
-    return torch.ldexp(values, scales.int()[..., None] - 127).to(torch.bfloat16).flatten(-2)
-
-
-def write_bfloat16(sources: Iterable[Path], target_dir: Path, index: str | None) -> dict[str, str]:
-    """Write the weight files ``sources`` of a quantised model to ``target_dir``; returns {file name: sha256}.
-
-    index: the name of the index file to write, if any.
-
-    The files keep their names, and tensors that are not quantised keep their bytes. At most one matrix of an expert is
-    in memory at a time, also as float32. Raises `UserError` if blocks or scales are missing or their shapes do not fit.
-    """
-    with TensorFiles.of(sources) as source, TensorFiles() as target:
-        files: dict[str, list[tuple[str, torch.dtype, tuple[int, ...]]]] = {}
-        for name, region in source.regions.items():
-            entry = (name, region.dtype, region.shape)
-            if name.endswith("_scales"):
-                _matching(source, name.removesuffix("_scales"))
-                continue
-            if name.endswith("_blocks"):
-                name = name.removesuffix("_blocks")
-                experts, outputs, groups, _ = _matching(source, name)[0].shape
-                entry = (name, torch.bfloat16, (experts, groups * 32, outputs))
-            files.setdefault(Path(str(region.file.name)).name, []).append(entry)
-        for file, tensors in files.items():
-            create_file(target_dir / file, tensors)
-            target.add(target_dir / file, "r+b")
-        for name, region in target.regions.items():
-            if name in source.regions:
-                source.regions[name].copy_to(region, _BLOCK_BYTES)
-            else:
-                _write(*_matching(source, name), region)
-    if index:
-        names = {name: file for file, tensors in sorted(files.items()) for name, *_ in tensors}
-        total = sum(region.nbytes for region in target.regions.values())
-        contents = {"metadata": {"total_size": total}, "weight_map": dict(sorted(names.items()))}
-        (target_dir / index).write_text(json.dumps(contents, indent=1) + "\n")
-    return {file: file_sha256(target_dir / file) for file in files}
-
-
-def _matching(source: TensorFiles, name: str) -> tuple[Region, Region]:
-    """The blocks and scales of tensor ``name``; `UserError` if they are not what the format demands."""
-    blocks, scales = (source.regions.get(f"{name}_{kind}") for kind in ("blocks", "scales"))
-    if blocks is None or scales is None:
-        raise UserError(f"tensor {name!r} of MXFP4 weights has no {'blocks' if blocks is None else 'scales'}")
-    if name in source.regions:
-        raise UserError(f"tensor {name!r} exists twice: as it is, and as MXFP4 blocks")
-    if {blocks.dtype, scales.dtype} != {torch.uint8}:
-        raise UserError(f"tensor {name!r} of MXFP4 weights has dtypes {blocks.dtype} and {scales.dtype}, not uint8")
-    if len(blocks.shape) != 4 or blocks.shape != (*scales.shape, 16):
-        raise UserError(f"tensor {name!r} of MXFP4 weights has blocks {blocks.shape} and scales {scales.shape}")
-    return blocks, scales
-
-
-def _write(blocks: Region, scales: Region, target: Region) -> None:
-    """Dequantise one tensor expert by expert; each matrix is stored [outputs, inputs] and written transposed."""
-    for expert in range(blocks.shape[0]):
-        parts = [region.part(expert, region.shape[1:]) for region in (blocks, scales)]
-        matrix = dequantised(*(part.read(0, part.shape[0]) for part in parts))
-        target.part(expert, target.shape[1:]).write(0, matrix.t())

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 
 from megarl.objectives.objective import Objective
-from megarl.objectives.parts.metrics import fraction_metrics
 from megarl.objectives.parts.ratios import log_ratio
 from megarl.objectives.parts.terms import make_terms
 
@@ -43,8 +42,8 @@ class Quiet(Objective):
         l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
         loud = l.detach() > statistics.value
         value = torch.where(loud, 0, l.exp() * batch.advantages)
-        metrics = fraction_metrics("loud_fraction", loud, batch)
-        return make_terms(self, batch, -value, ~loud & ~clamped, l, clamped, metrics)
+        terms = make_terms(self, batch, -value, ~loud & ~clamped, l, clamped, {})
+        return terms.flagged("loud_fraction", loud, batch)
 '''
 SWEEP = """
 recipe = "{recipe}"

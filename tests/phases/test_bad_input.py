@@ -207,11 +207,11 @@ def mxfp4(tensors, name):
     [
         ("fp8", fp8, ["config.json", "quantization_config (fp8)", "convert them to bfloat16"]),
         ("what comes next", None, ["config.json", "quantization_config (what comes next)"]),
-        ("mxfp4", mxfp4, ["config.json", "quantization_config (mxfp4)"]),  # supported for gpt-oss only
+        ("mxfp4", mxfp4, ["config.json", "quantization_config (mxfp4)", "Quantised(dequantize=True)"]),
         (None, fp8, ["model.safetensors", "q_proj.weight' has dtype F8_E4M3", "not quantised"]),
         (None, gptq, ["model.safetensors", "q_proj.qweight' has dtype I32", "not quantised"]),
         (None, bitsandbytes, ["model.safetensors", "q_proj.weight' has dtype U8", "not quantised"]),
-        (None, mxfp4, ["q_proj_blocks' is quantised", "config.json has no quantization_config (mxfp4)"]),
+        (None, mxfp4, ["model.safetensors", "q_proj_blocks' has dtype U8", "not quantised"]),
     ],
 )
 def test_quantised_weights_are_refused_before_anything_is_written(

@@ -48,8 +48,8 @@ def unpack(
 ) -> Manifest:
     """Make the run directory ``target``, completely or not at all.
 
-    model: the base model, for a stage that was packed without weights; its weights (MXFP4 converted to bfloat16) must
-    be the same to the byte.
+    model: the base model, for a stage that was packed without weights; its weights must be the same to the
+    byte.
     prompts: the prompt files, if they were not packed; they are recognised by their checksums.
     `UserError`, of one line, for anything that contradicts the manifest, the recipe or the rules of a run directory.
     """
@@ -113,7 +113,7 @@ def _add_policy(source: Path, manifest: Manifest, policy: Path, model: Path | No
         if copy_weights(weights, policy) != manifest.weights_hash:
             raise UserError(
                 f"{weights} has other weights than the policy of the stage, {manifest.model!a:.200}: its weight files "
-                "must have the same names and bytes (MXFP4 weights after their conversion to bfloat16)"
+                "must have the same names and bytes"
             )
     write_info(policy, PolicyInfo(0, manifest.weights_hash))
 

@@ -39,7 +39,7 @@ class Sequence(NamedTuple):
     """What a rule needs of the token's whole sequence, see `RuleFunction.quantity`."""
 
     log_ratio: Any  # mean or sum of the sequence's log-ratios
-    index: Any  # the first trigger, or the last token that is muted among those at M2PO's threshold
+    index: Any  # the first trigger, or the last of the ties
 
 
 class Outcome(NamedTuple):
@@ -69,8 +69,9 @@ def one_minus_exp(x: Any) -> Any:
 class RuleFunction:
     """A rule: ``function(token, sequence, *parameters)`` returns an `Outcome`.
 
-    quantity: what it needs of the token's whole sequence: nothing; mean or sum of its log-ratios; its first trigger
-    (A < 0 and ratio < third parameter); or the tokens' tie order.
+    quantity: what it needs of the token's whole sequence: nothing; mean or sum of its log-ratios; the first "trigger",
+    a token with A < 0 and a ratio below the rule's last parameter; or of its "ties" the last one that comes before the
+    rule's last parameter in the tie order (`megarl.kernels.tokens.tie_places`).
     """
 
     function: Callable[..., Outcome]

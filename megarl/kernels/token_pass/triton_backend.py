@@ -63,13 +63,14 @@ def _log_ratio(logprobs, rollout_logprobs, mask, index, end):
 
 @triton.jit
 def _whole_sequence(
-    parameters, logprobs, rollout_logprobs, advantages, mask, start, end,
+    argument,  # pointer to the rule's last parameter
+    logprobs, rollout_logprobs, advantages, mask, start, end,
     segment, sequence_log_ratio, first_trigger, places, QUANTITY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """The `Sequence` of a segment: inherited, or from a first pass over its tokens, which leaves them in the cache."""
     log_ratio, index = 0.0, 0
     if QUANTITY == "ties":
-        order = tl.load(parameters + 1).to(tl.int64)
+        order = tl.load(argument).to(tl.int64)
         last = _LAST_PLACE - order - tl.load(places + segment)
         index = clamp(last, -1, NEVER).to(tl.int32)
     if QUANTITY == "mean" or QUANTITY == "sum":
@@ -89,7 +90,7 @@ def _whole_sequence(
         if first_trigger is not None:
             index = tl.load(first_trigger + segment)
         else:
-            threshold = tl.load(parameters + 2).to(tl.float32)
+            threshold = tl.load(argument).to(tl.float32)
             first = tl.full((TILE,), NEVER, tl.int32)
             for tile in range(start, end, TILE):
                 at = tile + tl.arange(0, TILE)
@@ -176,7 +177,7 @@ def token_pass_kernel(
     start, end = tl.load(cu_seqlens + segment), tl.load(cu_seqlens + segment + 1)
     p = _loaded(parameters, PARAMETERS)
     s = _whole_sequence(
-        parameters, logprobs, rollout_logprobs, advantages, mask, start, end,
+        parameters + PARAMETERS - 1, logprobs, rollout_logprobs, advantages, mask, start, end,
         segment, sequence_log_ratio, first_trigger, places, QUANTITY, TILE,
     )  # fmt: skip
     least = tl.full((), float("inf"), tl.float32)

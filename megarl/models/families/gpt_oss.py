@@ -23,5 +23,4 @@ FAMILY = Family(
         "swiglu_limit": 7.0,
     },
     only={"attention_bias": True, "swiglu_alpha": 1.702},
-    quantised=("mxfp4",),
 )

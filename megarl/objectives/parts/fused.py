@@ -12,7 +12,7 @@ from megarl.kernels.token_pass import Inherited, Rule, token_pass
 from megarl.kernels.token_pass.outputs import SUMS
 from megarl.kernels.tokens import Tokens, tie_places
 from megarl.objectives.parts.aggregation import sequence_count
-from megarl.objectives.parts.metrics import Metric, mean_metric
+from megarl.objectives.parts.metrics import Metric, mean_metric, token_metrics
 from megarl.objectives.parts.prefix_min import min_of_earlier_chunks
 from megarl.objectives.parts.terms import Terms
 
@@ -25,43 +25,15 @@ def fused_terms(rule: Rule, batch: TokenBatch, aggregation: str, dampened_below:
     if batch.shard is not None:
         inherited, counts = _inherit(rule, tokens, batch, backend)
     result = token_pass(rule, tokens, inherited, places, backend, dampened_below)
-    sums = dict(zip(SUMS, result.sums, strict=True))
-    metrics = _metrics(sums, rule)
-    metrics["token_loss"] = (result.segment_sums[:, 1].sum(), sums["tokens"])
+    sums = dict(zip(SUMS, result.sums, strict=True), loss=result.segment_sums[:, 1].sum())
+    flags = {"kept": "kept_fraction", "first": rule.first, "second": rule.second}
+    metrics = token_metrics(sums, {flag: name for flag, name in flags.items() if name is not None})
+    metrics |= {name: (value.double() * sums["tokens"], sums["tokens"]) for name, value in rule.scalars.items()}
     metrics["loss"] = _loss_metric(result.segment_sums, counts, batch, aggregation)
     if batch.entropy is not None:
         metrics["entropy"] = mean_metric(batch.entropy, batch.loss_mask)
     histograms = {"ratio": result.histograms[0], "prefix_min": result.histograms[1]}
     return Terms(result.loss, result.kept, metrics, histograms)
-
-
-def _metrics(s: dict[str, torch.Tensor], rule: Rule) -> dict[str, Metric]:
-    tokens, good_prefix = s["tokens"], s["tokens"] - s["bad_prefix"]
-    metrics = {
-        "ratio/mean": (s["ratio"], tokens),
-        "ratio/square_mean": (s["ratio_square"], tokens),
-        "chi2": (s["chi2"], tokens),
-        "kl/k1": (-s["log_ratio"], tokens),
-        "kl/k3": (s["k3"], tokens),
-        "m2/all": (s["square"], tokens),
-        "m2/before": (s["trust_square"], s["trust"]),
-        "m2/after": (s["trust_kept_square"], s["trust_kept"]),
-        "log_ratio_clamp_fraction": (s["clamped"], tokens),
-        "ratio/mean/positive": (s["ratio_positive"], s["positive"]),
-        "ratio/mean/negative": (s["ratio_negative"], s["negative"]),
-        "positive_share/tokens": (s["positive"], tokens),
-        "token_loss/positive": (s["loss_positive"], tokens),
-    }
-    for flag, name in (("kept", "kept_fraction"), ("first", rule.first), ("second", rule.second)):
-        if name is not None:
-            metrics[name] = (s[flag], tokens)
-            metrics[f"{name}/positive"] = (s[f"{flag}_positive"], s["positive"])
-            metrics[f"{name}/negative"] = (s[f"{flag}_negative"], s["negative"])
-    for kind in ("token", "prefix"):
-        dampened, bad = s[f"dampened_{kind}"], s[f"dampened_{kind}_bad"]
-        metrics[f"dampen/{kind}/good_prefix"] = (dampened - bad, good_prefix)
-        metrics[f"dampen/{kind}/bad_prefix"] = (bad, s["bad_prefix"])
-    return metrics | {name: (value.double() * tokens, tokens) for name, value in rule.scalars.items()}
 
 
 def _loss_metric(
@@ -85,7 +57,7 @@ def _inherit(rule: Rule, tokens: Tokens, batch: TokenBatch, backend: str) -> tup
     assert shard is not None
     quantity = rule.function.quantity
     parameters = rule.on(tokens.logprobs.device)
-    threshold = parameters[2] if quantity == "trigger" else parameters[0] * 0  # 0: nothing triggers
+    threshold = parameters[-1] if quantity == "trigger" else parameters[0] * 0  # 0: nothing triggers
     summary = segment_summary(tokens, threshold.float(), backend)
     before = min_of_earlier_chunks(summary.least.view(-1, 2), shard).flatten()
     pair = torch.stack([summary.sum.view(-1, 2).sum(1), summary.count.view(-1, 2).sum(1).double()])  # [2, S]

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
 from megarl.batch import TokenBatch
-from megarl.kernels.constants import BAD_PREFIX, SEQUENCE_LOG_RATIO_LIMIT
+from megarl.kernels.constants import SEQUENCE_LOG_RATIO_LIMIT
 from megarl.objectives.parts.aggregation import denominator, token_weights
 from megarl.objectives.parts.ratios import log_ratio
 from megarl.objectives.parts.sequences import sequence_sum
@@ -21,20 +19,8 @@ def mean_metric(values: torch.Tensor, where: torch.Tensor) -> Metric:
     return torch.where(where, values.detach(), 0).sum(dtype=torch.float64), where.sum(dtype=torch.float64)
 
 
-def mean_metrics(values: dict[str, torch.Tensor], where: torch.Tensor) -> dict[str, Metric]:
-    """`mean_metric` of several tensors over the same tokens, with few kernel launches for all of them together."""
-    stacked = torch.stack([value.detach().double() for value in values.values()])
-    sums, count = torch.where(where, stacked, 0).sum(1), where.sum(dtype=torch.float64)
-    return {name: (total, count) for name, total in zip(values, sums, strict=True)}
-
-
 def fraction_metrics(name: str, where: torch.Tensor, batch: TokenBatch) -> dict[str, Metric]:
-    """Share of trained tokens for which ``where`` [T] is True: among all, those with A > 0, and those with A < 0.
-
-    A name that ends with ``_fraction`` says why tokens are muted, such as ``veto_fraction``: the report, sweeps,
-    what-if and ``megarl samples`` show every such metric.
-    """
-    batch.note(name, where)
+    """Share of trained tokens for which ``where`` [T] is True: among all, those with A > 0, and those with A < 0."""
     mask, values = batch.loss_mask, where.double()
     return {
         name: mean_metric(values, mask),
@@ -50,24 +36,46 @@ def loss_metric(loss: torch.Tensor, batch: TokenBatch, aggregation: str) -> Metr
     return (loss.detach().double() * weights).sum(), count.double()
 
 
-def sign_metrics(ratio: torch.Tensor, loss: torch.Tensor, batch: TokenBatch) -> dict[str, Metric]:
-    """Mean ratio by the sign of the advantage (mu-GRPO, Fig. 3), and the share of tokens with A > 0 (BAPO, Fig. 4).
+def token_metrics(s: dict[str, torch.Tensor], flags: dict[str, str]) -> dict[str, Metric]:
+    """The metrics that every objective has, from sums over its trained tokens, as the fused pass and `make_terms` do.
 
-    ``positive_share/tokens`` is their share of the tokens. ``token_loss`` is the mean unweighted loss, and
-    ``token_loss/positive`` the part of it from tokens with A > 0. Losses of tokens with the same sign of A have the
-    same sign, so `summarise` can compute the share of the magnitudes from these two.
+    s: the sums by name (`megarl.kernels.token_pass.outputs.SUMS`), and that of the losses. flags: {flag: its metric}.
+
+    ``ratio/mean`` and ``ratio/square_mean`` give the effective sample size mean^2 / square_mean; ``kl/k1`` and
+    ``kl/k3`` estimate KL(behaviour || current) from behaviour samples (http://joschu.net/blog/kl-approx.html);
+    ``m2/before`` is the mean squared log-ratio of trust-region tokens, ``m2/after`` that of those that are kept. By the
+    sign of the advantage: the mean ratio (mu-GRPO, Fig. 3) and ``positive_share/tokens`` (BAPO, Fig. 4); losses of
+    tokens with the same sign have the same sign, so `summarise` computes the share of their magnitudes from
+    ``token_loss``, the mean loss, and its part from A > 0. ``dampen/token`` and ``dampen/prefix``: share of tokens with
+    an effective ratio rho_t, or m_t rho_t, below a threshold, after good prefixes (m_t >= .8) and after bad ones
+    (Prefix-Ratio GRPO, Table 2).
     """
-    above, below = batch.loss_mask & (batch.advantages > 0), batch.loss_mask & (batch.advantages < 0)
-    of_all = {
-        "positive_share/tokens": above,
-        "token_loss": loss,
-        "token_loss/positive": torch.where(above, loss, 0),
+    tokens, good_prefix = s["tokens"], s["tokens"] - s["bad_prefix"]
+    metrics = {
+        "ratio/mean": (s["ratio"], tokens),
+        "ratio/square_mean": (s["ratio_square"], tokens),
+        "chi2": (s["chi2"], tokens),
+        "kl/k1": (-s["log_ratio"], tokens),
+        "kl/k3": (s["k3"], tokens),
+        "m2/all": (s["square"], tokens),
+        "m2/before": (s["trust_square"], s["trust"]),
+        "m2/after": (s["trust_kept_square"], s["trust_kept"]),
+        "log_ratio_clamp_fraction": (s["clamped"], tokens),
+        "ratio/mean/positive": (s["ratio_positive"], s["positive"]),
+        "ratio/mean/negative": (s["ratio_negative"], s["negative"]),
+        "positive_share/tokens": (s["positive"], tokens),
+        "token_loss": (s["loss"], tokens),
+        "token_loss/positive": (s["loss_positive"], tokens),
     }
-    return {
-        "ratio/mean/positive": mean_metric(ratio, above),
-        "ratio/mean/negative": mean_metric(ratio, below),
-        **mean_metrics(of_all, batch.loss_mask),
-    }
+    for flag, name in flags.items():
+        metrics[name] = (s[flag], tokens)
+        metrics[f"{name}/positive"] = (s[f"{flag}_positive"], s["positive"])
+        metrics[f"{name}/negative"] = (s[f"{flag}_negative"], s["negative"])
+    for kind in ("token", "prefix"):
+        dampened, bad = s[f"dampened_{kind}"], s[f"dampened_{kind}_bad"]
+        metrics[f"dampen/{kind}/good_prefix"] = (dampened - bad, good_prefix)
+        metrics[f"dampen/{kind}/bad_prefix"] = (bad, s["bad_prefix"])
+    return metrics
 
 
 def response_metrics(batch: TokenBatch) -> dict[str, Metric]:
@@ -84,21 +92,4 @@ def response_metrics(batch: TokenBatch) -> dict[str, Metric]:
     return {
         "response_ratio/mean": mean_metric(sums.exp(), trains),
         "response_ratio/square_mean": mean_metric((2 * sums).exp(), trains),
-    }
-
-
-def dampen_metrics(
-    ratio: torch.Tensor, prefix: torch.Tensor, batch: TokenBatch, name: str, dampened_below: float
-) -> dict[str, Metric]:
-    """How selectively an effective ratio dampens tokens after an unlikely prefix (Prefix-Ratio GRPO, Table 2).
-
-    Two metrics: the share of tokens with an effective ratio ``ratio`` [T] below ``dampened_below``, after good prefixes
-    (m_t >= .8) and after bad ones. prefix: log m_t [T]. Selectivity, which `summarise` adds, is the share after bad
-    prefixes divided by that after good ones.
-    """
-    dampened = (ratio.detach() < dampened_below).double()
-    bad = prefix < math.log(BAD_PREFIX)
-    return {
-        f"{name}/good_prefix": mean_metric(dampened, batch.loss_mask & ~bad),
-        f"{name}/bad_prefix": mean_metric(dampened, batch.loss_mask & bad),
     }

@@ -2,27 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
-from megarl.kernels.constants import LAST_PLACE, NEVER
+from megarl.kernels.constants import BAD_PREFIX, LAST_PLACE, NEVER
 from megarl.kernels.token_pass import Rule
 from megarl.kernels.token_pass.language import Outcome, RuleFunction, Sequence, Token
 from megarl.kernels.tokens import tie_places
 from megarl.objectives.parts.histograms import histogram
-from megarl.objectives.parts.metrics import (
-    Metric,
-    dampen_metrics,
-    fraction_metrics,
-    loss_metric,
-    mean_metric,
-    mean_metrics,
-    sign_metrics,
-)
+from megarl.objectives.parts.metrics import Metric, fraction_metrics, loss_metric, mean_metric, token_metrics
 from megarl.objectives.parts.prefix_min import prefix_min_log_ratio
 from megarl.objectives.parts.ratios import log_ratio, sequence_log_ratio
 from megarl.objectives.parts.sequences import sequence_min
@@ -32,12 +25,23 @@ from megarl.objectives.parts.sequences import sequence_min
 class Terms:
     """loss [T] float32, not reduced, exactly 0 where ``loss_mask`` is False; kept [T] bool, tokens whose policy
     gradient survives mask, veto and clip; metrics {name: (sum, count)} and histograms {name: counts [BINS] int64} of
-    the log-ratio (``ratio``) and of log m_t (``prefix_min``), which add over ranks and micro-batches."""
+    the log-ratio (``ratio``) and of log m_t (``prefix_min``), which add over ranks and micro-batches; flags {name: [T]
+    bool}, see `flagged`, empty after the fused token pass."""
 
     loss: torch.Tensor
     kept: torch.Tensor
     metrics: dict[str, Metric]
     histograms: dict[str, torch.Tensor]
+    flags: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    def flagged(self, name: str, where: torch.Tensor, batch: TokenBatch) -> Terms:
+        """The same with the metrics of the tokens for which ``where`` [T] is True.
+
+        A name that ends with ``_fraction`` says why tokens are muted, such as ``veto_fraction``: the report, sweeps,
+        what-if and ``megarl samples`` show every such metric.
+        """
+        metrics = self.metrics | fraction_metrics(name, where, batch)
+        return replace(self, metrics=metrics, flags=self.flags | {name: where})
 
 
 def require(batch: TokenBatch, name: str, who: str) -> torch.Tensor:
@@ -68,47 +72,67 @@ def make_terms(
     metrics: dict[str, Metric],  # the objective's own
     log_m: torch.Tensor | None = None,  # [T], see `prefix_min_log_ratio`; None: computed
 ) -> Terms:
-    """Mask the loss and add the metrics that every objective has.
+    """Mask the loss and add the metrics that every objective has, see `token_metrics`.
 
-    ``ratio/mean`` and ``ratio/square_mean`` give the effective sample size mean^2 / square_mean; ``kl/k1`` and
-    ``kl/k3`` estimate KL(behaviour || current) from behaviour samples (http://joschu.net/blog/kl-approx.html);
-    ``m2/before`` is the mean squared log-ratio of trust-region tokens, ``m2/after`` that of those that are kept;
-    ``dampen/token`` and ``dampen/prefix`` are the dampen rates of rho_t and of m_t rho_t (Prefix-Ratio GRPO, Table 2).
-    `sign_metrics` adds metrics by the sign of the advantage. ValueError unless ``loss`` and ``kept`` have a number for
-    each token: a mean or sum would be broadcast.
+    ValueError unless ``loss`` and ``kept`` have a number for each token: a mean or sum would be broadcast.
     """
     mask = batch.loss_mask
     if not loss.shape == kept.shape == mask.shape:
         given = f"loss {list(loss.shape)} and kept {list(kept.shape)}"
         raise ValueError(f"make_terms got {given}, expected {list(mask.shape)}, a number for each token")
     loss, kept = torch.where(mask, loss, 0), kept & mask
-    l = log_ratio.detach().double()
-    ratio, square = l.exp(), l.square()
-    trust = mask & (((batch.advantages > 0) & (l > 0)) | ((batch.advantages < 0) & (l < 0)))
     prefix = prefix_min_log_ratio(log_ratio, batch) if log_m is None else log_m
-    of_all = {
-        "ratio/mean": ratio,
-        "ratio/square_mean": ratio.square(),
-        "chi2": (ratio - 1).square(),
-        "kl/k1": -l,
-        "kl/k3": ratio - 1 - l,
-        "m2/all": square,
-        "log_ratio_clamp_fraction": clamped,
-    }
+    sums = _sums(batch, loss, kept, log_ratio, clamped, prefix, settings.dampened_below)
+    common = token_metrics(sums, {"kept": "kept_fraction"})
+    common["loss"] = loss_metric(loss, batch, settings.aggregation)
     if batch.entropy is not None:
-        of_all["entropy"] = batch.entropy
-    common = {
-        "loss": loss_metric(loss, batch, settings.aggregation),
-        **mean_metrics(of_all, mask),
-        "m2/before": mean_metric(square, trust),
-        "m2/after": mean_metric(square, trust & kept),
-        **fraction_metrics("kept_fraction", kept, batch),
-        **dampen_metrics(log_ratio.exp(), prefix, batch, "dampen/token", settings.dampened_below),
-        **dampen_metrics((prefix + log_ratio).exp(), prefix, batch, "dampen/prefix", settings.dampened_below),
-        **sign_metrics(ratio, loss.detach(), batch),
-    }
+        common["entropy"] = mean_metric(batch.entropy, mask)
     histograms = {"ratio": histogram(log_ratio, mask), "prefix_min": histogram(prefix, mask)}
     return Terms(loss, kept, common | metrics, histograms)
+
+
+def _sums(
+    batch: TokenBatch,
+    loss: torch.Tensor,
+    kept: torch.Tensor,
+    log_ratio: torch.Tensor,
+    clamped: torch.Tensor,
+    prefix: torch.Tensor,  # log m_t [T]
+    dampened_below: float,
+) -> dict[str, torch.Tensor]:
+    """What `token_metrics` takes: sums over the trained tokens, with few kernel launches for all of them together."""
+    l, above, below = log_ratio.detach().double(), batch.advantages > 0, batch.advantages < 0
+    ratio, square = l.exp(), l.square()
+    trust, bad = (above & (l > 0)) | (below & (l < 0)), prefix < math.log(BAD_PREFIX)
+    dampened = {"token": log_ratio.exp() < dampened_below, "prefix": (prefix + log_ratio).exp() < dampened_below}
+    values = {
+        "tokens": torch.ones_like(kept),
+        "positive": above,
+        "negative": below,
+        "ratio": ratio,
+        "ratio_square": ratio.square(),
+        "chi2": (ratio - 1).square(),
+        "log_ratio": l,
+        "k3": ratio - 1 - l,
+        "square": square,
+        "trust": trust,
+        "trust_square": torch.where(trust, square, 0),
+        "trust_kept": trust & kept,
+        "trust_kept_square": torch.where(trust & kept, square, 0),
+        "clamped": clamped,
+        "kept": kept,
+        "kept_positive": kept & above,
+        "kept_negative": kept & below,
+        "bad_prefix": bad,
+        **{f"dampened_{kind}": flag for kind, flag in dampened.items()},
+        **{f"dampened_{kind}_bad": flag & bad for kind, flag in dampened.items()},
+        "ratio_positive": torch.where(above, ratio, 0),
+        "ratio_negative": torch.where(below, ratio, 0),
+        "loss": loss,
+        "loss_positive": torch.where(above, loss, 0),
+    }
+    stacked = torch.stack([value.detach().double() for value in values.values()])
+    return dict(zip(values, torch.where(batch.loss_mask, stacked, 0).sum(1), strict=True))
 
 
 def tokens_of(batch: TokenBatch) -> tuple[Token, torch.Tensor]:
@@ -130,11 +154,11 @@ def sequences_of(rule: Rule, t: Token, batch: TokenBatch) -> Sequence:
     if quantity in ("mean", "sum"):
         return Sequence(sequence_log_ratio(t.log_ratio, batch, mean=quantity == "mean"), None)
     if quantity == "trigger":
-        fires = batch.loss_mask & (t.advantage < 0) & (t.ratio < rule.parameters[2])
+        fires = batch.loss_mask & (t.advantage < 0) & (t.ratio < rule.parameters[-1])
         index = torch.where(fires, t.index, NEVER)
         return Sequence(None, sequence_min(index, NEVER, batch.cu_seqlens, batch.shard)[ids])
     if quantity == "ties":
-        return Sequence(None, (LAST_PLACE - rule.parameters[1] - tie_places(replace(batch, shard=None)))[ids])
+        return Sequence(None, (LAST_PLACE - rule.parameters[-1] - tie_places(replace(batch, shard=None)))[ids])
     return Sequence(None, None)
 
 
@@ -178,8 +202,8 @@ def outcome_terms(
 ) -> Terms:
     """`Terms` of an outcome. The gradient of the loss with respect to the log-probs is its coefficient."""
     loss = _Loss.apply(batch.logprobs, o.value, o.coefficient, batch.loss_mask)
-    metrics: dict[str, Metric] = {}
+    terms = make_terms(settings, batch, loss, o.kept, t.log_ratio, t.clamped, {}, log_m)
     for name, flag in ((first, o.first), (second, o.second)):
         if name is not None:
-            metrics |= fraction_metrics(name, flag, batch)
-    return make_terms(settings, batch, loss, o.kept, t.log_ratio, t.clamped, metrics, log_m)
+            terms = terms.flagged(name, flag, batch)
+    return terms

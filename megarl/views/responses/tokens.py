@@ -7,7 +7,7 @@ optimizer batch, the batch in which the response is trained is scored as a whole
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from megarl.advantages import group_advantages, zero_variance
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
-from megarl.objectives import Objective, WithOptions, build_objective, frozen_logprobs
+from megarl.objectives import Objective, Terms, build_objective, frozen_logprobs
 from megarl.recipe.load import override_recipe, recipe_diff
 from megarl.recipe.names import GROUP_ADVANTAGES
 from megarl.recipe.tables import ObjectiveTable, Recipe
@@ -46,16 +46,6 @@ class Tokens:
     def ratios(self) -> np.ndarray:
         """Probability by the policy over that at rollout, float64."""
         return np.exp(self.logprobs.astype(np.float64) - self.rollout_logprobs)
-
-
-@dataclass(frozen=True)
-class _NotingBatch(TokenBatch):
-    """A batch that records which tokens objectives clip, veto or mask."""
-
-    noted: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def note(self, name: str, where: torch.Tensor) -> None:
-        self.noted[name.removesuffix("_fraction")] = where & self.loss_mask
 
 
 def with_objective(recipe: Recipe, overrides: list[str]) -> Recipe:
@@ -120,7 +110,7 @@ def _batch_of(stage: Stage, store: RolloutStore, prompt: int) -> tuple[int, ...]
 class _Scorer:
     """Scores responses of a stage with the policy, and with the other policies that the objective needs."""
 
-    def __init__(self, stage: Stage, policy: Path, objective: Objective | WithOptions) -> None:
+    def __init__(self, stage: Stage, policy: Path, objective: Objective) -> None:
         self._temperature = stage.rollout.temperature
         self._models = {"logprobs": load_model(policy)}
         wanted = frozen_logprobs(objective, stage.run.recipe.schedule.sync_every)
@@ -144,7 +134,7 @@ def _judge(
     groups: list[Group],
     places: set[tuple[int, int]] | None,
     scorer: _Scorer,
-    objective: Objective | WithOptions,
+    objective: Objective,
     table: ObjectiveTable,
 ) -> dict[tuple[int, int], Tokens]:
     """{(prompt, sample): Tokens} of the responses at ``places``, or of all responses of ``groups``.
@@ -167,7 +157,7 @@ def _judge(
     fields: dict[str, Any] = {
         name: torch.from_numpy(np.concatenate([own for own, _ in found])) for name, found in scores.items()
     }
-    batch = _NotingBatch(
+    batch = TokenBatch(
         **fields,
         rollout_logprobs=torch.from_numpy(
             np.concatenate([groups[row].responses[sample].rollout_logprobs for row, sample in pairs])
@@ -178,10 +168,10 @@ def _judge(
         cu_seqlens=torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32),
         sequence_index=torch.arange(len(pairs)),
     )
-    kept = objective(batch).kept
+    terms = objective(batch)
     causes = [
-        "+".join(names) or ("" if trained else "zero variance" if own else "not sampled")
-        for names, trained, own in zip(_names(batch), batch.loss_mask.tolist(), sampled.tolist(), strict=True)
+        ("+".join(names) if trained else "zero variance" if own else "not sampled")
+        for names, trained, own in zip(_names(terms), batch.loss_mask.tolist(), sampled.tolist(), strict=True)
     ]
     ends = batch.cu_seqlens.tolist()
     return {
@@ -190,14 +180,14 @@ def _judge(
             groups[row].responses[sample].rollout_logprobs,
             own,
             entropy,
-            kept[start:end].numpy(),
+            terms.kept[start:end].numpy(),
             causes[start:end],
         )
         for (row, sample), (own, entropy), start, end in zip(pairs, scores["logprobs"], ends, ends[1:], strict=False)
     }
 
 
-def _names(batch: _NotingBatch) -> list[list[str]]:
-    """The names that were noted for each token, except "kept"."""
-    noted = {name: where.tolist() for name, where in batch.noted.items() if name != "kept"}
-    return [[name for name, where in noted.items() if where[t]] for t in range(batch.loss_mask.numel())]
+def _names(terms: Terms) -> list[list[str]]:
+    """The causes that flag each token."""
+    flags = {name.removesuffix("_fraction"): where.tolist() for name, where in terms.flags.items()}
+    return [[name for name, where in flags.items() if where[t]] for t in range(terms.kept.numel())]

@@ -5,22 +5,18 @@ import os
 import shutil
 
 import pytest
-from safetensors.torch import load_file, save_file
 
 from megarl.commands.stages.pack import MANIFEST, Manifest, pack
 from megarl.commands.stages.unpack import unpack
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import UserError
-from megarl.recipe.load import load_recipe
-from megarl.storage.policies import INDEX_FILE, check_policy, weight_files
+from megarl.storage.policies import INDEX_FILE, weight_files
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
-from tests.actor.conftest import make_hf_model
 from tests.commands.stages.hostile import ATTACKS, other_bytes, with_recipe
 from tests.commands.stages.made_up import fill, make_run, sha
 from tests.helpers import megarl, read_lines
-from tests.storage.quantised import quantise
 
 LICENCE = "cc-by-4.0"
 
@@ -112,27 +108,6 @@ def test_packed_recipe_and_card_contain_no_paths_of_this_machine(packed, run):
     assert card.startswith("---\nlicense: cc-by-4.0\n")
     assert manifest.weights_hash in card
     assert list(manifest.prompts) == [f"{sha(run.root.parent / 'my prompts.jsonl')[:12]}_my_prompts.jsonl"]
-
-
-def test_quantised_weights_are_converted_as_in_a_run(recipe, tmp_path):
-    """Of a published gpt-oss (MXFP4 experts). Weights that are converted already are accepted too; others are not."""
-    model = shutil.copytree(load_recipe(recipe).model.path, tmp_path / "model")
-    make_hf_model("gpt_oss", vocab_size=29, hidden_size=64, intermediate_size=64).save_pretrained(model)
-    quantise(model, files=2)
-    run = make_run(recipe, tmp_path / "run", f"model.path={model}")
-    pack(run.root, 0, tmp_path / "packed", LICENCE, weights=False, prompts=True)
-    for source in (model, run.base):
-        unpack(tmp_path / "packed", tmp_path / f"of_{source.name}", source, [])
-        policy = tmp_path / f"of_{source.name}/stages/000/policy"
-        check_policy(policy)
-        assert [sha(file) for file in weight_files(policy)] == [sha(file) for file in weight_files(run.base)]
-    file = weight_files(model)[-1]
-    tensors = load_file(file)
-    next(tensor for name, tensor in tensors.items() if name.endswith("_blocks")).view(-1)[-1] ^= 1
-    save_file(tensors, file, metadata={"format": "pt"})
-    with pytest.raises(UserError, match="other weights"):
-        unpack(tmp_path / "packed", tmp_path / "b", model, [])
-    assert not (tmp_path / "b").exists()
 
 
 def test_a_stage_without_weights_can_be_read_but_not_optimized(packed, tmp_path):
