@@ -156,8 +156,7 @@ def gpqa(row: Row) -> Row:
 
 
 def arc(row: Row) -> Row:
-    """https://huggingface.co/datasets/allenai/ai2_arc: of the labels 1 to 5, which some questions have, letters are
-    made, as lm-evaluation-harness does, so that an answer is no number."""
+    """https://huggingface.co/datasets/allenai/ai2_arc, with letters for the labels 1 to 5 that some questions have."""
     labels = _list(row["choices"]["label"])
     if labels.count(row["answerKey"]) != 1:
         raise ValueError(f"answerKey {row['answerKey']!r} is not one of {labels}")

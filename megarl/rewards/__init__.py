@@ -156,15 +156,15 @@ class Comparing:
         self._accepts = accepts
 
     def score(self, prompt: Prompt, response: str) -> float:
-        return float(any(self._is_right(response, right) for right in right_answers(prompt)))
-
-    def _is_right(self, response: str, right: str) -> bool:
-        try:
-            return self._accepts(response, right)
-        except MemoryError:
-            raise
-        except Exception:  # SymPy raises many kinds on text that it cannot parse or compare: the response is wrong
-            return False
+        for right in right_answers(prompt):
+            try:
+                if self._accepts(response, right):
+                    return 1.0
+            except MemoryError:
+                raise
+            except Exception:  # SymPy raises many kinds on text that it cannot parse or compare: the response is wrong
+                continue
+        return 0.0
 
 
 def comparing(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from megarl.rewards import comparing
+import functools
+
+from megarl.rewards import Comparing, comparing
 
 
 def accepts(response: str, right: str) -> bool:
@@ -11,3 +13,4 @@ def accepts(response: str, right: str) -> bool:
 
 
 check, build = comparing(accepts)
+Exact = functools.partial(Comparing, accepts)  # the verifier itself, for programs that score without a recipe

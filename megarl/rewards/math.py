@@ -103,8 +103,7 @@ LABEL = (
 )
 CHOSEN = re.compile(rf"(?i:\banswer(?! [a-j]\b)|\b(?:option|choice)\W+is\b)(?:[\s*_:=]|\bis\b)*+{LABEL}")
 ALONE = re.compile(rf"\A{LABEL}\W*\Z")
-# grids of digits: what `arc_agi` has as an answer, and in a response rows of numbers or JSON
-GRID = re.compile(r"\d(?:[ \n]+\d)+")
+# grids in a response, which are rows of numbers or JSON
 ROWS = re.compile(r"(?:^\d+(?: \d+)*\n)+", re.MULTILINE)
 JSON_GRID = re.compile(r"\[\s*\[[\d\s,]*\](?:\s*,\s*\[[\d\s,]*\])*\s*\]")
 # a number at the end with its base, such as 101_2 or 1A_{16}, whose base math-verify drops
@@ -214,11 +213,10 @@ def repeating(whole: str, fixed: str, *repeats: str) -> str:
 
 
 def same_text(response: str, answer: str | None, rights: tuple[str, ...]) -> bool | None:
-    """Whether a response has a right answer that is no mathematics: grids of digits, the label of a choice, or a word
-    such as YES, in any case; None if that is not what it has or what is right. math-verify would read words as products
-    of letters, so that listen were silent."""
+    """Whether a response has a right answer that is no mathematics: grids of digits, a choice's label, or a word in
+    any case; None if it is none of these. math-verify would read words as products of letters: listen were silent."""
     text, rights = response if answer is None else answer, tuple(right.strip() for right in rights)
-    if tasks := [grids(right) for right in rights if GRID.fullmatch(right)]:
+    if tasks := [grids(right) for right in rights if PLAIN.fullmatch(right) and right.split()[1:]]:
         return any(grids(text)[-len(right) :] == right for right in tasks)
     if labels := [label[1] for right in rights if (label := ALONE.fullmatch(right)) and label[1].isupper()]:
         found = chosen(response) if answer is None else "".join(re.findall(rf"\A{LABEL}", answer))

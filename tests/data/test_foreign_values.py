@@ -13,7 +13,7 @@ from megarl.data.prompts import Prompt
 from megarl.data.templates import Renderer
 from megarl.errors import UserError
 from megarl.recipe.data_table import SourceTable
-from megarl.rewards import exact
+from megarl.rewards.exact import Exact
 from tests.data.test_templates import CHAT, assistant, bpe, system, table, user
 
 # chat templates of public models treat contents and roles in these ways
@@ -86,7 +86,7 @@ def test_a_number_is_an_answer_digit_by_digit_or_refused(tmp_path, written, answ
 
 def test_a_number_without_a_fraction_is_right_as_a_whole_number(tmp_path):
     (item,) = read(tmp_path, [{"prompt": "p", "answer": 42.0}])
-    assert exact.build(None, None).score(Prompt(0, "p", (1,), item["answer"], item), " 42\n") == 1.0
+    assert Exact().score(Prompt(0, "p", (1,), item["answer"], item), " 42\n") == 1.0
 
 
 @pytest.mark.parametrize(
