@@ -35,7 +35,7 @@ from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.samples import to_samples
 from megarl.recipe.load import load_recipe
 from megarl.recipe.tables import Recipe
-from megarl.rewards import is_scored, reward
+from megarl.rewards import is_scored
 from megarl.rewards.parts import build_verifier
 from megarl.storage.metrics import NOTHING, MetricsWriter
 from megarl.storage.metrics.summary import summary
@@ -90,7 +90,7 @@ class PlainLoop:
         texts = self.worker.tokenizer.batch_decode(tokens, skip_special_tokens=True)
         finish = ["stop" if stopped else "length" for stopped in (tokens == stop).any(1).tolist()]
         rewards = [
-            reward(self.verifier.score(prompts[i // samples], text), recipe.reward)
+            float(self.verifier.score(prompts[i // samples], text) >= recipe.reward.correct_above)
             if is_scored(finish[i], recipe.reward)
             else 0.0
             for i, text in enumerate(texts)

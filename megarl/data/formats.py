@@ -1,8 +1,7 @@
 """Converts rows of public data sets, as they are published, to ``prompt``, ``answer`` and what verifiers need.
 
 Prompts are bare questions, and ``data.prompt_template`` adds how to answer them; only those of DAPO-Math-17k say it
-themselves. The columns are taken from the data sets'
-cards, or from public programs that read them.
+themselves. The columns are taken from the data sets' cards, or from public programs that read them.
 """
 
 from __future__ import annotations
@@ -22,9 +21,8 @@ from megarl.data.values import check_exact, parse, prompt_of
 Row = dict[str, Any]
 LARGEST_TESTS = 1 << 30  # most bytes of a row's compressed tests after decompression
 LETTERS = "ABCDEFGHIJ"
-SKYWORK_AFTER = (
-    " Let's think step by step and output the final answer within \\boxed{}."  # in or1_data/eval/aime24.parquet
-)
+# in or1_data/eval/aime24.parquet
+SKYWORK_AFTER = " Let's think step by step and output the final answer within \\boxed{}."
 # a replacement of the part of numpy that EvalPlus' tests use, since the sandbox has no numpy; it makes no arrays
 NUMPY = """class np:
     class ndarray: pass
@@ -94,7 +92,8 @@ def math(row: Row) -> Row:
     """
     answer = row.get("answer")
     answer = last_box(row["solution"]) if answer in (None, "") else answer
-    return {"prompt": row["problem"], "answer": answer, "level": row.get("level"), "subject": _subject(row)}
+    subject = row.get("subject") or row.get("type")
+    return {"prompt": row["problem"], "answer": answer, "level": row.get("level"), "subject": subject}
 
 
 def gsm8k(row: Row) -> Row:
@@ -157,11 +156,12 @@ def gpqa(row: Row) -> Row:
 
 
 def arc(row: Row) -> Row:
-    """https://huggingface.co/datasets/allenai/ai2_arc"""
-    labels, choices = _list(row["choices"]["label"]), _list(row["choices"]["text"])
+    """https://huggingface.co/datasets/allenai/ai2_arc, with letters for the labels 1 to 5 that some questions have."""
+    labels = _list(row["choices"]["label"])
     if labels.count(row["answerKey"]) != 1:
         raise ValueError(f"answerKey {row['answerKey']!r} is not one of {labels}")
-    return {"prompt": _choices(row["question"], labels, choices), "answer": row["answerKey"]}
+    prompt = _choices(row["question"], LETTERS[: len(labels)], _list(row["choices"]["text"]))
+    return {"prompt": prompt, "answer": LETTERS[labels.index(row["answerKey"])]}
 
 
 def arc_agi(row: Row) -> Row:
@@ -237,11 +237,7 @@ def _grid(rows: list[list[int]]) -> str:
     return "\n".join(" ".join(map(str, row)) for row in rows)
 
 
-def _subject(row: Row) -> Any:
-    return row.get("subject") or row.get("type")
-
-
-def _choices(question: str, labels: Any, choices: list[str]) -> str:
+def _choices(question: str, labels: str, choices: list[str]) -> str:
     return "\n".join([question, "", *(label + ". " + choice for label, choice in zip(labels, choices, strict=True))])
 
 

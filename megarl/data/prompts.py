@@ -250,16 +250,8 @@ def _training_rows(
     return kept
 
 
-@dataclass(frozen=True)
-class _Opened:
-    """The last result of `open_prompts`, and the state of recipe and files that it belongs to."""
-
-    key: object
-    tokenizer: PreTrainedTokenizerBase
-    prompts: PromptSource
-
-
-_last_opened: _Opened | None = None
+# the last result of `open_prompts`, after the state of recipe and files that it belongs to
+_last_opened: tuple[object, PreTrainedTokenizerBase, PromptSource] | None = None
 
 
 def open_prompts(recipe: Recipe, tokenizer_dir: Path) -> tuple[PreTrainedTokenizerBase, PromptSource]:
@@ -269,10 +261,10 @@ def open_prompts(recipe: Recipe, tokenizer_dir: Path) -> tuple[PreTrainedTokeniz
     """
     global _last_opened
     key = recipe.model_dump_json(), _tokenizer_content(tokenizer_dir), _prompt_file_states(recipe)
-    if _last_opened is None or _last_opened.key != key:
+    if _last_opened is None or _last_opened[0] != key:
         tokenizer = load_tokenizer(tokenizer_dir)
-        _last_opened = _Opened(key, tokenizer, build_prompts(recipe, tokenizer))
-    return _last_opened.tokenizer, _last_opened.prompts
+        _last_opened = key, tokenizer, build_prompts(recipe, tokenizer)
+    return _last_opened[1:]
 
 
 def banned_prompts(recipe: Recipe, tokenizer_dir: Path) -> frozenset[tuple[int, ...]]:

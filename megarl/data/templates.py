@@ -112,7 +112,7 @@ class Renderer:
     def render(self, item: Item, where: str) -> Rendered:
         """The prompt. If it is longer than `data.max_prompt_tokens`, it is truncated or `Overlong` is raised, as
         ``data.overlong`` says."""
-        rendered, limit = self._whole(item, where), self._table.max_prompt_tokens
+        rendered, limit = self.whole(item, where), self._table.max_prompt_tokens
         if not rendered.tokens:
             raise UserError(f"{where} has no tokens: {rendered.text!r}")
         if len(rendered.tokens) <= limit:
@@ -142,11 +142,8 @@ class Renderer:
             text = text.partition(_TURN)[2]
         return self._encode(text, {placeholder: token for token, placeholder in hidden.items()})
 
-    def whole(self, item: Item, where: str) -> tuple[int, ...]:
-        """The tokens of the whole prompt, before it is truncated."""
-        return self._whole(item, where).tokens
-
-    def _whole(self, item: Item, where: str) -> Rendered:
+    def whole(self, item: Item, where: str) -> Rendered:
+        """The prompt before it is truncated."""
         # only the columns that the template uses: others may hold megabytes of tests
         used = {name: value for name, value in item["metadata"].items() if name in self.shown}
         hidden = self._placeholders([item["question"], used])
@@ -160,7 +157,7 @@ class Renderer:
         limit = self._table.max_prompt_tokens
 
         def attempt(kept: int) -> Rendered:
-            return self._whole({**item, "question": _shortened(item["question"], kept)}, where)
+            return self.whole({**item, "question": _shortened(item["question"], kept)}, where)
 
         kept = bisect.bisect_right(range(len(whole.text)), limit, key=lambda n: len(attempt(n).tokens)) - 1
         while kept > 0:  # the search is not exact: a longer text may have fewer tokens than a shorter one

@@ -81,14 +81,6 @@ def is_scored(finish_reason: str, table: RewardTable) -> bool:
     return finish_reason == "stop" or not table.require_stop
 
 
-def reward(score: float, table: RewardTable) -> float:
-    """1.0 for a right response, whose score is at least ``table.correct_above``; else 0.0.
-
-    `megarl.rewards.parts.total` computes the full reward, with partial credit and parts.
-    """
-    return 1.0 if score >= table.correct_above else 0.0
-
-
 def read_score(found: Any, who: str, scores: tuple[float, float] | None = None) -> Score:
     """Check what a user's function or service returned: a number, or {"score": ..} with an optional "reward".
 
@@ -164,15 +156,15 @@ class Comparing:
         self._accepts = accepts
 
     def score(self, prompt: Prompt, response: str) -> float:
-        return float(any(self._is_right(response, right) for right in right_answers(prompt)))
-
-    def _is_right(self, response: str, right: str) -> bool:
-        try:
-            return self._accepts(response, right)
-        except MemoryError:
-            raise
-        except Exception:  # SymPy raises many kinds on text that it cannot parse or compare: the response is wrong
-            return False
+        for right in right_answers(prompt):
+            try:
+                if self._accepts(response, right):
+                    return 1.0
+            except MemoryError:
+                raise
+            except Exception:  # SymPy raises many kinds on text that it cannot parse or compare: the response is wrong
+                continue
+        return 0.0
 
 
 def comparing(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from megarl.data.boxes import BOX, last_box
 from megarl.rewards import dapo, prime_math, qwen_math
-from megarl.rewards.math import bare
+from megarl.rewards.math import CHOSEN, bare
 
 LONGEST = 1000  # characters after which an answer is cut
 BOXES = 8  # the last boxes of a response, among which the last complete one is its answer
@@ -20,11 +20,11 @@ DRESSING = re.compile(r"[\s$]|\\text")
 
 
 def in_box(response: str) -> str:
-    """The answer in the last box of a response, else its last number."""
+    """The answer in the last box of a response, else the label of the choice that it names, else its last number."""
     boxes = [match.start() for match in BOX.finditer(response)][-BOXES:]
     boxed = last_box(response[boxes[0] :]) if boxes else None
     if boxed is None:
-        boxed = (NUMBER.findall(response[-LONGEST:]) or [""])[-1]
+        boxed = (CHOSEN.findall(response) or NUMBER.findall(response[-LONGEST:]) or [""])[-1]
     return DRESSING.sub("", bare(boxed[:LONGEST]))
 
 

@@ -25,7 +25,7 @@ from megarl.recipe.tables import Recipe, RewardTable
 from megarl.rewards import TAGGED, NoAnswer, Verifier, check_rows, right_answers
 
 Rules = tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
-NUMBER = re.compile(r"-?\d+(\.\d+)?")
+PLAIN = re.compile(r"-?\d+(\.\d+)?|\d([ \n]+\d)*")  # a number, or grids of digits
 DOLLAR = re.compile(r"(?<!\\)\$")  # delimits a formula, whereas \$ is a dollar sign
 SCIENTIFIC = re.compile(r"(?<![\w.])(?:\d+\.?\d*|\.\d+)[eE][+-]?\d{1,3}(?![\w.]*\w)")
 SPACING = re.compile(
@@ -72,8 +72,7 @@ HARMLESS: Rules = (
     (re.compile(r",\s*\\[,;: ]"), ", "),
     (re.compile(r"(?<=\d)\^\s*\{?\\(?:text|mathrm|textrm)\s*\{\s*(?:st|nd|rd|th)\s*\}\}?"), ""),
     (re.compile(r"\\(?:mathrm|text|operatorname)\s*\{\s*([ei])\s*\}"), r" \1"),
-    (re.compile(r"\\lbrace(?![a-zA-Z])"), r"\\{"),
-    (re.compile(r"\\rbrace(?![a-zA-Z])"), r"\\}"),
+    (re.compile(r"\\([lr])brace(?![a-zA-Z])"), lambda found: r"\{" if found[1] == "l" else r"\}"),
     (re.compile(r"(?<=\d) +(?=i(?!\.?[a-zA-Z]))"), ""),
     (re.compile(r"(?<![\w^}])(?:\\text)?\{\s*([+-])\s*\}"), r"\1"),
     *(
@@ -88,12 +87,25 @@ HARMLESS: Rules = (
     (re.compile(r"(?<=\d)\^\s*\{?\\(?:text|mathrm)\s*\{\s*o\s*\}\}?|(?<=\d)\^\s*\{\s*o\s*\}"), "\u00b0"),
     (re.compile(r"(?:\^\s*)?(?:\u00b0(?:\s*[CF]\b)?|\\degree\b)"), r"^\\circ "),
     (re.compile(r"\\[lcd]?dots[bcimo]?(?![a-zA-Z])"), r"\\varpi "),
+    (re.compile(r"\[\s*\[\s*(\d)\s*\]\s*\]"), r"\1"),  # a grid of one cell
     (MIXED, lambda found: f"{int(found[1]) * int(found[3]) + int(found[2])}/{found[3]}"),
     (REPEATING, lambda found: repeating(*found.groups(""))),
 )
 # names without their backslash, in an answer that is a formula as a whole
 NAMES = re.compile(r"(?<![a-zA-Z\\])(pi(?![a-zA-Z])|(?:sqrt|exp|sin|cos|tan|ln|log)(?=\())")
 WORD = re.compile(r"(?:\\(?:text|mathrm|textbf)\s*\{)?\s*([A-Za-z]{4,}|yes|no|odd)\.?\s*\}?\s*\.?", re.IGNORECASE)
+# the label of a choice, as (C) or C) 5 m, but not of several choices and no variable; what announces one in a sentence
+LABEL = (
+    r"(?:[\s$*_`\"'(\[{<]|\\[(\[]|\\(?:text|mathrm|mathbf|textbf|boxed)\b|(?i:option|choice)\b)*+([A-J]|[a-j](?=\W*\Z))"
+    r"(?![^\W_]|_\w|-|'\w|\s*[=^+]|\s[<>]\s|\s+[A-Z]\b|\s*\\(?!text|quad|\W))"  # AB, A_1, A = 2, A < B, A \cap B
+    r"(?![\s)\]}*$]*(?:[,/&]|and\b|or\b)\W*(?:[B-HJ]|[AI](?! [a-z]))\b)"  # A, C
+    r"(?!(?<=[AI])\s+(?!because|since|as\b|for\b|due\b|is\b)[a-z])"  # A car, I think
+)
+CHOSEN = re.compile(rf"(?i:\banswer(?! [a-j]\b)|\b(?:option|choice)\W+is\b)(?:[\s*_:=]|\bis\b)*+{LABEL}")
+ALONE = re.compile(rf"\A{LABEL}\W*\Z")
+# grids in a response, which are rows of numbers or JSON
+ROWS = re.compile(r"(?:^\d+(?: \d+)*\n)+", re.MULTILINE)
+JSON_GRID = re.compile(r"\[\s*\[[\d\s,]*\](?:\s*,\s*\[[\d\s,]*\])*\s*\]")
 # a number at the end with its base, such as 101_2 or 1A_{16}, whose base math-verify drops
 BASED = re.compile(r"(?<![\w.,])(-?\d[\dA-F]*)_(?:\{\s*(\d+)\s*\}|(\d+))\W*\Z")
 SINGLETON = re.compile(r"(?:(?<=\$)|(?<=boxed\{))\[([^\[\],;$]+)\](?=[$}])")  # [42], which math-verify takes for 42
@@ -104,7 +116,7 @@ def check(recipe: Recipe) -> None:
     """Raise `UserError` if an answer in a prompt file cannot be parsed. Items of generators are checked when scored."""
     verifier = Math(recipe.reward)
     # plain numbers are most of the answers in most files; parsing them would take a millisecond each
-    check_rows(recipe, lambda prompt: NUMBER.fullmatch(prompt.answer.strip()) or verifier.gold(prompt))
+    check_rows(recipe, lambda prompt: PLAIN.fullmatch(prompt.answer.strip()) or verifier.gold(prompt))
 
 
 def build(table: RewardTable, prompts: PromptSource) -> Verifier:
@@ -122,7 +134,6 @@ class Math:
         self._parse_answer = functools.lru_cache(1024)(self._parse_uncached)
 
     def score(self, prompt: Prompt, response: str) -> float:
-        gold = self.gold(prompt)
         response = response.rpartition("</think>")[2] or response
         *_, text = [response, *TAGGED.findall(response)]
         answer = last_box(text)
@@ -130,8 +141,9 @@ class Math:
             return 0.0
         if answer is None:
             answer = text if text is not response else (MARKED.findall(text) or [None])[-1]
-        if (word := same_word(response if answer is None else answer, right_answers(prompt))) is not None:
-            return float(word)
+        if (verdict := same_text(response, answer, right_answers(prompt))) is not None:
+            return float(verdict)
+        gold = self.gold(prompt)
         try:
             found = self._parse(harmless(text)) if answer is None else self._parse_uncached(answer)
             if any(self._equal(right, value) for right in gold for value in found):
@@ -200,12 +212,32 @@ def repeating(whole: str, fixed: str, *repeats: str) -> str:
     return f"\\frac{{{value}}}{{{10 ** len(fixed) * (10 ** len(repeated) - 1)}}}"
 
 
-def same_word(answer: str, rights: tuple[str, ...]) -> bool | None:
-    """Whether an answer is a right word, such as YES, in any case; None unless both are words. math-verify would read
-    words as products of letters, so that listen were silent."""
-    found = WORD.fullmatch(answer.strip())
-    words = [word[1].lower() for right in rights if (word := WORD.fullmatch(right.strip()))]
-    return found[1].lower() in words if found and words else None
+def same_text(response: str, answer: str | None, rights: tuple[str, ...]) -> bool | None:
+    """Whether a response has a right answer that is no mathematics: grids of digits, a choice's label, or a word in
+    any case; None if it is none of these. math-verify would read words as products of letters: listen were silent."""
+    text, rights = response if answer is None else answer, tuple(right.strip() for right in rights)
+    if tasks := [grids(right) for right in rights if PLAIN.fullmatch(right) and right.split()[1:]]:
+        return any(grids(text)[-len(right) :] == right for right in tasks)
+    if labels := [label[1] for right in rights if (label := ALONE.fullmatch(right)) and label[1].isupper()]:
+        found = chosen(response) if answer is None else "".join(re.findall(rf"\A{LABEL}", answer))
+        return found.upper() in labels if found else None
+    word = WORD.fullmatch(text.strip())
+    words = [known[1].lower() for right in rights if (known := WORD.fullmatch(right))]
+    return word[1].lower() in words if word and words else None
+
+
+def chosen(response: str) -> str | None:
+    """The label that is the last line of a response, or that it calls its answer, or the only (C) of its last line."""
+    last = response.strip().rpartition("\n")[2]
+    only = re.findall(r"\(([A-J])\)", last)
+    return (ALONE.findall(last) or CHOSEN.findall(response) or (only if len(only) == 1 else [None]))[-1]
+
+
+def grids(text: str) -> list[str]:
+    """The grids in a text, a line for each row."""
+    text = JSON_GRID.sub(lambda json: "\n\n" + " ".join(json[0].split()).replace("]", "\n") + "\n", text)
+    lines = (" ".join(line.split()) for line in re.sub(r"[\[,|&]", " ", text).splitlines())
+    return [rows.strip() for rows in ROWS.findall("\n".join(lines) + "\n")]
 
 
 def equal_where_real(right: Any, value: Any) -> bool:

@@ -11,7 +11,7 @@ from megarl.data.boxes import last_box
 from megarl.data.prompts import Prompt, PromptSource
 from megarl.recipe.names import VERIFIERS
 from megarl.recipe.tables import Recipe, RewardPart, RewardTable
-from megarl.rewards import GroupVerifier, Score, Verifier, VerifierModule, reward
+from megarl.rewards import GroupVerifier, Score, Verifier, VerifierModule
 from megarl.rewards.python import Python, try_function
 
 
@@ -63,7 +63,7 @@ def total(score: Score, tokens: int, table: RewardTable, longest: int) -> tuple[
 
     tokens: the response's length; longest: ``rollout.max_response_tokens``.
     """
-    correct = reward(score.value, table)
+    correct = float(score.value >= table.correct_above)
     base = score.value if table.partial_credit else correct
     if score.reward is not None:
         base = score.reward

@@ -96,7 +96,7 @@ class Outcome:
 
 def python_command(*arguments: str) -> tuple[str, ...]:
     """The command that runs Python in the sandbox; it can import only the standard library."""
-    return (_python()[0], "-s", "-P", "-B", *arguments)
+    return (python_of()[0], "-s", "-P", "-B", *arguments)
 
 
 def run(program: Program, stdin: bytes = b"", limits: Limits = Limits()) -> Outcome:
@@ -281,12 +281,7 @@ def _sealed(content: bytes) -> Iterator[int]:
 
 
 @functools.cache
-def _python() -> tuple[str, dict[str, str], tuple[str, ...]]:
-    """`python_of` the Python that runs megarl."""
-    return python_of(Path(sys.base_prefix))
-
-
-def python_of(prefix: Path) -> tuple[str, dict[str, str], tuple[str, ...]]:
+def python_of(prefix: Path = Path(sys.base_prefix)) -> tuple[str, dict[str, str], tuple[str, ...]]:
     """For a Python installed at ``prefix``: its path inside, binds (outside -> inside), folders inside to hide."""
     version = f"python{sys.version_info.major}.{sys.version_info.minor}"
     if prefix == Path("/usr"):
@@ -309,7 +304,7 @@ def _tree() -> tuple[dict[str, str], dict[str, str]]:
 
 
 def _command(program: Program, limits: Limits, status: int, contents: list[int]) -> list[str]:
-    python, python_binds, hidden = _python()
+    python, python_binds, hidden = python_of()
     environment = dict(ENVIRONMENT)
     if python == PYTHON:
         environment |= {"PYTHONHOME": "/python", "LD_LIBRARY_PATH": "/python/lib"}

@@ -17,7 +17,6 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
@@ -209,24 +208,21 @@ def check(recipe: Recipe) -> None:
             "attempts or seconds, or raise stall_seconds"
         )
     if table.prompt is not None:
-        _check_question(table.prompt)
+        try:
+            text = table.prompt.read_text("utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"[reward.service] prompt: {table.prompt} cannot be read: {error}") from None
+        if "{response}" not in text:
+            raise UserError(
+                f"[reward.service] prompt: {table.prompt} does not contain {{response}}, so the judge would not see "
+                "the response"
+            )
     try:
         models = Service(table).models()
     except OSError as error:
         raise UserError(f"[reward.service] nothing answers at {table.url}: {_reason(error)}") from None
     if recipe.reward.kind == "judge" and models is not None and table.model not in models:
         raise UserError(f"[reward.service] {table.url} does not serve model = {table.model!r}; it serves {models}")
-
-
-def _check_question(path: Path) -> None:
-    try:
-        text = path.read_text("utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"[reward.service] prompt: {path} cannot be read: {error}") from None
-    if "{response}" not in text:
-        raise UserError(
-            f"[reward.service] prompt: {path} does not contain {{response}}, so the judge would not see the response"
-        )
 
 
 def build(table: RewardTable, prompts: PromptSource) -> Verifier:

@@ -164,7 +164,7 @@ def _measure(
     rows: dict[tuple[int, ...], str] = {}
     for number, item in enumerate(items, 1):
         try:
-            tokens = renderer.whole(item, f"{table.train}, prompt {number}")
+            tokens = renderer.whole(item, f"{table.train}, prompt {number}").tokens
         except UserError as error:
             unfit.append(str(error))
             continue

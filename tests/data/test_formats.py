@@ -322,7 +322,7 @@ def test_arc(tmp_path):
         "answerKey": "2",
     }
     (item,) = read(tmp_path / "p.parquet", [row], format="arc")
-    assert (item["question"], item["answer"]) == ("Which is hot?\n\n1. ice\n2. fire\n3. air", "2")
+    assert (item["question"], item["answer"]) == ("Which is hot?\n\nA. ice\nB. fire\nC. air", "B")
     with pytest.raises(UserError, match="answerKey 'E' is not one of"):
         read(tmp_path / "p.parquet", [{**row, "answerKey": "E"}], format="arc")
 

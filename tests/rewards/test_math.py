@@ -272,6 +272,39 @@ def test_answers_that_other_graders_judged_wrong(gold, response, right):
     assert score(gold, response) == float(right)
 
 
+@pytest.mark.parametrize(
+    ("gold", "response", "right"),
+    [
+        ("C", "Since (A) and (B) fail, the answer is (C).", True),
+        ("C", "**Answer:** C) a car", True),
+        ("(C)", "The answer is not A. The correct option is **C**.", True),
+        ("C", "<think>Answer: D</think>\\boxed{\\text{(C) } 5\\text{ m}}", True),
+        ("C", "Choose (C), which is a car.\nSo (D) fails.", False),
+        ("A", "Answer: A car is faster.", False),
+        ("I", "Answer: I think that (C) is right.", False),
+        ("A", "\\boxed{A, C}", False),
+        ("A", "The answer is (A) or (C).", False),
+        ("A", "\\boxed{A \\cap B}", False),
+        ("A", "\\boxed{A = 2}", False),
+        ("A", "\\boxed{AB}", False),
+        ("1 2\n3 4", "[[1, 2],\n [3, 4]]", True),
+        ("1 2\n3 4", "It is not\n1 2\n\nbut\n```\n1 2\n3 4\n```", True),
+        ("1 2\n3 4\n\n5 6", "[[1, 2], [3, 4]]\n\n[[5, 6]]", True),
+        ("1 2\n3 4\n\n5 6", "5 6\n\n1 2\n3 4", False),
+        ("1 2\n3 4", "1 2\n3 4\n5 6", False),
+        ("1 2\n3 4", "1 2\n3 4\n\n[[1, 2], [3, 14]]", False),
+        ("1 2", "\\boxed{12}", False),
+        ("7", "\\boxed{[[7]]}", True),
+    ],
+)
+def test_labels_of_choices_and_grids(gold, response, right):
+    assert score(gold, response) == float(right)
+
+
+def test_responses_with_a_label_are_counted_for_majorities():
+    assert answer_of("math", "It has 4 wheels, so the answer is (C).") == answer_of("math", "\\boxed{C}") == "C"
+
+
 def test_boxes_in_boxes_take_neither_time_nor_memory():
     tracemalloc.start()
     assert last_box("\\boxed{" * 50_000) is None  # hours, if each were read to the end

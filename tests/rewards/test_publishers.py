@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data.formats import enigmata, evalplus
+from megarl.data.formats import enigmata, evalplus, skywork_or1
 from megarl.data.prompts import Prompt
 from megarl.recipe.tables import RewardTable
 from megarl.rewards.code import Code
@@ -25,7 +25,7 @@ REASONS = {
     "brackets": "megarl takes (5,-3) and [5,-3], which is no interval, for the same point",
     "case": "math-verify, which megarl uses, reads R as r",
     "marker": "it reads what follows '#### ' only, and that as a text; megarl also other writings, or a box",
-    "first": "it reads the first ####, megarl the last",
+    "first": "it reads the first ####, label or (C) that it finds, also in thoughts; megarl the last answer",
     "line": "it takes the last line of a response without a box, whatever stands there; megarl a formula or a number",
     "bare": "it reads \\boxed x = 4 to the end of the formula; megarl to the first blank",
     "mixed": "it multiplies 7 and 1/2 in 7\\frac{1}{2}",
@@ -34,6 +34,15 @@ REASONS = {
     "rounded": "it rounds numbers to six places, and takes all below 1e-15 for 0",
     "sets": "it takes a set or a list for a tuple, or for its only element",
     "base": "it drops the base of a number",
+    "written": "it reads some writings of a choice's label only: Answer: C, (C), or what follows 'The best answer is'",
+    "small": "it takes (c) for no label",
+    "several": "it takes the first of two choices; for megarl a response with two has none",
+    "letters": "it takes the first letter of a word",
+    "not": "it takes the label after 'The answer is not'",
+    "rows": "it reads JSON only, megarl also rows of numbers",
+    "nested": "it takes a list of one grid for no grid, or JSON in which the grid is a part",
+    "bracket": "it reads what the last bracket closes, whatever it is",
+    "floats": "it takes 1.0 for 1",
     "thoughts": "it asks for one </think>; megarl needs none, and reads what follows the last",
 }
 
@@ -52,14 +61,24 @@ def rows_of(name):
     return [json.loads(line) for line in lines if not line.startswith("#")]
 
 
-@pytest.mark.parametrize("name", ["math", "gsm8k", "deepscaler", "big_math", "math_verify"])
+MATHEMATICS = ("math", "gsm8k", "deepscaler", "big_math", "skywork_or1", "math_verify")
+
+
+@pytest.mark.parametrize("name", [*MATHEMATICS, "gpqa", "gpqa_simple_evals", "arc", "arc_agi"])
 def test_the_verdicts_are_the_publishers_but_for_the_listed_ones(name):
     rows, verifier = rows_of(name), Math(RewardTable(kind="math"))
     assert len(rows) >= 300
     assert {reason for *_, reason in (row[3:] for row in rows if row[3:])} <= REASONS.keys()
-    ours = [verifier.score(Prompt(0, "?", (1,), gold, {}), response) for gold, response, *_ in rows]
+    ours = [verifier.score(prompt_of(gold, name), response) for gold, response, *_ in rows]
     expected = [float(bool(row[2]) != bool(row[3:])) for row in rows]
     assert [row for row, found, right in zip(rows, ours, expected, strict=True) if found != right] == []
+
+
+def prompt_of(gold, name):
+    row = {"answer": gold}
+    if name == "skywork_or1":  # a list of answers, any of which is right
+        row = skywork_or1({"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": gold}})
+    return Prompt(0, "?", (1,), row["answer"], {"metadata": row})
 
 
 def test_programs_get_the_verdicts_of_evalplus_but_for_the_listed_ones():

@@ -10,9 +10,9 @@ from megarl.data.prompts import Prompt, build_prompts
 from megarl.errors import UserError
 from megarl.recipe.names import VERIFIERS
 from megarl.recipe.tables import RewardTable
-from megarl.rewards import VerifierModule, exact, is_scored, reward
+from megarl.rewards import Score, VerifierModule, exact, is_scored
 from megarl.rewards.math import Math
-from megarl.rewards.parts import build_verifier, check_reward
+from megarl.rewards.parts import build_verifier, check_reward, total
 from tests.data.prompt_sources import char_tokenizer, recipe
 
 GARBAGE = [
@@ -59,7 +59,7 @@ def math():
 )
 def test_the_reward_depends_on_the_threshold_and_the_finish_reason(score, finish_reason, table, expected):
     settings = RewardTable(kind="exact", **table)
-    assert is_scored(finish_reason, settings) * reward(score, settings) == expected
+    assert is_scored(finish_reason, settings) * total(Score(score), 1, settings, 1)[0] == expected
 
 
 def test_exact_compares_all_but_outer_white_space():
@@ -146,7 +146,7 @@ def test_reasoning_gym_scores_with_the_generators_scorer(tokenizer):
         assert verifier.score(prompt, prompt.answer) == 1.0
         assert verifier.score(prompt, prompt.answer.upper()) == 1.0, "the scorer ignores case, as a tokenizer may"
         assert 0.0 < verifier.score(prompt, prompt.answer[:-1]) < 1.0, "partial credit, which is below the threshold"
-        assert reward(verifier.score(prompt, prompt.answer[:-1]), settings.reward) == 0.0
+        assert total(Score(verifier.score(prompt, prompt.answer[:-1])), 1, settings.reward, 1) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """No hostile program reaches the host, keeps a CPU for ever, or gets a reward that it did not earn."""
 
+import functools
 import os
 import secrets
 import shutil
@@ -160,7 +161,7 @@ def readable_by_all():
 def test_an_ordinary_user_has_the_same_sandbox(readable_by_all, host, monkeypatch):
     launcher, prefix = readable_by_all
     monkeypatch.setattr(sandbox, "launcher", lambda: launcher)
-    monkeypatch.setattr(sandbox, "_python", lambda: sandbox.python_of(prefix))
+    monkeypatch.setattr(sandbox, "python_of", functools.partial(sandbox.python_of, prefix))
     right, cases = program("won()", host), {name: program(body, host) for name, body in attacks.PROGRAMS.items()}
     question = prompt_for(host)
     for slow in HANGING | SPINNING | SEVERAL:

@@ -114,6 +114,8 @@ def test_answers_that_a_verifier_cannot_read(check):
     assert code == 1 and "line 9: the answer '$$' of prompt 'word?' cannot be parsed as mathematics" in said
     code, said = check([*rows(8), {"prompt": "word?", "answer": "$$"}], kind="exact")
     assert code == 0
+    code, said = check([*rows(8), {"prompt": "grids?", "answer": "0 1\n2 3\n\n4"}])
+    assert code == 0
 
 
 @pytest.mark.parametrize(
