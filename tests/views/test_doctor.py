@@ -38,5 +38,5 @@ def test_versions_outside_the_range_of_another_package_are_named():
 
 def test_this_machine_has_a_line_for_each():
     found = json.loads(diagnose(as_json=True))
-    assert found["torch"] == torch.__version__ and found["glibc"][0].isdigit()
+    assert torch.__version__.startswith(found["torch"]) and found["glibc"][0].isdigit()  # a wheel may hide its "+cu130"
     assert "CUDA" in found["driver"] and "triton kernels" in found
