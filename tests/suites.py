@@ -39,6 +39,7 @@ KERNELS = ("csrc/", "megarl/kernels/", "megarl/objectives/", "tests/kernels/")
 MACHINE_CODE = ("tests/kernels/test_cuda_resources.py", "tests/kernels/test_triton_aot.py")
 GPU_TRITON = "3.7.1"  # the version that torch 2.13 pins for GPUs; the tested one is newer
 MEGATRON_NEXT = "0.19.2"  # its wheels are for Python 3.12; their compiled part, a data loader's, is not used
+TRANSFORMERS_NEXT = "5.24.0"
 
 
 @dataclass(frozen=True)
@@ -109,12 +110,13 @@ SUITES = {
         before=("-W", "ignore", "examples/smollm2/make_base.py"),
     ),
     "wheel": Suite(("tests/wheel",)),  # pip installs what a user would, from a package index
-    # the actor on a newer Megatron-Core than the tested one
+    # what meets Megatron-Core and transformers, with what pip takes on Python 3.12 and newer
     "megatron-next": Suite(
-        ("tests/actor",),
+        ("tests/actor", "tests/workers/test_preflight.py", "tests/data/test_templates.py"),
         packages=(
             *("--no-deps", "--only-binary=:all:", "--python-version", "3.12", "--ignore-requires-python"),
-            *("--platform", "manylinux_2_28_x86_64", f"megatron-core=={MEGATRON_NEXT}"),
+            *("--platform", "manylinux_2_28_x86_64", f"transformers=={TRANSFORMERS_NEXT}"),
+            f"megatron-core=={MEGATRON_NEXT}",
         ),
     ),
 }
@@ -128,7 +130,7 @@ def packages_of(name: str) -> Path | None:
     packages = SUITES[name].packages
     if not packages:
         return None
-    folder = CACHE / f"{name}-{packages[-1].partition('==')[2]}"
+    folder = CACHE / "-".join([name, *(package.partition("==")[2] for package in packages if "==" in package)])
     if not folder.exists():
         BUILD.mkdir(exist_ok=True)
         constraints = (ROOT / "constraints.txt").read_text().splitlines(keepends=True)

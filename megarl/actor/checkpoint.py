@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import os
+import io
 import pickle
 import shutil
 from collections.abc import Callable
@@ -24,7 +24,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
+from torch.distributed.checkpoint import FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, StorageMeta
 
 from megarl.actor import lora
@@ -63,7 +63,7 @@ _DATA_TYPES = {
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.distributed.checkpoint.metadata": {
         "_MEM_FORMAT_ENCODING",
-        "BytesStorageMetadata",  # of what all ranks have in common, from Megatron-Core 0.19 on
+        "BytesStorageMetadata",  # of `_UNREAD`
         "ChunkStorageMetadata",
         "Metadata",
         "MetadataIndex",
@@ -75,7 +75,8 @@ _DATA_TYPES = {
 }
 
 
-_COMMON = "common_state/shard_0_1"  # Megatron-Core 0.16 has a file common.pt instead
+_COMMON = "common.pt"  # what all ranks have in common, under the name by which every Megatron-Core looks for it
+_UNREAD = "common_state/shard_0_1"  # a pickle that 0.19 writes, and loads only from a checkpoint without common.pt
 
 
 class _DataUnpickler(pickle.Unpickler):
@@ -99,8 +100,8 @@ def _read_metadata(path: Path) -> Metadata:
     except UserError as error:
         raise UserError(f"{path / '.metadata'} {error}") from error
     pickled = {key for key, entry in metadata.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)}
-    if pickled - {_COMMON}:
-        raise UserError(f"{path / '.metadata'} says that {min(pickled - {_COMMON})} is a pickle: it was not loaded")
+    if pickled - {_UNREAD}:
+        raise UserError(f"{path / '.metadata'} says that {min(pickled - {_UNREAD})} is a pickle: it was not loaded")
     metadata.storage_meta = metadata.storage_meta or StorageMeta()
     return metadata
 
@@ -135,8 +136,9 @@ def save(
             temporary = stack.enter_context(atomic_directory(target))
         path = _broadcast_path(temporary)
         position = _copy_metrics(metrics, path)
-        state = _state_to_save(actor, update)
+        state = _sharded_state(actor) | {"random": _random_state()}
         request = dist_checkpointing.save(state, str(path), async_sharded_save=True, **_WRITER)
+        _write_common(actor, update, path)
         complete = partial(_complete, actor, path, update, position)
         request.add_finalize_fn(partial(_rename, stack.pop_all(), complete, directory, keep))
     actor.saving.start(request, path, target.name, dist.get_rank())
@@ -151,6 +153,22 @@ def _copy_metrics(metrics: MetricsWriter | None, path: Path) -> Position | None:
     with disk_errors(path):
         (path / METRICS).write_bytes(metrics.lines)
     return metrics.position
+
+
+def _write_common(actor: Actor, update: int, path: Path) -> None:
+    """Write the state common to all ranks, over the empty file that Megatron-Core 0.16 has just written. Collective."""
+    common = {
+        "update": update,
+        "adam_step": adam_step(actor.optimizer),
+        "skipped_updates": actor.skipped_updates,
+        "lagged": _shared_statistics(actor),
+        "layout": _layout(actor),
+        "lora": _adapters(actor),
+    }
+    if dist.get_rank() == 0:
+        torch.save(common, data := io.BytesIO())
+        with disk_errors(path):
+            (path / _COMMON).write_bytes(data.getbuffer())
 
 
 def finish(actor: Actor, wait: bool = True) -> None:
@@ -225,24 +243,21 @@ def load(actor: Actor, path: Path) -> int:
 def _load_data(actor: Actor, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state common to all ranks, and this rank's. `UserError` for a file that contains anything but data."""
     metadata, before = _read_metadata(path), FileSystemReader.read_metadata
-    FileSystemReader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
-    os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"] = "1"  # torch's reader of pickled entries asks for the opposite
     try:
-        common = dist_checkpointing.load_common_state_dict(str(path))
-        _check_adapters(actor, common, path)
-        state = _sharded_state(actor)
-        if common["layout"] == _layout(actor):
-            state["random"] = _random_state()
-        return common, dist_checkpointing.load(state, str(path))
-    except (pickle.UnpicklingError, CheckpointException) as error:
-        causes = [cause for cause, _ in getattr(error, "failures", {0: (error, None)}).values()]
-        if not any(isinstance(cause, pickle.UnpicklingError) for cause in causes):
-            raise
+        common = torch.load(path / _COMMON, weights_only=True)
+    except pickle.UnpicklingError as error:
         raise UserError(
-            f"{path} contains a type that no checkpoint of megarl contains and that may run code: it was not loaded"
+            f"{path / _COMMON} contains a type that no checkpoint of megarl contains and that may run code: it was not "
+            "loaded"
         ) from error
+    _check_adapters(actor, common, path)
+    state = _sharded_state(actor)
+    if common["layout"] == _layout(actor):
+        state["random"] = _random_state()
+    FileSystemReader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
+    try:
+        return common, dist_checkpointing.load(state, str(path))
     finally:
-        del os.environ["TORCH_FORCE_WEIGHTS_ONLY_LOAD"]
         FileSystemReader.read_metadata = before  # type: ignore[method-assign]
 
 
@@ -264,18 +279,6 @@ def _adapters(actor: Actor) -> dict[str, Any] | None:
     """The settings of ``[actor.lora]`` and the hash of the base weights; None without adapters."""
     table = actor.recipe.actor.lora
     return None if table is None else table.model_dump(mode="json") | {"base": actor.base}
-
-
-def _state_to_save(actor: Actor, update: int) -> dict[str, Any]:
-    return _sharded_state(actor) | {
-        "random": _random_state(),
-        "update": update,
-        "adam_step": adam_step(actor.optimizer),
-        "skipped_updates": actor.skipped_updates,
-        "lagged": _shared_statistics(actor),
-        "layout": _layout(actor),
-        "lora": _adapters(actor),
-    }
 
 
 def _sharded_state(actor: Actor) -> dict[str, Any]:

@@ -20,10 +20,7 @@ import torch
 from megarl.batch import ContextShard
 
 _CPU = torch.device("cpu")
-_FACTORIES = (
-    "tensor", "zeros", "ones", "empty", "full", "arange", "rand", "randn", "randint", "empty_like", "zeros_like",
-    "ones_like", "as_tensor",
-)  # fmt: skip
+_FACTORIES = ("arange", "tensor", "zeros")  # which Megatron calls for device "cuda" on the ways that megarl takes
 # Megatron imports these lazily; they must be loaded before the name `torch` in them can be rebound.
 _LAZY_MODULES = (
     "models.gpt", "optimizer", "optimizer.distrib_optimizer", "distributed", "pipeline_parallel",
@@ -139,8 +136,6 @@ def _factory_on(target: torch.device, factory: Any) -> Any:
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs["device"] = target
-        if kwargs.get("pin_memory"):
-            kwargs["pin_memory"] = False
         return factory(*args, **kwargs)
 
     return create
@@ -178,14 +173,10 @@ def _patch_tied_embeddings() -> None:
 
 
 def _patch_optimizer() -> None:
-    from megatron.core.optimizer import clip_grads, distrib_optimizer
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 
-    clip = clip_grads.clip_grad_by_total_norm_fp32
-    _replace_everywhere(clip, _with_cuda_type_names(clip))
-    distributed = distrib_optimizer.DistributedOptimizer
-    distributed.get_parameter_state_dp_zero = _with_cuda_type_names(distributed.get_parameter_state_dp_zero)
-    build = distributed._build_model_and_main_param_groups.__func__
-    distributed._build_model_and_main_param_groups = classmethod(_with_cuda_type_names(build))
+    build = DistributedOptimizer._build_model_and_main_param_groups.__func__
+    DistributedOptimizer._build_model_and_main_param_groups = classmethod(_with_cuda_type_names(build))
 
 
 class _CudaTypeNames(torch.overrides.TorchFunctionMode):

@@ -43,6 +43,17 @@ if not hasattr(megatron_random, "FP8GlobalStateManager"):
     megatron_random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
     megatron_random.activation_recompute_forward = megatron_random.fp8_autocast = lambda **_: nullcontext()
 
+
+def _share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
+    """Put a recomputed activation into the storage from which it was dropped, as Megatron-Core 0.16 does."""
+    output.untyped_storage().resize_(recomputed.untyped_storage().size())
+    output.untyped_storage().copy_(recomputed.untyped_storage())
+
+
+# 0.19 would compile a C++ extension for this in the first backward pass that recomputes norms, which takes most of a
+# minute and needs a compiler and Ninja (tensor_parallel/random.py:69)
+megatron_random._share_storage_ext = SimpleNamespace(share_storage=_share_storage)
+
 _ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
 # settings that layers take from the model family alone: another value would make a model that differs from its
 # config.json, which no engine could load

@@ -240,14 +240,18 @@ class Renderer:
         add_generation_prompt: bool = True,
         **columns: Any,
     ) -> str:
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
         try:
+            template = self._tokenizer.get_chat_template(self._chat_template, tools)
+            # not an argument, because newer versions of transformers make a string of an argument that is no JSON
+            _compile_jinja_template(template).globals["strftime_now"] = TODAY.strftime
             text: Any = self._tokenizer.apply_chat_template(
                 messages,
                 tools=tools,
-                chat_template=self._chat_template,
+                chat_template=template,
                 tokenize=False,
                 add_generation_prompt=add_generation_prompt,
-                strftime_now=TODAY.strftime,
                 **self._table.template_arguments,
                 **columns,
             )

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import ast
 import functools
+import importlib.metadata
 import importlib.util
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 
 from megarl.errors import nearest
 
@@ -25,6 +29,17 @@ CONFIGS = {  # table of the recipe -> (file, dataclass), base classes last
 }
 DTYPES = ("float32", "bfloat16", "float16", "uint8")  # the names for a torch.dtype in a recipe
 _TYPES: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
+
+
+def suitable_versions(package: str) -> SpecifierSet:
+    """The versions of an optional package that the installed Megatron-Core declares; any if it declares none.
+
+    Since 0.17 it declares none of Transformer Engine: then those from the oldest of the tests to 2.17.1, with which its
+    developers build 0.19 (uv.lock).
+    """
+    asked = [Requirement(line) for line in importlib.metadata.requires("megatron-core") or ()]
+    declared = SpecifierSet(",".join(str(one.specifier) for one in asked if one.name == package))
+    return declared or SpecifierSet(">=2.9,<2.18" if package == "transformer-engine" else "")
 
 
 @functools.cache

@@ -11,7 +11,6 @@ import shutil
 from pathlib import Path
 
 import psutil
-from packaging.requirements import Requirement
 from packaging.version import Version
 
 from megarl import __version__
@@ -108,12 +107,13 @@ def glibc(version: str) -> str:
 
 
 def within_range(package: str, version: str) -> str:
-    """``version``, and if Megatron-Core declares other versions of the package, these."""
-    asked = [Requirement(line) for line in importlib.metadata.requires("megatron-core") or ()]
-    for one in asked:
-        if one.name == package and one.specifier and not one.specifier.contains(version, prereleases=True):
-            return f"{version}, but Megatron-Core {importlib.metadata.version('megatron-core')} needs {one.specifier}"
-    return version
+    """``version``, and if others of the package suit the installed Megatron-Core, these."""
+    from megarl.recipe.megatron import suitable_versions
+
+    needed = suitable_versions(package)
+    if needed.contains(version, prereleases=True):
+        return version
+    return f"{version}, but Megatron-Core {importlib.metadata.version('megatron-core')} needs {needed}"
 
 
 def _sandbox() -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from packaging.requirements import Requirement
 from packaging.version import Version
 
 from megarl.advantages import group_advantages
@@ -30,6 +29,7 @@ from megarl.own_file import is_own
 from megarl.phases.entry import ERROR_FILE, hide_gpus_from_cpu_runs, report_errors
 from megarl.recipe.layout import check_layout
 from megarl.recipe.load import shipped
+from megarl.recipe.megatron import suitable_versions
 from megarl.recipe.optimizer import check_optimizer
 from megarl.recipe.tables import ActorTable, Recipe
 from megarl.rewards.parts import check_reward
@@ -159,9 +159,8 @@ def check_devices(recipe: Recipe) -> None:
 
 
 def _check_transformer_engine() -> None:
-    """`UserError` if it is missing, or of a version that the installed Megatron-Core does not declare."""
-    needed = next(line for line in importlib.metadata.requires("megatron-core") or () if "transformer-engine" in line)
-    versions = Requirement(needed).specifier
+    """`UserError` if it is missing, or of a version that does not suit the installed Megatron-Core."""
+    versions = suitable_versions("transformer-engine")
     try:
         found = importlib.metadata.version("transformer-engine")
     except importlib.metadata.PackageNotFoundError:

@@ -1,10 +1,13 @@
 """A run resumes bit for bit from a checkpoint; a damaged one is detected, and code planted in one never runs."""
 
 import errno
+import io
 import json
 import os
 import pickle
+import shutil
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
@@ -216,6 +219,30 @@ def test_a_planted_pickle_among_what_ranks_have_in_common_does_not_run(saved, tm
     actor, _ = saved
     monkeypatch.setattr(checkpoint, "_shared_statistics", lambda _: Payload(tmp_path / "ran"))
     path = checkpoint.save(actor, tmp_path / "checkpoints", 3, keep=2)
-    with pytest.raises(UserError, match=f"{path} .* was not loaded"):
+    with pytest.raises(UserError, match=f"{path}/common.pt .* was not loaded"):
+        checkpoint.load(actor, path)
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_pickle_in_the_place_of_what_ranks_have_in_common_is_not_read(saved, tmp_path):
+    """Megatron-Core 0.19 writes one among the tensors, and unpickles it if there is no common.pt."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+
+    from megarl.actor import checkpoint
+
+    actor, path = saved
+    path = Path(shutil.copytree(path, tmp_path / "update_000002"))
+    torch.save(Payload(tmp_path / "ran"), planted := io.BytesIO())
+    tensors = (path / "__0_0.distcp").read_bytes()
+    (path / "__0_0.distcp").write_bytes(tensors + planted.getvalue())
+    metadata, name = pickle.loads((path / ".metadata").read_bytes()), "common_state/shard_0_1"
+    place = _StorageInfo("__0_0.distcp", len(tensors), len(planted.getvalue()))
+    metadata.state_dict_metadata[name] = BytesStorageMetadata()
+    metadata.storage_data[MetadataIndex(name)] = place
+    (path / ".metadata").write_bytes(pickle.dumps(metadata))
+    assert checkpoint.load(actor, path) == 2
+    (path / "common.pt").unlink()
+    with pytest.raises(FileNotFoundError, match=r"common\.pt"):
         checkpoint.load(actor, path)
     assert not (tmp_path / "ran").exists()

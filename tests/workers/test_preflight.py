@@ -1,5 +1,6 @@
 """Machines that preflight refuses."""
 
+import re
 from importlib import metadata
 
 import pytest
@@ -21,20 +22,27 @@ def test_the_builtin_engine_needs_tritons_compiler_on_gpus(monkeypatch):
         check_devices(make_recipe(actor=actor, rollout={"engine": "vllm"}))
 
 
-def test_transformer_engine_must_be_of_a_version_that_megatron_core_declares(monkeypatch):
-    """Megatron-Core 0.16.1 declares 2.9 to 2.11."""
+@pytest.mark.parametrize(
+    ("megatron", "declared", "versions", "refused", "taken"),
+    [
+        ("0.16.1", "<2.12.0,>=2.9.0a0", "<2.12.0,>=2.9.0a0", ("2.6.0", "2.12.0"), ("2.9.0", "2.11.0")),
+        ("0.19.2", "", "<2.18,>=2.9", ("2.6.0", "2.18.0"), ("2.9.0", "2.17.1")),
+    ],
+)
+def test_transformer_engine_must_suit_megatron_core(megatron, declared, versions, refused, taken, monkeypatch):
+    """Megatron-Core declares versions in 0.16.1, but none in 0.19.2."""
     recipe = make_recipe(actor={"backend": "cuda", "layers": "transformer_engine"}, rollout={"engine": "vllm"})
-    with pytest.raises(UserError, match=r"not installed: pip install 'transformer-engine\[pytorch\]<2.12.0,>=2.9.0a0'"):
+    line = f"transformer-engine[pytorch,core-cu13]{declared}; extra == 'dev'"
+    monkeypatch.setattr(metadata, "requires", {"megatron-core": ["numpy", line]}.__getitem__)
+    command = f"pip install 'transformer-engine[pytorch]{versions}'"
+    with pytest.raises(UserError, match=re.escape(f"not installed: {command}")):
         check_devices(recipe)
-    installed = metadata.version
-    for version, message in (
-        ("2.6.0", "version 2.6.0 is installed, but Megatron-Core 0.16.1 is made for <2.12.0,>=2.9.0a0"),
-        ("2.12.0", "version 2.12.0 is installed"),
-        ("2.11.0", "needs 1 GPUs, but torch sees 0 here"),
-    ):
-        versions = {"transformer-engine": version, "megatron-core": installed("megatron-core")}
-        monkeypatch.setattr(metadata, "version", versions.__getitem__)
-        with pytest.raises(UserError, match=message):
+    said = f"is installed, but Megatron-Core {megatron} is made for {versions}"
+    for version in refused + taken:
+        installed = {"transformer-engine": version, "megatron-core": megatron}
+        monkeypatch.setattr(metadata, "version", installed.__getitem__)
+        message = f"version {version} {said}" if version in refused else "needs 1 GPUs, but torch sees 0 here"
+        with pytest.raises(UserError, match=re.escape(message)):
             check_devices(recipe)
 
 
