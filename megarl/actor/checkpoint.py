@@ -24,7 +24,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from torch.distributed.checkpoint import FileSystemReader, Metadata
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, StorageMeta
 
 from megarl.actor import lora
@@ -76,6 +76,7 @@ _DATA_TYPES = {
 
 
 _COMMON = "common.pt"  # what all ranks have in common, under the name by which every Megatron-Core looks for it
+_NO_DATA = "contains a type that no checkpoint of megarl contains and that may run code: it was not loaded"
 _UNREAD = "common_state/shard_0_1"  # a pickle that 0.19 writes, and loads only from a checkpoint without common.pt
 
 
@@ -245,11 +246,10 @@ def _load_data(actor: Actor, path: Path) -> tuple[dict[str, Any], dict[str, Any]
     metadata, before = _read_metadata(path), FileSystemReader.read_metadata
     try:
         common = torch.load(path / _COMMON, weights_only=True)
+    except FileNotFoundError as error:
+        raise UserError(f"{path} has no {_COMMON}: remove it to continue from the checkpoint before it") from error
     except pickle.UnpicklingError as error:
-        raise UserError(
-            f"{path / _COMMON} contains a type that no checkpoint of megarl contains and that may run code: it was not "
-            "loaded"
-        ) from error
+        raise UserError(f"{path / _COMMON} {_NO_DATA}") from error
     _check_adapters(actor, common, path)
     state = _sharded_state(actor)
     if common["layout"] == _layout(actor):
@@ -257,6 +257,10 @@ def _load_data(actor: Actor, path: Path) -> tuple[dict[str, Any], dict[str, Any]
     FileSystemReader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
     try:
         return common, dist_checkpointing.load(state, str(path))
+    except CheckpointException as error:
+        if any(isinstance(cause, pickle.UnpicklingError) for cause, _ in error.failures.values()):
+            raise UserError(f"{path} {_NO_DATA}") from error
+        raise
     finally:
         FileSystemReader.read_metadata = before  # type: ignore[method-assign]
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megarl.actor.schedule import MicroBatchLog
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
-from megarl.objectives import Objective, WithOptions
+from megarl.objectives import Objective
 
 _INPUTS = ("rollout_logprobs", "advantages", "logprobs", "old_logprobs", "ref_logprobs", "entropy")
 
@@ -43,7 +43,7 @@ class NonFiniteUpdate(UserError):
 def non_finite_update(
     models: list[Any],
     logs: list[MicroBatchLog],
-    objective: Objective | WithOptions,
+    objective: Objective,
     metrics: dict[str, float],
     norm: float,
     group: Any,
@@ -87,7 +87,7 @@ def _where(models: list[Any]) -> str:
     return f", not finite in {len(bad)} of {len(every)} parameters, the first being {bad[0]}" if bad else ""
 
 
-def _examine(batch: TokenBatch, objective: Objective | WithOptions) -> list[tuple[int, str, list[int], Any, bool]]:
+def _examine(batch: TokenBatch, objective: Objective) -> list[tuple[int, str, list[int], Any, bool]]:
     """For each sequence of this rank: (index in the optimizer batch, first tensor that is not finite or "", positions
     where it is not, log-probs by position, whether positions count input tokens)."""
     mask, ids, positions = batch.loss_mask, batch.sequence_ids, batch.positions
@@ -104,7 +104,7 @@ def _examine(batch: TokenBatch, objective: Objective | WithOptions) -> list[tupl
     return examined
 
 
-def _loss_is_finite(batch: TokenBatch, objective: Objective | WithOptions) -> torch.Tensor:
+def _loss_is_finite(batch: TokenBatch, objective: Objective) -> torch.Tensor:
     """[T] bool: whether the loss of each token and its derivative by the token's log-prob are finite."""
     logprobs = batch.logprobs.detach().requires_grad_()
     loss = objective(replace(batch, logprobs=logprobs)).loss

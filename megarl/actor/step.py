@@ -27,7 +27,7 @@ from megarl.actor.schedule import LogprobsAndEntropy, Loss, MicroBatchLog, colle
 from megarl.actor.writers import Saving
 from megarl.batch import TokenBatch
 from megarl.models.hf_config import read_hf_config
-from megarl.objectives import Objective, WithOptions, token_weights
+from megarl.objectives import Objective, token_weights
 from megarl.objectives.parts.detail import detailed
 from megarl.objectives.parts.metrics import response_metrics
 from megarl.objectives.parts.summary import summarise
@@ -78,7 +78,7 @@ class Actor:
 def train_step(
     actor: Actor,
     micro_batches: list[MicroBatch],
-    objective: Objective | WithOptions,
+    objective: Objective,
     lr: float,
     detail: int = 0,
     samples: int = 0,
@@ -131,7 +131,7 @@ def with_proximal(actor: Actor, micro_batches: list[MicroBatch]) -> list[MicroBa
 def compute_gradients(
     actor: Actor,
     micro_batches: list[MicroBatch],
-    objective: Objective | WithOptions,
+    objective: Objective,
     detail: int = 0,
     samples: int = 0,
 ) -> tuple[list[MicroBatchLog], dict[str, Any]]:
@@ -160,9 +160,7 @@ def compute_gradients(
     return logs, _reduce(logs, routing.count(actor.models, actor.device), detail)
 
 
-def _statistics(
-    actor: Actor, micro_batches: list[MicroBatch], objective: Objective | WithOptions
-) -> Callable[[TokenBatch], Any]:
+def _statistics(actor: Actor, micro_batches: list[MicroBatch], objective: Objective) -> Callable[[TokenBatch], Any]:
     """A function that returns the statistics for the objective of a micro-batch, as ``actor.statistics_scope`` says."""
     scope, backend = actor.recipe.actor.statistics_scope, actor.recipe.actor.kernel_backend
     if not objective.needs_statistics or scope == "micro":
@@ -177,7 +175,7 @@ def _statistics(
     return lambda batch: exact
 
 
-def _whole_batch_statistics(objective: Objective | WithOptions, logs: list[MicroBatchLog], backend: str) -> Any:
+def _whole_batch_statistics(objective: Objective, logs: list[MicroBatchLog], backend: str) -> Any:
     """The statistics of the whole optimizer batch, on the ranks of the last pipeline stage, which have its log-probs.
 
     Other ranks get (). It must not be None, which means under ``statistics_scope = "lagged"`` that there are no
@@ -196,7 +194,7 @@ def _batch_group() -> dist.ProcessGroup:
 def _loss(
     micro_batch: MicroBatch,
     output: LogprobsAndEntropy,
-    objective: Objective | WithOptions,
+    objective: Objective,
     statistics: Callable[[TokenBatch], Any],
     backend: str,
     vocabulary: int,

@@ -61,6 +61,9 @@ class TokenMixer(Sublayer, Protocol):
     def flops(self, hf: Hf, length: float) -> float:
         """Operations of a forward pass over one sequence of ``length`` tokens in one layer, without projections."""
 
+    def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
+        """The operations among `flops` that recomputing the parts ``again`` repeats."""
+
 
 class Attention(TokenMixer, Protocol):
     """Softmax attention."""
@@ -77,6 +80,9 @@ class Attention(TokenMixer, Protocol):
         """Number of tokens, itself included, that a token attends to in layer ``layer`` (from 0); None: no window."""
         return None
 
+    def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
+        return self.flops(hf, length) if "core_attn" in again else 0.0
+
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
         """Elements of the KV cache of one GPU for one token in one layer."""
 
@@ -89,6 +95,9 @@ class LinearAttention(TokenMixer, Protocol):
 
     def context_divided(self, hf: Hf) -> dict[str, int]:
         """{setting: its value} for each setting whose value ``tensor_parallel * context_parallel`` must divide."""
+
+    def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
+        return 0.0  # recomputing "core_attn" affects softmax attention only
 
 
 class FeedForward(Sublayer, Protocol):
@@ -105,8 +114,8 @@ class FeedForward(Sublayer, Protocol):
     def expert_parameters(self, hf: Hf) -> int:
         """Number of parameters of one routed expert in one layer; 0 in a dense sublayer."""
 
-    def parts(self, hf: Hf) -> frozenset[str]:
-        """The parts of a layer that it is or has, by the names of ``[actor] recompute``."""
+    def repeated_parameters(self, hf: Hf, again: frozenset[str]) -> int:
+        """Number of parameters that a token uses in the parts ``again``, whose forward pass is recomputed."""
 
 
 Sublayers = tuple[TokenMixer, FeedForward]
@@ -290,10 +299,14 @@ class Family:
         windows = (self.window(hf, layer) for layer in range(hf["num_hidden_layers"]))
         return [window for window in windows if window is not None]
 
-    def parts(self, hf: Hf) -> frozenset[str]:
-        """`FeedForward.parts` of all layers."""
-        layers = range(hf["num_hidden_layers"])
-        return frozenset(name for layer in layers for name in self.sublayers(hf, layer)[1].parts(hf))
+    def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
+        """Operations over one sequence, in all layers, that recomputing the parts ``again`` repeats."""
+        total = 0.0
+        for layer in range(hf["num_hidden_layers"]):
+            mixer, feed_forward = self.sublayers(hf, layer)
+            total += mixer.repeated_flops(hf, length, again)
+            total += 2 * length * feed_forward.repeated_parameters(hf, again)
+        return total
 
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
         """Elements of the KV cache of one GPU for one token, in all layers that cache every token."""

@@ -60,8 +60,8 @@ class GatedMlp(FeedForward):
         inside = tokens_inside(layout, tokens) * hf["intermediate_size"] / layout.tensor_parallel
         return SavedActivations(_saved_per_output(settings) * inside, 0.0, outside + inside)
 
-    def parts(self, hf: Hf) -> frozenset[str]:
-        return frozenset({"mlp"})
+    def repeated_parameters(self, hf: Hf, again: frozenset[str]) -> int:
+        return 3 * int(hf["hidden_size"]) * int(hf["intermediate_size"]) if "mlp" in again else 0
 
     def expert_parameters(self, hf: Hf) -> int:
         return 0
@@ -188,8 +188,13 @@ class MixtureOfExperts(FeedForward):
                 elements += between * (hf["hidden_size"] + 1)  # the shared expert's output, and its gate
         return SavedActivations(elements, float32, inputs)
 
-    def parts(self, hf: Hf) -> frozenset[str]:
-        return frozenset({"moe", "shared_experts"} if self.shared_width(hf) else {"moe"})
+    def repeated_parameters(self, hf: Hf, again: frozenset[str]) -> int:
+        hidden, shared = int(hf["hidden_size"]), 3 * int(hf["hidden_size"]) * self.shared_width(hf)
+        if "moe" in again:
+            return (
+                shared + int(hf["num_experts_per_tok"]) * self.expert_parameters(hf) + int(hf["num_experts"]) * hidden
+            )
+        return shared if "shared_experts" in again else 0
 
     def expert_parameters(self, hf: Hf) -> int:
         return 3 * int(hf["hidden_size"]) * int(hf["moe_intermediate_size"])

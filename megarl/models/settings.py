@@ -41,7 +41,7 @@ def _check_recompute(recipe: Recipe, hf: dict[str, Any]) -> None:
             reason = "latent attention is megarl's own, which cannot recompute it"
         elif name == "moe_act" and not of_engine:
             reason = "only Transformer Engine's experts can recompute it; \"moe\" recomputes all of a layer's experts"
-        elif name in ("mlp", "moe", "shared_experts") and name not in family_of(hf).parts(hf):
+        elif name in ("mlp", "moe", "shared_experts") and not family_of(hf).repeated_flops(hf, 1, frozenset({name})):
             reason = f"no layer of this {hf['model_type']} has it"
         if reason:
             raise UserError(f"[actor] recompute: {name!r}: {reason}")

@@ -168,11 +168,11 @@ def name_of(option: Option) -> str:
 class WithOptions(Objective):
     """An objective and its options."""
 
-    objective: Objective = field(default_factory=Objective)
-    options: tuple[Option, ...] = ()
+    objective: Objective = field(kw_only=True)
+    options: tuple[Option, ...] = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("aggregation", "dampen_threshold", "statistics_types"):
+        for name in ("aggregation", "dampen_threshold", "statistics_types", "ratio_form"):
             object.__setattr__(self, name, getattr(self.objective, name))
         requires = (name for option in self.options for name in option.requires)
         object.__setattr__(self, "requires", (*self.objective.requires, *requires))
@@ -195,6 +195,18 @@ class WithOptions(Objective):
     @property
     def updates_per_proximal_policy(self) -> int:
         return self.objective.updates_per_proximal_policy
+
+    @property
+    def fused(self) -> bool:
+        return self.objective.fused
+
+    @property
+    def couples_tokens(self) -> bool:
+        return self.objective.couples_tokens
+
+    @property
+    def dampened_below(self) -> float:
+        return self.objective.dampened_below
 
     def statistics(self, batch: TokenBatch, group: ProcessGroup | None = None, backend: str = "torch") -> Any:
         return self.objective.statistics(self._seen(batch), group, backend)

@@ -34,6 +34,8 @@ class Assumptions:
     mfu_experts: float = _share(0.15, "of the GPU's bf16 peak, in an update of a model with experts")
     engine_start: float = _number(120, "seconds: imports, compilation and CUDA graphs of a rollout engine")
     decode_efficiency: float = _share(0.5, "of memory bandwidth or of the peak, in decoding")
+    host_bandwidth: float = _number(300e9, "bytes a second that all cores of a node read and write in Adam", 1e9)
+    link: float = _number(25e9, "bytes a second between a GPU and its host, each way", 1e9)
     storage: float = _number(2e9, "bytes a second to shared storage, all nodes together", 1e9)
 
 
@@ -45,6 +47,8 @@ OPTIONS = {
     "decode_efficiency": ("decode_efficiency",),
     "expert_imbalance": ("expert_imbalance",),
     "engine_start": ("engine_start",),
+    "host_bandwidth": ("host_bandwidth",),
+    "link": ("link",),
     "storage": ("storage",),
     "runtime_memory": ("runtime_bytes",),
     "engine_memory": ("engine_bytes",),

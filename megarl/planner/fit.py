@@ -35,6 +35,7 @@ class Fit:
     title: str
     plan: Plan
     layouts: list[list[str]]
+    faster: Plan | None = None  # the same with settings with which an update is faster; None: there are none
 
     @property
     def misfit(self) -> str | None:
@@ -48,10 +49,23 @@ class Fit:
             lines += [f"  this fits: {_quoted(changes)}" for changes in self.layouts]
             if not self.layouts:
                 lines.append("  no layout on these GPUs fits: add nodes or shorten responses")
+        if self.faster is not None:
+            before, after = self.plan.update_seconds, self.faster.update_seconds
+            lines.append(f"\nan update of {after:.1f} s instead of {before:.1f}: {_quoted(self.faster_settings)}")
         return "\n".join(lines)
 
+    @property
+    def faster_settings(self) -> list[str]:
+        """`faster` as changes of the recipe; [] if there is none."""
+        if self.faster is None:
+            return []
+        new, old = self.faster.recipe.actor, self.plan.recipe.actor
+        changes = [f"actor.recompute={new.recompute if isinstance(new.recompute, str) else json.dumps(new.recompute)}"]
+        same = new.tokens_per_micro_batch == old.tokens_per_micro_batch
+        return changes + ([] if same else [_budget(new.tokens_per_micro_batch)])
+
     def as_json(self) -> str:
-        return json.dumps(self.plan.record() | {"alternatives": self.layouts})
+        return json.dumps(self.plan.record() | {"alternatives": self.layouts, "faster": self.faster_settings})
 
 
 def _quoted(changes: Sequence[str]) -> str:
@@ -94,7 +108,26 @@ def make_plan(
     with ParameterCounter() as counter:
         plan = Plan.of(recipe, hf, nodes, gpu, counter, assume=assume, hbm=hbm and hbm * GIB)
         layouts = [] if plan.misfit() is None else list(itertools.islice(alternatives(plan, counter), 2))
-    return Fit(f"{recipe_path}, model of {config / 'config.json'}", plan, layouts)
+    return Fit(f"{recipe_path}, model of {config / 'config.json'}", plan, layouts, faster(plan))
+
+
+def faster(plan: Plan) -> Plan | None:
+    """``plan`` with the recomputation with which its updates are fastest; None if it does not fit, or is as fast.
+
+    Where that needs smaller micro-batches they have the longest sequence. The estimate does not know that small ones
+    use a GPU less well, so of equally fast settings that with the larger ones is chosen. `MARGIN` must stay free.
+    """
+    if plan.misfit() is not None:
+        return None
+    budgets = sorted({plan.recipe.actor.tokens_per_micro_batch, plan.micro_batch_tokens, plan.longest_sequence})
+    best = plan
+    for budget in reversed(budgets):
+        for changes in (["actor.recompute=none"], *_parts(plan), ["actor.recompute=full"]):
+            other = replace(plan, recipe=override_recipe(plan.recipe, [*changes, _budget(budget)]))
+            fits = other.misfit() is None and other.margin >= MARGIN
+            if fits and other.update_seconds < 0.99 * best.update_seconds:
+                best = other
+    return None if best is plan else best
 
 
 def _check_gpu(recipe: Recipe, gpu: str) -> None:
@@ -196,9 +229,12 @@ def _layouts(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
 
 def _parts(plan: Plan) -> Iterator[list[str]]:
     """Changes that recompute parts of layers, the cheapest first."""
-    parts = family_of(plan.hf).parts(plan.hf)
-    shared = [["layernorm", "shared_experts"]] if "shared_experts" in parts else []
-    for names in (["layernorm"], *shared, ["layernorm", *sorted(parts - {"shared_experts"})]):
+    family, length = family_of(plan.hf), plan.mean_sequence
+    known = [
+        name for name in ("shared_experts", "mlp", "moe") if family.repeated_flops(plan.hf, length, frozenset({name}))
+    ]
+    shared = [["layernorm", "shared_experts"]] if "shared_experts" in known else []
+    for names in (["layernorm"], *shared, ["layernorm", *(name for name in known if name != "shared_experts")]):
         changes = [f"actor.recompute={json.dumps(names)}"]
         with contextlib.suppress(UserError):
             check_layers(override_recipe(plan.recipe, changes), plan.hf)

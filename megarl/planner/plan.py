@@ -17,7 +17,6 @@ from megarl.planner.assumptions import GIB, WITHIN, Assumptions
 from megarl.planner.disk import disk_bytes
 from megarl.planner.parameter_counts import ParameterCounter, StageParameters
 from megarl.planner.sizes import GPUS, Gpu
-from megarl.recipe.actor_table import Recompute
 from megarl.recipe.layout import Layout
 from megarl.recipe.megatron import SCALINGS, scaling_of
 from megarl.recipe.names import ENGINES
@@ -193,6 +192,16 @@ class Plan:
         }
 
     @property
+    def host_seconds(self) -> float:
+        """Seconds that Adam in host memory adds to an update: its work, and gradients and weights over the link.
+
+        Adam reads 16 bytes of a parameter and writes 12. Megatron sends gradients in float32 and gets weights in bf16.
+        """
+        owned = offloaded(self.recipe) * max(map(self._owned_parameters, self.stages))
+        adam = 28 * owned * self.recipe.actor.processes_per_node / self.assume.host_bandwidth
+        return adam + (4 + 2) * owned / self.assume.link
+
+    @property
     def usable(self) -> float:
         """Bytes of a GPU that the optimize phase can fill."""
         return self.device.memory * (1 - self.assume.fragmentation)
@@ -213,24 +222,24 @@ class Plan:
         return self.seconds_of_update(0.0)
 
     def seconds_of_update(self, more: float) -> float:
-        """Seconds of an update: forward, backward, recompute and forward-only passes, with the pipeline's bubble.
+        """Seconds of an update: forward, backward, recompute and forward-only passes, with the pipeline's bubble, and
+        Adam if it is in host memory.
 
         The stage with the most layers sets the pace of all. Frozen weights need only half of the backward pass, since
-        they have no gradients. Adapters, recomputed parts of layers and Adam in host memory are not counted.
+        they have no gradients; the arithmetic of adapters is not counted.
 
         more: forward passes in addition to those that the objective needs.
         """
         hf, layout, length = self.hf, self.layout, self.mean_sequence
         one = sizes.forward_flops(hf, self.active_parameters, length)
-        chunk = max(map(len, layout.chunks(hf["num_hidden_layers"])))
-        again = Recompute.of(self.recipe.actor.recompute, self.recipe.megatron).again(chunk) / chunk
+        again = sizes.repeated_share(hf, self.recipe, layout, one, length)
         passes = (3 if self.recipe.actor.lora is None else 2) + again + self.extra_passes + more
         stages = layout.stage_layers(hf["num_hidden_layers"])
         slowest = max(stages) * len(stages) / sum(stages)
         bubble = (1 + (layout.pipeline_parallel - 1) / layout.virtual_stages / self.micro_batches_per_rank) * slowest
         mfu = self.assume.mfu_experts if hf["num_experts"] else self.assume.mfu_dense
         flops = layout.ranks * self.device.flops * mfu
-        return self.responses_per_update * one * passes * bubble / flops
+        return self.responses_per_update * one * passes * bubble / flops + self.host_seconds
 
     # ------------------------------------------------------------------------------------------- the rollout phase
 

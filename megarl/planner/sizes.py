@@ -198,3 +198,15 @@ def micro_batches_in_flight(layout: Layout, stage: int, micro_batches: int) -> f
         return min(micro_batches, layout.pipeline_parallel - stage)
     chunks = 2 * (layout.pipeline_parallel - stage - 1) + (layout.virtual_stages - 1) * layout.pipeline_parallel + 1
     return min(micro_batches * layout.virtual_stages, chunks) / layout.virtual_stages
+
+
+def repeated_share(hf: dict[str, Any], recipe: Recipe, layout: Layout, forward: float, length: float) -> float:
+    """Share of the operations of a forward pass that the backward pass repeats.
+
+    forward: operations of a forward pass over a sequence of ``length`` tokens.
+    """
+    again = Recompute.of(recipe.actor.recompute, recipe.megatron)
+    if again.whole:
+        chunk = max(map(len, layout.chunks(hf["num_hidden_layers"])))
+        return again.again(chunk) / chunk
+    return family_of(hf).repeated_flops(hf, length, again.modules) / forward

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from megarl.data.boxes import BOX, last_box
 from megarl.rewards import dapo, prime_math, qwen_math
-from megarl.rewards.math import CHOSEN, bare
+from megarl.rewards.math import bare, chosen
 
 LONGEST = 1000  # characters after which an answer is cut
 BOXES = 8  # the last boxes of a response, among which the last complete one is its answer
@@ -24,7 +24,8 @@ def in_box(response: str) -> str:
     boxes = [match.start() for match in BOX.finditer(response)][-BOXES:]
     boxed = last_box(response[boxes[0] :]) if boxes else None
     if boxed is None:
-        boxed = (CHOSEN.findall(response) or NUMBER.findall(response[-LONGEST:]) or [""])[-1]
+        text = response.rpartition("</think>")[2] or response
+        boxed = chosen(text) or (NUMBER.findall(text[-LONGEST:]) or [""])[-1]
     return DRESSING.sub("", bare(boxed[:LONGEST]))
 
 

@@ -97,15 +97,22 @@ WORD = re.compile(r"(?:\\(?:text|mathrm|textbf)\s*\{)?\s*([A-Za-z]{4,}|yes|no|od
 # the label of a choice, as (C) or C) 5 m, but not of several choices and no variable; what announces one in a sentence
 LABEL = (
     r"(?:[\s$*_`\"'(\[{<]|\\[(\[]|\\(?:text|mathrm|mathbf|textbf|boxed)\b|(?i:option|choice)\b)*+([A-J]|[a-j](?=\W*\Z))"
-    r"(?![^\W_]|_\w|-|'\w|\s*[=^+]|\s[<>]\s|\s+[A-Z]\b|\s*\\(?!text|quad|\W))"  # AB, A_1, A = 2, A < B, A \cap B
-    r"(?![\s)\]}*$]*(?:[,/&]|and\b|or\b)\W*(?:[B-HJ]|[AI](?! [a-z]))\b)"  # A, C
-    r"(?!(?<=[AI])\s+(?!because|since|as\b|for\b|due\b|is\b)[a-z])"  # A car, I think
+    # AB, A_1, C(6, 2), A = 2, A < B, A/2, A - 1, A B, A \cap B
+    r"(?![^\W_]|_(?:\w|\s*\d)|[-(\[]|'\w|[ \t]*(?:[=^+]|[<>][ \t]*\w|[-/][ \t]*\d|\\(?!text|quad|\W))|[ \t]+[A-Z]\b)"
+    r"(?![\s)\]}*$]*(?:(?:[,;/&|]|and\b|or\b)[\s(]*)+\W*(?:[B-HJ]|[AI](?! [a-z]))\b(?! [a-z]))"  # A, C
+    r"(?!(?<=[AI])[ \t]+(?!because|since|as\b|for\b|due\b|is\b)[a-z])"  # A car, I think
 )
-CHOSEN = re.compile(rf"(?i:\banswer(?! [a-j]\b)|\b(?:option|choice)\W+is\b)(?:[\s*_:=]|\bis\b)*+{LABEL}")
+# not: answer (A) is wrong
+CHOSEN = re.compile(rf"(?i:\banswer(?! [(*]*[a-j]\b)|\b(?:option|choice)\W+is\b)(?:[\s*_:=]|\bis\b)*+{LABEL}")
 ALONE = re.compile(rf"\A{LABEL}\W*\Z")
-# grids in a response, which are rows of numbers or JSON
+DENIED = re.compile(r"(?i)\b(?:not|cannot|fails?|wrong|incorrect|excluded)\b|n't\b")
+BOX_DRESSING = re.compile(r"\\(?:text|textbf|mathrm|mathbf|quad|[,;: ])|[{}()]")
+# grids in a response: rows of numbers, a matrix, or lists as JSON and numpy write them
 ROWS = re.compile(r"(?:^\d+(?: \d+)*\n)+", re.MULTILINE)
-JSON_GRID = re.compile(r"\[\s*\[[\d\s,]*\](?:\s*,\s*\[[\d\s,]*\])*\s*\]")
+LISTS = re.compile(r"\[\s*\[[\d\s,]*\](?:[\s,]*\[[\d\s,]*\])*[\s,]*\]")
+LIST = re.compile(r"^[ \t]*\[([\d ,]*)\],?[ \t]*$", re.MULTILINE)  # a row
+ROW_END = re.compile(r"\\\\\s*|\\(?:begin|end)\s*\{[^{}]*\}")
+RULE = re.compile(r"^[ |:]*-[ |:-]*\n", re.MULTILINE)  # of a table in Markdown
 # a number at the end with its base, such as 101_2 or 1A_{16}, whose base math-verify drops
 BASED = re.compile(r"(?<![\w.,])(-?\d[\dA-F]*)_(?:\{\s*(\d+)\s*\}|(\d+))\W*\Z")
 SINGLETON = re.compile(r"(?:(?<=\$)|(?<=boxed\{))\[([^\[\],;$]+)\](?=[$}])")  # [42], which math-verify takes for 42
@@ -219,8 +226,9 @@ def same_text(response: str, answer: str | None, rights: tuple[str, ...]) -> boo
     if tasks := [grids(right) for right in rights if PLAIN.fullmatch(right) and right.split()[1:]]:
         return any(grids(text)[-len(right) :] == right for right in tasks)
     if labels := [label[1] for right in rights if (label := ALONE.fullmatch(right)) and label[1].isupper()]:
-        found = chosen(response) if answer is None else "".join(re.findall(rf"\A{LABEL}", answer))
-        return found.upper() in labels if found else None
+        label = re.match(LABEL, BOX_DRESSING.sub(" ", answer)) if answer is not None else None
+        chose = chosen(response) if answer is None else label and label[1]
+        return chose.upper() in labels if chose else None
     word = WORD.fullmatch(text.strip())
     words = [known[1].lower() for right in rights if (known := WORD.fullmatch(right))]
     return word[1].lower() in words if word and words else None
@@ -229,13 +237,14 @@ def same_text(response: str, answer: str | None, rights: tuple[str, ...]) -> boo
 def chosen(response: str) -> str | None:
     """The label that is the last line of a response, or that it calls its answer, or the only (C) of its last line."""
     last = response.strip().rpartition("\n")[2]
-    only = re.findall(r"\(([A-J])\)", last)
+    only = [] if DENIED.search(last) else re.findall(r"\(([A-J])\)", last)
     return (ALONE.findall(last) or CHOSEN.findall(response) or (only if len(only) == 1 else [None]))[-1]
 
 
 def grids(text: str) -> list[str]:
     """The grids in a text, a line for each row."""
-    text = JSON_GRID.sub(lambda json: "\n\n" + " ".join(json[0].split()).replace("]", "\n") + "\n", text)
+    text = LISTS.sub(lambda lists: "\n\n" + " ".join(lists[0].split()).replace("]", "\n") + "\n", text)
+    text = ROW_END.sub("\n", LIST.sub(r"\1", RULE.sub("", text)))
     lines = (" ".join(line.split()) for line in re.sub(r"[\[,|&]", " ", text).splitlines())
     return [rows.strip() for rows in ROWS.findall("\n".join(lines) + "\n")]
 

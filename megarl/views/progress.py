@@ -189,9 +189,7 @@ def describe_state(state: RunState) -> str:
     if total:
         parts.append(f"{done}/{total} {unit}")
     parts += _facts(state)
-    if state.seconds_left is not None:
-        parts.append(_left(state.seconds_left))
-    return ", ".join(parts)
+    return ", ".join([*parts, *filter(None, [_left(state.seconds_left)])])
 
 
 def _facts(state: RunState) -> list[str]:
@@ -239,7 +237,8 @@ def _over(event: dict[str, Any]) -> str:
 
 
 def _left(seconds: float | None) -> str:
-    return "" if seconds is None else f"{_clock(seconds)} left"
+    """Empty without an estimate, and once it is used up: the rest takes longer than was known."""
+    return f"{_clock(seconds)} left" if seconds and round(seconds) else ""
 
 
 def _clock(seconds: float) -> str:

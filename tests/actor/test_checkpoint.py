@@ -243,6 +243,6 @@ def test_a_pickle_in_the_place_of_what_ranks_have_in_common_is_not_read(saved, t
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     assert checkpoint.load(actor, path) == 2
     (path / "common.pt").unlink()
-    with pytest.raises(FileNotFoundError, match=r"common\.pt"):
+    with pytest.raises(UserError, match=r"update_000002 has no common\.pt: remove it"):
         checkpoint.load(actor, path)
     assert not (tmp_path / "ran").exists()

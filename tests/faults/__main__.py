@@ -235,8 +235,8 @@ class Laboratory:
         early = trial.call and any(part in trial.call[1] for part in (".arrow", "rollouts", "SEALED", "events"))
         run = self.folder / "run"
         shutil.rmtree(run, ignore_errors=True)
-        shutil.copytree(self.stopped(trial.stopped or ("0" if early else "4")), run)
         (self.folder / "prompts.jsonl").write_bytes(self.prompts)
+        shutil.copytree(self.stopped(trial.stopped or ("0" if early else "4")), run)
         counter = self.folder / "counter"
         counter.unlink(missing_ok=True)
         environment = dict(os.environ)
@@ -268,6 +268,7 @@ class Laboratory:
         return result.returncode, result.stderr[max(0, result.stderr.find("megarl: ")) :].strip()
 
     def compare(self, run: Path, how: str, live: bool) -> tuple[bool, str]:
+        (self.folder / "prompts.jsonl").write_bytes(self.prompts)  # for the undisturbed run, if it is yet to be made
         try:
             (assert_same_live_run if live else assert_same_run)(self.whole(live), run)
         except (AssertionError, OSError, ValueError) as error:

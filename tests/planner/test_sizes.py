@@ -96,13 +96,20 @@ def test_activations_of_pipeline_stages():
     assert sizes.stage_bytes(HF, RECIPE, virtual, 1, 24576, 2, 1.0) == 2 * (saved + hidden) + beside + hidden
 
 
-def test_recomputed_layers_cost_their_share_of_a_forward_pass():
+def test_recomputed_parts_cost_their_share_of_a_forward_pass():
+    """moe: two operations per token and weight of eight experts and the router; core_attn: those of attention."""
 
     def seconds(*changes):
         return plan(override_recipe(RECIPE, changes)).update_seconds
 
+    length = plan().mean_sequence
+    one = sizes.forward_flops(HF, plan().active_parameters, length)
     plain, full = seconds("actor.recompute=none"), seconds()
     assert full == pytest.approx(4 / 3 * plain)
+    experts = 48 * 2 * length * (8 * 3 * 2048 * 768 + 128 * 2048)
+    for parts, operations in ((["layernorm"], 0), (["moe"], experts), (["core_attn"], 48 * 2 * 4096 * length**2)):
+        found = seconds(f"actor.recompute={parts}".replace("'", '"'))
+        assert found == pytest.approx(plain * (3 + operations / one) / 3)
     block = seconds("megatron.recompute_method=block", "megatron.recompute_num_layers=12")
     assert block == pytest.approx(plain * (3 + 12 / 48) / 3)
 

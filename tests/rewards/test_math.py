@@ -287,6 +287,30 @@ def test_answers_that_other_graders_judged_wrong(gold, response, right):
         ("A", "\\boxed{A \\cap B}", False),
         ("A", "\\boxed{A = 2}", False),
         ("A", "\\boxed{AB}", False),
+        ("B", "Answer: B\n\nI hope this helps.", True),
+        ("C", "The answer is C\nA is wrong since it is odd.", True),
+        ("A", "Answer: A\n\nthe car is faster.", True),
+        ("B", "The answer is (B), since answer (A) ignores friction.", True),
+        ("A", "The answer is A, C would be too large.", True),
+        ("D", "So the answer cannot be (D).", False),
+        *(
+            ("A", f"\\boxed{{{two}}}", False)
+            for two in (
+                "A \\text{ and } C",
+                "\\text{A}, \\text{C}",
+                "\\textbf{(A)} \\text{ and } \\textbf{(C)}",
+                "A; C",
+                "A, and C",
+                "A (or C)",
+                "A \\quad C",
+                "A|C",
+                "A>B",
+                "A/2",
+                "A - 1",
+                "A(x)",
+                "A_{16}",
+            )
+        ),
         ("1 2\n3 4", "[[1, 2],\n [3, 4]]", True),
         ("1 2\n3 4", "It is not\n1 2\n\nbut\n```\n1 2\n3 4\n```", True),
         ("1 2\n3 4\n\n5 6", "[[1, 2], [3, 4]]\n\n[[5, 6]]", True),
@@ -295,6 +319,18 @@ def test_answers_that_other_graders_judged_wrong(gold, response, right):
         ("1 2\n3 4", "1 2\n3 4\n\n[[1, 2], [3, 14]]", False),
         ("1 2", "\\boxed{12}", False),
         ("7", "\\boxed{[[7]]}", True),
+        *(
+            ("1 2\n3 4", grid, True)
+            for grid in (
+                "\\boxed{\\begin{bmatrix} 1 & 2 \\\\ 3 & 4 \\end{bmatrix}}",
+                "\\boxed{\\begin{pmatrix}\n1 & 2 \\\\\n3 & 4\n\\end{pmatrix}}",
+                "[[1 2]\n [3 4]]",
+                "[1, 2]\n[3, 4]",
+                "[[1, 2], [3, 4],]",
+                "| 1 | 2 |\n|---|---|\n| 3 | 4 |",
+            )
+        ),
+        ("3 4", "\\boxed{\\begin{bmatrix} 1 & 2 \\\\ 3 & 4 \\end{bmatrix}}", False),
     ],
 )
 def test_labels_of_choices_and_grids(gold, response, right):
@@ -303,6 +339,7 @@ def test_labels_of_choices_and_grids(gold, response, right):
 
 def test_responses_with_a_label_are_counted_for_majorities():
     assert answer_of("math", "It has 4 wheels, so the answer is (C).") == answer_of("math", "\\boxed{C}") == "C"
+    assert answer_of("math", "<think>Maybe the answer is (B)</think> The answer is C(10,3) = 120") == "120"
 
 
 def test_boxes_in_boxes_take_neither_time_nor_memory():

@@ -39,7 +39,7 @@ REASONS = {
     "several": "it takes the first of two choices; for megarl a response with two has none",
     "letters": "it takes the first letter of a word",
     "not": "it takes the label after 'The answer is not'",
-    "rows": "it reads JSON only, megarl also rows of numbers",
+    "rows": "it reads JSON only, megarl also rows of numbers and numpy's lists",
     "nested": "it takes a list of one grid for no grid, or JSON in which the grid is a part",
     "bracket": "it reads what the last bracket closes, whatever it is",
     "floats": "it takes 1.0 for 1",

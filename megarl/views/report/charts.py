@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 from megarl.storage.checked_json import Record
-from megarl.views.report.curves import BY_COLUMN, CURVES, LOGARITHMIC
+from megarl.views.report.curves import BY_COLUMN, CURVES, LOGARITHMIC, PERCENT
 from megarl.views.report.detail import detail_charts
 from megarl.views.report.pages import COLOURS, Chart, colour, error_bars, line
 from megarl.views.run_reader import Run, interval, muted_by
@@ -45,7 +45,7 @@ def _accuracy(runs: list[Run]) -> Chart:
     chart = Chart(
         "Held-out accuracy",
         "avg@k on prompts that are never trained on; bars are 95 % intervals. Gains inside the bars are noise.",
-        layout={"yaxis": {"tickformat": ".0%"}},
+        layout={"yaxis": {"tickformat": PERCENT}},
         empty="No evaluation has been made yet."
         if any(run.is_evaluated for run in runs)
         else "The recipe turns evaluation off: eval.every = 0.",
@@ -78,7 +78,7 @@ def _pass_at(runs: list[Run]) -> Chart:
         "pass@k",
         "Share of prompts with a right response among k. A policy that only sharpens what the base model (dotted) can "
         "already do gains at k = 1 but not at large k.",
-        layout={"yaxis": {"tickformat": ".0%"}, "xaxis": {"type": "log", "title": {"text": "k", "standoff": 6}}},
+        layout={"yaxis": {"tickformat": PERCENT}, "xaxis": {"type": "log", "title": {"text": "k", "standoff": 6}}},
     )
     for number, run in enumerate(runs):
         for order, (suite, evaluations) in enumerate(run.suites.items()):
@@ -173,7 +173,7 @@ def _fractions(runs: list[Run]) -> Chart:
             name: (cause.replace("_", " "), DASHES[order % len(DASHES)])
             for order, (name, cause) in enumerate(causes.items())
         },
-        yaxis={"rangemode": "tozero", "tickformat": ".1%"},
+        yaxis={"rangemode": "tozero", "tickformat": PERCENT},
     )
 
 
@@ -205,7 +205,7 @@ def _heldout_by(runs: list[Run], column: str, values: list[str]) -> Chart:
     chart = Chart(
         f"Held-out accuracy by {column}",
         "avg@k on the prompts with each value of the column, on the first suite.",
-        layout={"yaxis": {"rangemode": "tozero", "tickformat": ".0%"}},
+        layout={"yaxis": {"rangemode": "tozero", "tickformat": PERCENT}},
     )
     for number, run in enumerate(runs):
         for order, value in enumerate(values):

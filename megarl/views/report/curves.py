@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+PERCENT = ".3~p"  # as many digits as the ticks need: ".0%" labels .1 % and .3 % alike
 # With up to 3 ticks asked for, Plotly draws 1, 2 and 5 of each decade if there are about two decades, and powers of ten
 # if there are more; with more ticks, it draws all of 1 to 9, which overlap
 LOGARITHMIC: dict[str, Any] = {"type": "log", "exponentformat": "power", "nticks": 3}
@@ -11,7 +12,7 @@ BY_COLUMN: dict[str, tuple[str, str, dict[str, Any]]] = {  # quantity -> title, 
     "accuracy": (
         "Training accuracy",
         "Share of right responses to the prompts with each value of the column, averaged over 5 updates.",
-        {"rangemode": "tozero", "tickformat": ".0%"},
+        {"rangemode": "tozero", "tickformat": PERCENT},
     ),
     "reward": ("Training reward", "Mean reward, averaged over 5 updates.", {"rangemode": "tozero"}),
     "response_tokens": (
@@ -22,7 +23,7 @@ BY_COLUMN: dict[str, tuple[str, str, dict[str, Any]]] = {  # quantity -> title, 
     "muted_fraction": (
         "Tokens without gradient",
         "Share of the trained tokens that lose their gradient to clip, veto or mask, averaged over 5 updates.",
-        {"rangemode": "tozero", "tickformat": ".1%"},
+        {"rangemode": "tozero", "tickformat": PERCENT},
     ),
 }
 CURVES: tuple[tuple[str, str, dict[str, tuple[str, str]], dict[str, Any]], ...] = (
@@ -31,14 +32,14 @@ CURVES: tuple[tuple[str, str, dict[str, tuple[str, str]], dict[str, Any]], ...] 
         "Share of right responses, for rewards that are not just 1 or 0 for right or wrong. In a staged run one policy "
         "generated all data of a stage.",
         {"correct/mean": ("", "solid")},
-        {"rangemode": "tozero", "tickformat": ".0%"},
+        {"rangemode": "tozero", "tickformat": PERCENT},
     ),
     (
         "Groups without variance, truncated responses",
         "Share of the prompts whose responses all have the same reward, from which nothing is learnt; and share of the "
         "responses that were cut off at the limit of tokens or of time.",
         {"zero_variance_fraction": ("groups without variance", "solid"), "truncated_fraction": ("truncated", "dot")},
-        {"rangemode": "tozero", "tickformat": ".0%"},
+        {"rangemode": "tozero", "tickformat": PERCENT},
     ),
     (
         "KL from the generating policy",
@@ -79,7 +80,7 @@ CURVES: tuple[tuple[str, str, dict[str, tuple[str, str]], dict[str, Any]], ...] 
         "Share of tokens with A > 0 in all tokens, and in the magnitudes of the losses. Far below a half, updates "
         "mostly suppress responses.",
         {"positive_share/loss": ("of the loss", "solid"), "positive_share/tokens": ("of the tokens", "dot")},
-        {"rangemode": "tozero", "tickformat": ".0%"},
+        {"rangemode": "tozero", "tickformat": PERCENT},
     ),
     (
         "Clip bounds",
@@ -93,7 +94,7 @@ CURVES: tuple[tuple[str, str, dict[str, tuple[str, str]], dict[str, Any]], ...] 
         "threshold, after prefixes that stayed likely and after those that did not. The wider the gap, the more "
         "selective the objective.",
         {"dampen/prefix/bad_prefix": ("bad prefix", "solid"), "dampen/prefix/good_prefix": ("good prefix", "dot")},
-        {"rangemode": "tozero", "tickformat": ".0%"},
+        {"rangemode": "tozero", "tickformat": PERCENT},
     ),
     (
         "Prefix occupancy",
@@ -126,7 +127,7 @@ CURVES: tuple[tuple[str, str, dict[str, tuple[str, str]], dict[str, Any]], ...] 
         "Share of the tokens, in a layer, for which the actor's router would choose at least one other expert than "
         "those it replays; and share of the choices.",
         {"routing/tokens_differ": ("tokens", "solid"), "routing/disagreement": ("choices", "dot")},
-        {"rangemode": "tozero", "tickformat": ".1%"},
+        {"rangemode": "tozero", "tickformat": PERCENT},
     ),
     (
         "Gradient norm",

@@ -11,6 +11,7 @@ import numpy as np
 from megarl.errors import UserError
 from megarl.estimates import Difference, mean_of_replicates
 from megarl.views.comparison import difference
+from megarl.views.report.curves import PERCENT
 from megarl.views.report.pages import Chart, colour, error_bars, line
 from megarl.views.run_reader import Run
 
@@ -74,7 +75,7 @@ def _differences(runs: list[Run]) -> Chart:
         "After equal numbers of updates, on the same prompts; bars are paired 95 % intervals over prompts. A "
         "difference whose bar crosses 0 may be noise.",
         layout={
-            "yaxis": {"tickformat": "+.0%", "rangemode": "tozero"},
+            "yaxis": {"tickformat": "+" + PERCENT, "rangemode": "tozero"},
             "xaxis": {"title": {"text": "update", "standoff": 6}},
         },
     )
@@ -103,7 +104,11 @@ def of_seeds(runs: list[Run]) -> list[list[Run]]:
 def _seeds(runs: list[Run]) -> list[Chart]:
     """Charts with the mean over seeds of each group of runs, with a band."""
     kinds: tuple[tuple[str, Series, dict[str, Any]], ...] = (
-        ("Held-out accuracy", lambda run: {e["update"]: e["accuracy"] for e in run.evaluations}, {"tickformat": ".0%"}),
+        (
+            "Held-out accuracy",
+            lambda run: {e["update"]: e["accuracy"] for e in run.evaluations},
+            {"tickformat": PERCENT},
+        ),
         ("Training reward", _column("reward/mean"), {}),
         ("Entropy", _column("entropy"), {"rangemode": "tozero"}),
         ("Gradient norm", _column("grad_norm"), {"rangemode": "tozero"}),
