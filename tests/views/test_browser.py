@@ -150,7 +150,8 @@ def test_charts_and_numbers_of_one_run(tmp_path, proxy):
 LAID_OUT = """() => {
   const boxes = (card, axis) => [...card.querySelectorAll(`g.${axis}tick text`)].map(t => t.getBoundingClientRect());
   const meet = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
-  const shares = card => [...card.querySelectorAll("g.ytick text")].map(t => t.textContent).filter(t => t.includes("%"));
+  const labels = card => [...card.querySelectorAll("g.ytick text")].map(t => t.textContent);
+  const shares = card => labels(card).filter(text => text.includes("%"));
   const overlap = all => all.some((a, n) => all.slice(n + 1).some(b => meet(a, b)));
   const outside = e => e.getBoundingClientRect().width && e.getBoundingClientRect().right > innerWidth + 1;
   return {
