@@ -13,7 +13,8 @@ from tests.rehearsal.build import build
 
 HERE = Path(__file__).parent
 # the longest first, for workers side by side
-FILES = sorted((HERE / "on_device").glob("test_*.py"), key=lambda file: (file.stem != "test_updates", file.stem))
+LONG = ("test_runs", "test_updates", "test_memory")
+FILES = sorted((HERE / "on_device").glob("test_*.py"), key=lambda f: (f.stem not in LONG, f.stem == LONG[2], f.stem))
 
 
 def run_on_device(*arguments: str, **environment: str) -> None:
