@@ -11,9 +11,11 @@ import torch
 from xdist.scheduler import LoadScopeScheduling
 
 from megarl.rollout.sglang.server import installed_version
+from megarl.workers import processes
 from tests.helpers import ROOT, SGLANG_PYTHON, five_letters, write_guessing_model, write_recipe, write_untrained_model
 
 torch.set_num_threads(1)
+processes.PRELOAD = "tests.preloaded"
 # the same cases each time, of which each may take long on a busy machine
 hypothesis.settings.register_profile(
     "patient", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]

@@ -1,7 +1,6 @@
 """Helpers of tests in several folders: the root of the repository, the command line, a tiny recipe, reading a run."""
 
 import contextlib
-import functools
 import itertools
 import json
 import os
@@ -17,6 +16,8 @@ from pathlib import Path
 import psutil
 import pytest
 from safetensors.torch import load_file, save_file
+
+from megarl.workers.preload import SERVER_NAME
 
 ROOT = Path(__file__).parents[1]
 SGLANG_PYTHON = ROOT / "tests/rollout/sglang/python"  # the interpreter of .venv-sglang
@@ -67,15 +68,7 @@ def start_megarl(*arguments, env=None, hold=None, mutant=None, cwd=ROOT):
     """
     from tests.zygote import Command
 
-    return Command(zygote(), arguments, dict(os.environ if env is None else env), hold, mutant, cwd)
-
-
-@functools.cache
-def zygote():
-    """The process of which every `megarl` is a fork: one for all tests of this process, with which it ends."""
-    from tests.zygote import WarmProcess
-
-    return WarmProcess("tests.zygote")
+    return Command(arguments, dict(os.environ if env is None else env), hold, mutant, cwd)
 
 
 def free_ports(count):
@@ -102,24 +95,32 @@ def mount_tmpfs(path, options):
 
 
 def children():
-    """The running descendants of this process, without the zygote and warm processes, which serve several tests."""
+    """The running descendants of this process, without its own fork server and those of other tests."""
     found = set(psutil.Process().children(recursive=True))
     for process in psutil.Process().children():
         with contextlib.suppress(psutil.Error):  # the process has ended
-            if {"tests.zygote", "megarl.workers.warm"} & set(process.cmdline()):
+            if process.name() == SERVER_NAME or "multiprocessing.resource_tracker" in str(process.cmdline()):
                 found -= {process, *process.children(recursive=True)}
     return {process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE}
 
 
+def fork_server_of(pid):
+    """The fork server of the `megarl` with this process id; None if there is none (yet)."""
+    with contextlib.suppress(psutil.Error):  # the command or the server has ended
+        for process in psutil.Process(pid).children():
+            if process.name() == SERVER_NAME and process.status() != psutil.STATUS_ZOMBIE:
+                return process
+    return None
+
+
 def processes_of(pid, phase):
-    """The processes of a phase, warm or cold, of the `megarl` with this process id."""
+    """The processes of a phase of the `megarl` with this process id."""
     found, below = [], []
     with contextlib.suppress(psutil.Error):  # the command has ended
         below = psutil.Process(pid).children(recursive=True)
     for process in below:
         with contextlib.suppress(psutil.Error):
-            cold = {"megarl.phases", phase} <= set(process.cmdline()) and process.name() != "verifier"
-            if process.name().startswith(f"{phase}:") or cold:
+            if process.name().startswith(f"{phase}:"):
                 found.append(process)
     return found
 

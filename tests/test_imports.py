@@ -31,7 +31,7 @@ HEAVY = {  # package: the modules (and everything below them) whose import may l
         "megarl.data",
         "megarl.phases",
         "megarl.rollout",
-        "megarl.workers.warm",
+        "megarl.workers.preload",
     ),
     "nemo_run": (),
     **{name: (engine.module,) for name, engine in ENGINES.items()},  # an engine is named like its package

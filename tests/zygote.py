@@ -1,6 +1,6 @@
-"""Runs `megarl` in forks of one process that has imported everything, which saves seconds for each command.
+"""Runs `megarl` in forks of a fork server that has imported everything (tests/preloaded.py), which saves seconds each.
 
-The warm process of a forked `megarl` is a fork too. All else is the code that users run.
+The fork server of a forked `megarl` is a fork too. All else is the code that users run.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import builtins
 import ctypes
 import importlib
 import io
-import itertools
+import multiprocessing
 import os
 import re
 import signal
@@ -17,45 +17,33 @@ import subprocess
 import sys
 import tempfile
 import time
-from multiprocessing.connection import Connection
+from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any
 
-from megarl.linux import die_with_parent
-from megarl.workers.processes import WarmProcess
-from megarl.workers.warm import CHECK, Imports, be_warm_process, become, first_imports, serve
+from megarl.phases.entry import become
 from tests.helpers import ROOT
 
 CLONE_NEWNET = 0x40000000
 
 
-def run_command(order: dict[str, Any]) -> int:
-    """Run a command line of `megarl` in a fork; returns its exit code."""
+def run_command(order: dict[str, Any]) -> None:
+    """Run a command line of `megarl` in a fork, and exit."""
     from megarl import cli
-    from megarl.workers import processes
 
-    become(order["log"], {})
-    os.environ.clear()
-    os.environ.update(order["environment"])
+    become(order["log"], order["environment"])
     os.dup2(os.open(order["errors"], os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     os.chdir(order["cwd"])
     if namespace := os.environ.get("MEGARL_TEST_NETWORK"):
         with open(namespace) as file:
             assert ctypes.CDLL(None).setns(file.fileno(), CLONE_NEWNET) == 0
-    processes.WarmProcess = ForkedWarmProcess
+    util.spawnv_passfds = fork_server
     if order["hold"]:
         hold(*order["hold"])
     if order["mutant"]:
         getattr(importlib.import_module("tests.phases.mutants"), order["mutant"])()
     sys.argv = ["megarl", *order["arguments"]]
-    try:
-        cli.main(order["arguments"])
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-            return 1
-        return end.code or 0
-    return 0
+    cli.run()
 
 
 def hold(pattern: str, count: int, marker: str) -> None:
@@ -99,50 +87,35 @@ def hold(pattern: str, count: int, marker: str) -> None:
     os.replace, os.rename = wrap("replace", os.replace), wrap("replace", os.rename)
 
 
-def call_held(held: list[Any], function: Any, arguments: tuple[Any, ...]) -> int:
+def call_held(held: list[Any], function: Any, arguments: tuple[Any, ...]) -> None:
     """Call a function, with `hold` for its file operations."""
     hold(*held)
-    return function(*arguments)
+    function(*arguments)
 
 
-class ForkedWarmProcess(WarmProcess):
-    """The agent's end of a warm process that is a fork of the agent, where everything is imported already."""
-
-    def _start(self, theirs: Connection, _: str) -> Any:
-        agent = os.getpid()
-        if pid := os.fork():
-            return Child(pid)
-        code = 1
-        try:
-            self._connection.close()
-            os.setsid()
-            os.environ["MEGARL_AGENT_PID"] = str(agent)
-            be_warm_process(theirs, Imports(first_imports()))
-            code = 0
-        finally:
-            os._exit(code)
+def fork_server(path: bytes, arguments: list[str], descriptors: list[int]) -> int:
+    """Stands for `util.spawnv_passfds`, with which `multiprocessing` starts its fork server: starts it as a fork."""
+    code = arguments[-1]
+    if "forkserver" not in code:
+        return SPAWN(path, arguments, descriptors)
+    if pid := os.fork():
+        return pid
+    try:
+        sys.modules.pop("megarl.workers.preload", None)  # an import begins its work
+        exec(code)
+    finally:
+        os._exit(0)
 
 
-class Child:
-    """A forked process, with the methods of `subprocess.Popen` that an agent uses."""
+SPAWN = util.spawnv_passfds
 
-    def __init__(self, pid: int) -> None:
-        self.pid, self.returncode = pid, None
 
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            done, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if done else None
-        return self.returncode
-
-    def kill(self) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
-
-    def wait(self) -> int:
-        while self.poll() is None:
-            time.sleep(0.001)
-        return self.returncode
+def new_fork_server(monkeypatch: Any) -> None:
+    """Have `multiprocessing` start another fork server, as a fork of this process, until the test has ended."""
+    server = forkserver.ForkServer()
+    monkeypatch.setattr(util, "spawnv_passfds", fork_server)
+    for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):
+        monkeypatch.setattr(forkserver, name, getattr(server, name))
 
 
 class Command:
@@ -150,24 +123,27 @@ class Command:
 
     def __init__(
         self,
-        zygote: WarmProcess,
         arguments: tuple[Any, ...],
         environment: dict[str, str],
         hold: list[Any] | None,
         mutant: str | None,
         cwd: Path = ROOT,
     ) -> None:
-        self.zygote, self.returncode = zygote, None
+        self.returncode = None
         self.folder = tempfile.TemporaryDirectory(prefix="megarl-command-")
         self.outputs = [Path(self.folder.name) / name for name in ("stdout", "stderr")]
         order = {"log": str(self.outputs[0]), "errors": str(self.outputs[1])}
         order |= {"arguments": list(map(str, arguments)), "environment": environment}
         order |= {"hold": hold, "mutant": mutant, "cwd": str(cwd)}
-        (self.pid,) = zygote.fork(CHECK, [(run_command, (order,))], 900.0)
+        forkserver.set_forkserver_preload(["tests.preloaded"])
+        self.process = multiprocessing.get_context("forkserver").Process(target=run_command, args=(order,))
+        self.process.start()
+        self.pid = self.process.pid
 
     def poll(self, seconds: float = 0.0) -> int | None:
         if self.returncode is None:
-            self.returncode = self.zygote.ended([self.pid], seconds).get(self.pid)
+            self.process.join(seconds)
+            self.returncode = self.process.exitcode
         return self.returncode
 
     def wait(self, timeout: float = 900.0) -> int:
@@ -193,34 +169,3 @@ class Command:
     @property
     def stderr(self) -> str:
         return self.outputs[1].read_text()
-
-
-def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
-    die_with_parent(int(os.environ["MEGARL_AGENT_PID"]))
-    os.register_at_fork(after_in_child=die_with_parent)
-    serve(Connection(int(sys.argv[1])), Imports(itertools.chain(first_imports(), import_rest())))
-
-
-def import_rest() -> Any:
-    """Import what runs of the tests need beyond what all runs need, one module at each step."""
-    names = [
-        "megarl.cli",
-        "megarl.workers.launcher",
-        "megarl.commands.train",
-        "megarl.commands.one_phase",
-        "megarl.commands.evaluate",
-        "megarl.workers.preflight",
-    ]
-    names += ["reasoning_gym", "transformers.models.qwen3_moe", "megarl.rollout.builtin"]
-    names += ["megarl.phases.optimize", "megarl.actor.cpu_backend", "megarl.phases.live.trainer"]
-    names += ["plotly.graph_objects", "rich.live"]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    for name in names:
-        importlib.import_module(name)
-        yield
-
-
-if __name__ == "__main__":
-    main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import tempfile
@@ -18,6 +17,7 @@ from megarl.errors import UserError
 
 if TYPE_CHECKING:
     from megarl.workers.nodes import Nodes
+    from megarl.workers.processes import Starter
 
 
 @dataclass(frozen=True)
@@ -27,41 +27,53 @@ class OnAllNodes:
     recipe: it may have ``options.recipe``, whose mistakes are then reported as soon as possible.
     remembers: the ``--set`` of its first start need not be repeated to continue.
     branches: with ``--output`` it makes a new run there, and writes only to that.
+    trains: it updates the model.
     """
 
     lead: Callable[[argparse.Namespace, Nodes], None]
     recipe: bool = False
     remembers: bool = False
     branches: bool = False
+    trains: bool = True
 
     def __call__(self, options: argparse.Namespace) -> None:
         from megarl.workers.node_rank import find_node_rank
-        from megarl.workers.processes import Starter
 
         node = find_node_rank(os.environ)
         run_dir: Path = (options.output if self.branches else None) or options.run_dir
         if node.rank == 0:  # printed before the imports of torch and Megatron, which take seconds
             new = not (run_dir / "recipe.toml").exists()
             print(f"megarl {__version__}: {'starting' if new else 'continuing'} {run_dir}", flush=True)
-        with contextlib.closing(Starter()) as starter:
-            starter.warm_up()  # the warm process imports packages while this process reads the recipe
-            if self.remembers:
-                from megarl.storage.run_dir.recipes import recorded_overrides
+        if self.remembers:
+            from megarl.storage.run_dir.recipes import recorded_overrides
 
-                options.set = [*recorded_overrides(run_dir), *options.set]
-            if self.recipe and options.recipe and node.count == 1:
-                from megarl.recipe.load import load_without_objective
+            options.set = [*recorded_overrides(run_dir), *options.set]
+        starter = self._starter(options, alone=node.count == 1)
+        from megarl.workers.launcher import follow
+        from megarl.workers.nodes import Nodes
 
-                load_without_objective(options.recipe, options.set)
-            from megarl.workers.launcher import follow
-            from megarl.workers.nodes import Nodes
+        run_dir = run_dir.resolve()  # each node takes it from its own command line
+        with Nodes(node, starter, run_dir) as nodes:
+            if nodes.rank:
+                follow(nodes, run_dir)
+            else:
+                self.lead(options, nodes)
 
-            run_dir = run_dir.resolve()  # each node takes it from its own command line
-            with Nodes(node, starter, run_dir) as nodes:
-                if nodes.rank:
-                    follow(nodes, run_dir)
-                else:
-                    self.lead(options, nodes)
+    def _starter(self, options: argparse.Namespace, alone: bool) -> Starter:
+        """A starter of processes, whose fork server imports packages from now on. alone: on the only node."""
+        from megarl.recipe.load import load_without_objective
+        from megarl.workers.processes import Starter
+
+        starter = Starter()
+        given = options.recipe if self.recipe else None
+        try:
+            recipe = load_without_objective(given or options.run_dir / "recipe.toml", options.set if given else ())
+        except UserError:  # of several nodes, the first reports it
+            if given and alone:
+                raise
+        else:
+            starter.prepare(recipe, self.trains)
+        return starter
 
 
 def _train(options: argparse.Namespace, nodes: Nodes) -> None:
@@ -143,8 +155,8 @@ def _rehearse(options: argparse.Namespace, nodes: Nodes) -> None:
 # the commands that run on all nodes
 ON_ALL_NODES = {
     "train": OnAllNodes(_train, recipe=True, remembers=True),
-    "rollout": OnAllNodes(_rollout),
-    "serve": OnAllNodes(_serve, recipe=True),
+    "rollout": OnAllNodes(_rollout, trains=False),
+    "serve": OnAllNodes(_serve, recipe=True, trains=False),
     "optimize": OnAllNodes(_optimize, branches=True),
     "doctor --recipe": OnAllNodes(_rehearse, recipe=True),
 }

@@ -1,10 +1,14 @@
-"""The entry point of every process of a phase, warm or cold (see `megarl.workers`), with its error handling."""
+"""The entry point of every process of a phase (see `megarl.workers.processes`), with its error handling."""
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import gc
 import importlib
+import io
 import json
+import multiprocessing
 import os
 import signal
 import sys
@@ -12,10 +16,11 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from megarl.errors import STOP_SIGNALS, UserError
 from megarl.heartbeats import beat
+from megarl.linux import die_with_parent, name_process
 from megarl.own_file import raised_in
 from megarl.phases import PHASES
 
@@ -24,6 +29,44 @@ if TYPE_CHECKING:
     from megarl.storage.run_dir import Stage
 
 ERROR_FILE = "MEGARL_ERROR_FILE"  # environment variable: path of the JSON file to which a process writes its error
+LOG = os.O_CREAT | os.O_WRONLY | os.O_APPEND
+
+
+def become_phase(phase: str, run_dir: str, stage: int, log: str, environment: dict[str, str], end: str) -> NoReturn:
+    """Run a phase in this new process of `multiprocessing`, and exit.
+
+    log: the file for its output. environment: all its variables. end: the file to which it writes its exit code, since
+    a fork server that dies cannot report it.
+    """
+    become(log, environment)
+    name_process(f"{phase}:{os.environ['RANK']}")
+    code = run_process(phase, Path(run_dir), stage)
+    with contextlib.suppress(OSError):
+        Path(end).write_text(str(code))
+    sys.exit(code)
+
+
+def become(log: str, environment: dict[str, str]) -> None:
+    """Give this process a session of its own, ``environment``, default handlers of signals, and ``log`` for output.
+
+    It dies with its parent, and its own forks, such as the writers of a checkpoint, with it.
+    """
+    os.setsid()
+    die_with_parent()
+    parent = multiprocessing.parent_process()
+    if parent is None or not parent.is_alive():
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.register_at_fork(after_in_child=die_with_parent)
+    gc.enable()
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    for descriptor, path, flags in ((0, os.devnull, os.O_RDONLY), (1, log, LOG), (2, log, LOG)):
+        os.dup2(file := os.open(path, flags, 0o666), descriptor)
+        os.close(file)
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(line_buffering=True)
+    os.environ.clear()
+    os.environ.update(environment)
 
 
 def run_process(phase: str, run_dir: Path, stage: int) -> int:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
 
 RECORDS_EXPERTS: frozenset[str] = frozenset()
-COLD_START = False
+NEW_INTERPRETER = False
 DRAWS = 64  # uniform numbers drawn at a time for a response; a multiple of 4, the output of one Philox counter value
 
 

@@ -193,7 +193,7 @@ class EngineModule(Protocol):
     """
 
     RECORDS_EXPERTS: frozenset[str]  # backends, "cpu" or "cuda", on which the engine can fill `routed_experts`
-    COLD_START: bool  # whether its process must be a new interpreter instead of a fork of one that has imported torch
+    NEW_INTERPRETER: bool  # whether its process must not be a fork of one that has imported torch
 
     def check(self, recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
         """Raise `UserError` if the engine is not installed or cannot serve the recipe; ``hf``: see `check_engine`."""

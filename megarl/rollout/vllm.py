@@ -37,7 +37,7 @@ from megarl.rollout.options import as_arguments, check_options
 from megarl.rollout.signals import kept_from_children
 
 RECORDS_EXPERTS = frozenset({"cuda"})  # in vLLM 0.32 only the model runner for GPUs records them
-COLD_START = True
+NEW_INTERPRETER = True
 TEMPERATURES = (0.01, 2.0)  # vLLM silently raises lower ones and refuses higher ones
 # vLLM captures decoding steps of up to 512 responses as CUDA graphs (1024 on Blackwell), in steps of 16. megarl has it
 # do so up to 1024: with more responses a step computes for longer than its kernels take to launch.

@@ -144,15 +144,17 @@ def start_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Pat
             run=str(stage.run.root),
             stage=stage.number,
             log=str(_log(logs, rank)),
-            environment=_environment(nodes, rank, processes)
+            environment=dict(os.environ)
+            | _environment(nodes, rank, processes)
             | {ERROR_FILE: str(_error_file(errors, rank)), FILE: str(_beats_file(errors, rank))}
             | {PATIENCE: str(2 * seconds), STORE: nodes.phase_store or str(errors / "store")}
             | (_flight_recorder(logs, errors) if _trains_on_gpus(stage, phase, rank % processes) else {}),
+            end=str(errors / f"rank_{rank:04d}.end"),
         )
         for rank in _ranks(nodes, processes)
     ]
-    cold = PHASES[phase].engine and engine_module(stage.rollout.engine).COLD_START
-    return nodes.starter.start(specs, stage.run.recipe, cold)
+    new = PHASES[phase].engine and engine_module(stage.rollout.engine).NEW_INTERPRETER
+    return nodes.starter.start(specs, stage.run.recipe, new)
 
 
 def _ranks(nodes: Nodes, processes: int) -> range:

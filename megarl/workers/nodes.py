@@ -319,7 +319,6 @@ class Nodes:
                 time.sleep(POLL_SECONDS)
         finally:
             self._closing.set()
-            self.starter.close()
             self._store = None
 
     def _may_end(self) -> bool:

@@ -40,10 +40,10 @@ from megarl.workers.processes import Starter
 
 
 def check(starter: Starter, recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:
-    """Run `check_recipe` in a fork of the warm process, which needs the same imports, of several seconds, anyway."""
+    """Run `check_recipe` in a fork of the fork server, which needs the same imports, of several seconds, anyway."""
     with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
         error = Path(folder) / "error.json"
-        code = starter.run(recipe, _check_in_fork, str(error), recipe, nodes, optimizes)
+        code = starter.run(recipe, optimizes, _check_in_fork, str(error), recipe, nodes, optimizes)
         if code is None:
             check_recipe(recipe, nodes, optimizes)
         elif code:

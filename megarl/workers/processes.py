@@ -1,30 +1,33 @@
-"""Starts the processes of a phase on one node, warm or cold, and supervises them until all have ended.
+"""Starts the processes of a phase on one node, and supervises them until all have ended.
 
-Warm: forks of the warm process (`megarl.workers.warm`), of which each node has one per run and which has imported
-everything. Cold: new interpreters, for engines that must be imported in a process of their own. Each process leads a
-session of its own, and none outlives the node agent that started it.
+They are processes of `multiprocessing`: forks of its fork server, which has imported what they need
+(`megarl.workers.preload`), or new interpreters ("spawn"), for engines that must be imported in a process of their own
+and for GPUs, whose variables must be set before CUDA is initialised. Each process leads a session of its own, and none
+outlives the node agent that started it.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
 import signal
-import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
-from multiprocessing.reduction import send_handle
+from dataclasses import astuple, dataclass, replace
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from megarl.errors import STOP_SIGNALS, PhaseFailed
-from megarl.phases import PHASES
-from megarl.workers.warm import CHECK, GENERATION, LAST_WORDS, TRAINING, Call, run_phase_process
+from megarl.phases.entry import become_phase
+from megarl.workers import preload
 from megarl.workers.watch import Stall, Watch
 
 if TYPE_CHECKING:
@@ -32,42 +35,53 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.05
 SECOND_CTRL_C_SECONDS = 1.0  # SIGINTs at least so far apart are two presses of Ctrl-C; terminals may repeat a signal
-ABANDON_SECONDS = 1.0  # from SIGKILL until the warm process, which may hang and so not report ends, is killed too
+ABANDON_SECONDS = 1.0  # from SIGKILL until the fork server, which may hang and so not report ends, is killed too
 SHUTDOWN_SECONDS = 30.0  # from the request to stop to SIGKILL; overridden by MEGARL_SHUTDOWN_SECONDS
 STALLED = "stalled"  # why a phase is aborted on all nodes if a process of one of them stalled
 SESSION_SECONDS = 120.0  # until a killed process must have ended; freeing a lot of GPU memory takes a while
+NOT_REPORTED = 255  # the exit code that `multiprocessing` gives to a process whose fork server has died
+
+FORK, NEW = "forkserver", "spawn"  # start methods of `multiprocessing`
+PRELOAD = "megarl.workers.preload"
+
+Call = tuple[Callable[..., object], tuple[Any, ...]]  # what a process runs
 
 
 @dataclass(frozen=True)
 class Process:
-    """How to start one process of a phase."""
+    """How to start one process of a phase: the arguments of `become_phase`."""
 
     phase: str
-    run: str  # run directory
+    run: str
     stage: int
-    log: str  # file for its stdout and stderr
-    environment: dict[str, str]  # variables to add to the agent's own
+    log: str
+    environment: dict[str, str]
+    end: str
 
 
 class Processes:
     """The started processes of a phase on this node; ``index`` is an index into ``pids``."""
 
-    def __init__(self, pids: list[int], parent: WarmProcess | ColdProcesses) -> None:
-        self.pids, self._parent = pids, parent
+    def __init__(self, started: Sequence[BaseProcess], ends: Sequence[Path]) -> None:
+        self._started, self._ends = started, ends
+        self.pids = [process.pid or 0 for process in started]
         self._codes: dict[int, int] = {}
 
     def poll(self, seconds: float) -> dict[int, int]:
         """{index: exit code} of all processes that have ended; waits up to ``seconds`` for another one to end."""
-        left = [pid for index, pid in enumerate(self.pids) if index not in self._codes]
-        try:
-            ended = self._parent.ended(left, seconds)
-        except OSError:  # the warm process has ended, and the kernel kills its forks with it
-            assert isinstance(self._parent, WarmProcess)
-            for pid in left:
-                _signal(pid, signal.SIGKILL, group=True)
-            ended = self._parent.ended_before_it(left)
-        self._codes |= {self.pids.index(pid): code for pid, code in ended.items()}
+        left = [index for index in range(len(self.pids)) if index not in self._codes]
+        wait([self._started[index].sentinel for index in left], seconds)
+        for index in left:
+            if (code := self._started[index].exitcode) is not None:
+                self._codes[index] = self._own_code(index) if code == NOT_REPORTED else code
         return self._codes
+
+    def _own_code(self, index: int) -> int:
+        """The exit code that a process has written, or that of a kill: the kernel kills the forks of a dead server."""
+        _signal(self.pids[index], signal.SIGKILL, group=True)
+        with contextlib.suppress(OSError, ValueError):
+            return int(self._ends[index].read_text())
+        return -signal.SIGKILL
 
     def signal(self, index: int, number: int, group: bool) -> None:
         """Send a signal to a process, or with ``group`` to its process group; nothing if the process has ended."""
@@ -75,8 +89,8 @@ class Processes:
             _signal(self.pids[index], number, group)
 
     def abandon(self) -> None:
-        """Kill the process that forked them, if any: it may hang too and never report that they have ended."""
-        self._parent.kill()
+        """Kill the fork server, if there is one: it may hang too and never report that its forks have ended."""
+        kill_server()
 
 
 def _signal(pid: int, number: int, group: bool) -> None:
@@ -87,195 +101,91 @@ def _signal(pid: int, number: int, group: bool) -> None:
         os.kill(pid, number)
 
 
-class ColdProcesses:
-    """Processes started as new interpreters: ``python -m megarl.phases``. Their parent is the agent."""
-
-    def __init__(self, processes: Sequence[Process]) -> None:
-        self._started: dict[int, subprocess.Popen[bytes]] = {}
-        try:
-            for started in map(_start_cold, processes):
-                self._started[started.pid] = started
-        except OSError:
-            for started in self._started.values():
-                started.kill()
-            raise
-        self.pids = list(self._started)
-
-    def ended(self, pids: Sequence[int], seconds: float) -> dict[int, int]:
-        time.sleep(seconds)
-        return {pid: code for pid in pids if (code := self._started[pid].poll()) is not None}
-
-    def kill(self) -> None: ...
-
-
-def _start_cold(process: Process) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-u", "-m", "megarl.phases", process.phase, process.run, str(process.stage)]
-    with open(process.log, "ab") as log:
-        environment = {**os.environ, **process.environment, "MEGARL_AGENT_PID": str(os.getpid())}
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, start_new_session=True
-        )
-
-
-class WarmProcess:
-    """The agent's handle of a warm process (`megarl.workers.warm`), and its end of the connection to it."""
-
-    def __init__(self, module: str = "megarl.workers.warm") -> None:
-        self._connection, theirs = Pipe()
-        self._last_words, writer = os.pipe()
-        os.set_blocking(self._last_words, False)
-        self.process = self._start(theirs, module)
-        theirs.close()
-        with contextlib.suppress(OSError):  # it has ended: `fork` will notice
-            send_handle(self._connection, writer, self.process.pid)
-        os.close(writer)
-        self._forked: list[list[int] | None] = []
-        self._codes: dict[int, int] = {}
-        self._recipe: Recipe | None = None  # for which it was told to prepare
-
-    def _start(self, theirs: Connection, module: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-u", "-m", module, str(theirs.fileno())]
-        environment = {**os.environ, "MEGARL_AGENT_PID": str(os.getpid())}
-        return subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()], env=environment, start_new_session=True
-        )
-
-    def prepare(self, recipe: Recipe) -> None:
-        """Have it import what the recipe needs while it has no other orders; returns at once."""
-        if self._recipe != recipe:
-            self._recipe = recipe
-            self.tell("prepare", recipe)
-
-    def tell(self, *order: Any) -> None:
-        with contextlib.suppress(OSError):  # it has ended: `fork` will notice
-            self._connection.send(order)
-
-    def fork(self, level: int, calls: Sequence[Call], patience: float) -> list[int] | None:
-        """One fork for each call, after the imports of ``level``; returns the process ids, None if it must not fork.
-
-        Raises OSError if the warm process has ended, or does not answer within ``patience`` seconds.
-        """
-        self._heard()  # no more than the forks of one order may be in the pipe, or a fork could not end
-        self._connection.send(("fork", level, list(calls)))
-        waited = 0.0
-        while not self._forked:
-            self._receive(POLL_SECONDS)
-            if (waited := waited + POLL_SECONDS) > patience:  # leaves out time in which this process is suspended
-                raise TimeoutError(f"the warm process did not answer for {patience:g} s")
-        return self._forked.pop()
-
-    def ended(self, pids: Sequence[int], seconds: float) -> dict[int, int]:
-        """{pid: exit code} of those that have ended and were not returned before; waits up to ``seconds`` for one.
-
-        Raises OSError if the warm process itself has ended.
-        """
-        if self._codes.keys().isdisjoint(pids):
-            self._receive(seconds)
-        return {pid: self._codes.pop(pid) for pid in pids if pid in self._codes}
-
-    def ended_before_it(self, pids: Sequence[int]) -> dict[int, int]:
-        """{pid: exit code} once the warm process has ended: of those that it did not kill with it, their own."""
-        codes = self._heard() | self._codes
-        return {pid: codes.get(pid, -signal.SIGKILL) for pid in pids}
-
-    def _heard(self) -> dict[int, int]:
-        """What forks have written since the last call, as {pid: exit code}."""
-        written = b""
-        with contextlib.suppress(BlockingIOError):
-            while part := os.read(self._last_words, 1 << 16):
-                written += part
-        return dict(LAST_WORDS.iter_unpack(written))
-
-    def _receive(self, seconds: float) -> None:
-        while self._connection.poll(seconds):
-            try:
-                kind, *answer = self._connection.recv()
-            except EOFError as error:
-                raise ConnectionResetError("the warm process has ended") from error
-            if kind == "forked":
-                self._forked.append(answer[0])
-            else:
-                self._codes[answer[0]] = answer[1]
-            seconds = 0.0
-
-    def kill(self) -> None:
-        self.process.kill()
-
-    def close(self) -> None:
-        self._connection.close()
-        os.close(self._last_words)
-        self.process.kill()
-        self.process.wait()
+def kill_server() -> None:
+    for child in psutil.Process().children():
+        with contextlib.suppress(psutil.Error):
+            if child.name() == preload.SERVER_NAME:
+                child.kill()
 
 
 class Starter:
-    """Starts the processes of one phase after another on this node, and owns the node's warm process."""
+    """Starts the processes of one phase after another on this node."""
 
     def __init__(self) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
-        self._warm: WarmProcess | None = None
-        self._always_cold = False  # a warm process could not fork: an import failed or initialised CUDA
-        self._patience = 0.0  # timeout for the warm process's answers
-        self.complaint = ""  # message, if the warm process did not answer; whoever shows it empties it
+        self._server_failed = False
+        self.complaint = ""  # message, if the fork server did not answer; whoever shows it empties it
 
-    def warm_up(self) -> WarmProcess:
-        """Start the warm process if it is not running; returns without waiting for its imports."""
-        if self._warm is not None and self._warm.process.poll() is not None:
-            self.close()
-        if self._warm is None:
-            self._warm = WarmProcess()
-        return self._warm
+    def prepare(self, recipe: Recipe, trains: bool = True) -> None:
+        """Start the fork server, unless it runs; it imports what the recipe needs. trains: with what trainers need."""
+        if self._server_failed:
+            return
+        os.environ[preload.ORDER] = preload.order(recipe, trains)
+        forkserver.set_forkserver_preload([PRELOAD])
+        forkserver.ensure_running()
+        del os.environ[preload.ORDER]
 
-    def prepare(self, recipe: Recipe) -> None:
-        """Have the warm process import what the recipe needs; returns at once."""
-        self._patience = recipe.run.stall_seconds
-        if not self._always_cold:
-            self.warm_up().prepare(recipe)
+    def start(self, processes: Sequence[Process], recipe: Recipe, new: bool) -> Processes:
+        """Start the processes of a phase. new: as new interpreters, as they are on GPUs and without a fork server."""
+        calls: list[Call] = [(become_phase, astuple(process)) for process in processes]
+        ends = [Path(process.end) for process in processes]
+        if not new and recipe.actor.backend == "cpu" and (forks := self._fork(calls, recipe)):
+            return Processes(forks, ends)
+        return Processes(_start(NEW, calls), ends)
 
-    def start(self, processes: Sequence[Process], recipe: Recipe, cold: bool) -> Processes:
-        """Start the processes of a phase: cold if asked for or if the warm process fails, else as forks of it."""
-        if cold and self._warm is not None:
-            self._warm.tell("started")
-        if not cold:
-            self.prepare(recipe)
-            level = TRAINING if PHASES[processes[0].phase].actor else GENERATION
-            if forked := self._fork(level, [(run_phase_process, tuple(vars(one).values())) for one in processes]):
-                return Processes(*forked)
-        started = ColdProcesses(processes)
-        return Processes(started.pids, started)
-
-    def run(self, recipe: Recipe, function: Callable[..., int], *arguments: Any) -> int | None:
-        """Call a function in a fork of the warm process; returns its exit code, None if the warm process failed."""
-        self.prepare(recipe)
-        if not (forked := self._fork(CHECK, [(function, arguments)])):
-            return None
-        (pids, warm), waited = forked, 0.0
-        try:
-            while not (ended := warm.ended(pids, POLL_SECONDS)):
-                if (waited := waited + POLL_SECONDS) > self._patience:
-                    warm.kill()
-        except OSError:
-            return None
-        return ended[pids[0]]
-
-    def _fork(self, level: int, calls: Sequence[Call]) -> tuple[list[int], WarmProcess] | None:
-        """The forks' process ids and their parent; None if the warm process failed or must not fork."""
-        if self._always_cold or (warm := self._warm) is None:
+    def run(self, recipe: Recipe, trains: bool, function: Callable[..., int], *arguments: Any) -> int | None:
+        """Call a function in a fork; returns its exit code, None if the fork server failed."""
+        if not (forks := self._fork([(_call, (function, *arguments))], recipe, trains)):
             return None
         try:
-            pids = warm.fork(level, calls, self._patience)
-        except OSError as error:  # it was killed or hangs: a cold start works, or shows the error
-            self.complaint = str(error) if isinstance(error, TimeoutError) else ""
-            self.close()
-            return None
-        self._always_cold = pids is None
-        return (pids, warm) if pids else None
+            forks[0].join(recipe.run.stall_seconds)
+        finally:
+            if forks[0].exitcode is None:
+                forks[0].kill()
+                kill_server()
+                forks[0].join()
+        return None if forks[0].exitcode == NOT_REPORTED else forks[0].exitcode
 
-    def close(self) -> None:
-        if self._warm is not None:
-            self._warm.close()
-            self._warm = None
+    def _fork(self, calls: Sequence[Call], recipe: Recipe, trains: bool = True) -> list[BaseProcess]:
+        """One fork of the fork server for each call; none if the server has failed in this run."""
+        if self._server_failed:
+            return []
+        seconds, silent = recipe.run.stall_seconds, threading.Event()
+
+        def give_up() -> None:
+            silent.set()
+            kill_server()
+
+        timer = threading.Timer(seconds, give_up)
+        timer.start()
+        try:
+            self.prepare(recipe, trains)
+            return _start(FORK, calls)
+        except (OSError, EOFError):  # it was killed or hangs: a new interpreter works, or shows the error
+            self._server_failed = True
+            self.complaint = f"the fork server did not answer for {seconds:g} s" if silent.is_set() else ""
+            return []
+        finally:
+            timer.cancel()
+
+
+def _start(method: str, calls: Sequence[Call]) -> list[BaseProcess]:
+    started: list[BaseProcess] = []
+    try:
+        for function, arguments in calls:
+            process = multiprocessing.get_context(method).Process(target=function, args=arguments)
+            process.start()
+            started.append(process)
+    except BaseException:
+        for process in started:
+            process.kill()
+        raise
+    return started
+
+
+def _call(function: Callable[..., int], *arguments: Any) -> None:
+    sys.exit(function(*arguments))
 
 
 @dataclass(frozen=True)
@@ -338,7 +248,7 @@ def supervise(
 
 
 def _kill_and_wait(processes: Processes, hangs: bool) -> dict[int, int]:
-    """Kill all processes and wait for their ends; returns exit codes. hangs: the warm process may be what hangs."""
+    """Kill all processes and wait for their ends; returns exit codes. hangs: the fork server may be what hangs."""
     deadline = time.monotonic() + (0.0 if hangs else ABANDON_SECONDS)
     codes = processes.poll(0)
     while len(codes) < len(processes.pids):

@@ -2,7 +2,7 @@
 
 Staged runs (evaluations, rollouts, updates) and live ones (deterministic, with a delay) learn from rewards that differ.
 Each start is held at a random file operation of one of its processes, or runs for a random time. Then its parent, its
-warm process, the held process, a rank, a process below a rank (a checkpoint's writer, a verifier) or all of them are
+fork server, the held process, a rank, a process below a rank (a checkpoint's writer, a verifier) or all of them are
 killed, or the parent is asked to stop. After some such starts the run finishes undisturbed. It must then have every
 update and evaluation exactly once, and the same bytes as a run that was never disturbed. A start that does not end
 within `PATIENCE_SECONDS` counts as hanging.
@@ -26,6 +26,7 @@ from pathlib import Path
 
 import psutil
 
+from megarl.workers.preload import SERVER_NAME
 from tests.helpers import (
     megarl,
     read_lines,
@@ -157,7 +158,7 @@ def held_victims(parent: int, held: int) -> Victims:
         below = psutil.Process(parent).children()
         kind = "writer" if processes[held].ppid() not in [parent, *(p.pid for p in below)] else "rank"
         victims += [(f"{kind} at a file ({name})" if kind == "writer" else "rank at a file", [processes[held]], 9)] * 3
-        victims += [("warm process", [p for p in below if p.name() == "warm:"], signal.SIGKILL)]
+        victims += [("fork server", [p for p in below if p.name() == SERVER_NAME], signal.SIGKILL)]
     victims += [("all", [psutil.Process(parent), *processes.values()], signal.SIGKILL)]
     return victims
 
@@ -175,7 +176,7 @@ def any_victims(parent: int, goes_on: bool) -> Victims:
     for process in everyone:
         with contextlib.suppress(psutil.NoSuchProcess):
             name = process.name()
-            kind = "warm process" if name == "warm:" else "verifier" if name == "verifier" else "rank or its fork"
+            kind = "fork server" if name == SERVER_NAME else "verifier" if name == "verifier" else "rank or its fork"
             victims.append((kind, [process], signal.SIGKILL))
     return victims
 

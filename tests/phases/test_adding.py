@@ -35,7 +35,7 @@ from megarl.workers.nodes import Nodes
 run = RunDir.open(Path(sys.argv[1]))
 assert Path(megarl.__file__).is_relative_to(sys.argv[2])
 with Nodes(NodeRank()) as nodes, Progress(run.root, run.recipe):
-    nodes.starter._always_cold = sys.argv[3] == "cold"
+    nodes.starter._server_failed = sys.argv[3] == "new"
     run_phase(nodes, run.stage(0), "count", 1)
 """
 
@@ -51,7 +51,7 @@ def package(tmp_path_factory):
     return folder
 
 
-@pytest.mark.parametrize("start", ["warm", "cold"])
+@pytest.mark.parametrize("start", ["fork", "new"])
 def test_a_phase_is_one_file_and_one_line(start, package, recipe, tmp_path):
     run = RunDir.create(tmp_path / "run", load_recipe(recipe))
     copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, run.stage(0).policy)

@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections import deque
 
 import pytest
 import torch
@@ -16,20 +15,17 @@ from safetensors.torch import load_file, save_file
 
 from megarl import cli
 from megarl.cli import training
-from megarl.workers import processes
-from megarl.workers.warm import first_imports
 from tests.helpers import children, megarl, mount_tmpfs
-from tests.zygote import ForkedWarmProcess
+from tests.zygote import new_fork_server
 
 
 @pytest.fixture
 def fails(capfd, monkeypatch):
     """A function that runs `megarl` in this process and requires exit code 2 and a message that contains all the words.
 
-    The warm process is a fork of this process, so that what a test has monkeypatched is replaced there too.
+    The fork server is a fork of this process, so that what a test has monkeypatched is replaced there too.
     """
-    deque(first_imports(), maxlen=0)
-    monkeypatch.setattr(processes, "WarmProcess", ForkedWarmProcess)
+    new_fork_server(monkeypatch)
 
     def run(*arguments, words):
         before = children()

@@ -129,7 +129,7 @@ def test_bugs_of_a_resumed_run_are_detected(short, recipe, tmp_path, mutant):
 
 
 def test_a_run_started_from_a_shell_ends_with_the_same_bytes_after_three_kills(undisturbed, recipe, tmp_path):
-    """Like a user's run it has its own interpreter and warm process; other tests fork both from one process."""
+    """Like a user's run it has its own interpreter and fork server; other tests fork both from one process."""
     killed = tmp_path / "killed"
     command = [sys.executable, "-m", "megarl.cli", "train", str(recipe), "--run-dir", str(killed)]
     for reached in (

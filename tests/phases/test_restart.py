@@ -8,6 +8,7 @@ import pytest
 from megarl.storage.run_dir import RunDir
 from tests.helpers import (
     events,
+    fork_server_of,
     megarl,
     processes_of,
     read_lines,
@@ -96,7 +97,7 @@ def test_ctrl_c_keeps_the_updates_that_were_made(recipe, tmp_path):
 
 
 @pytest.mark.parametrize("moment", ["first import", "rollout", "optimize"])
-def test_a_killed_warm_process_loses_nothing(recipe, tmp_path, moment):
+def test_a_killed_fork_server_loses_nothing(recipe, tmp_path, moment):
     """Between phases it is replaced; a phase, whose processes die with it, is restarted."""
     run, held = tmp_path / "run", tmp_path / "held"
     settings = ["--set", "run.max_restarts=1", "--set", "schedule.stages=1", "--set", "eval.every=0"]
@@ -104,12 +105,10 @@ def test_a_killed_warm_process_loses_nothing(recipe, tmp_path, moment):
     hold = [held_at[moment], 3, str(held)]
     parent = start_megarl("train", recipe, "--run-dir", run, *settings, hold=hold)
     if moment == "first import":
-        wait_for(parent, lambda: processes_of(parent.pid, "warm"))
+        wait_for(parent, lambda: fork_server_of(parent.pid))
     else:
         wait_until_held(parent, held)
-    # a process that it has just forked still has its name
-    warm = min(processes_of(parent.pid, "warm"), key=lambda process: process.create_time())
-    warm.send_signal(signal.SIGKILL)
+    fork_server_of(parent.pid).kill()
     assert parent.wait() == 0, parent.stderr
     assert [event["phase"] for event in events(RunDir.open(run), "restart")] == [moment] * (moment != "first import")
     assert updates_of(run) == list(range(1, 7))

@@ -13,7 +13,15 @@ import pytest
 
 from megarl.workers.watch import Watch, Watched
 from tests.extent import few
-from tests.helpers import megarl, processes_of, read_lines, start_megarl, wait_until_held, wait_until_nobody_works_on
+from tests.helpers import (
+    fork_server_of,
+    megarl,
+    processes_of,
+    read_lines,
+    start_megarl,
+    wait_until_held,
+    wait_until_nobody_works_on,
+)
 from tests.phases.test_kill import assert_same_run
 
 pytestmark = pytest.mark.crash
@@ -34,10 +42,6 @@ def of_rank(name):
     return lambda parent: next(p for p in processes_of(parent, name.partition(":")[0]) if p.name() == name)
 
 
-def warm(parent):
-    return next(p for p in psutil.Process(parent).children() if p.name() == "warm:")
-
-
 def supervisor(parent):
     """The process that manages the verifiers, a child of the rollout worker."""
     return next(p for p in of_rank("rollout:0")(parent).children() if p.name() == "verifier")
@@ -56,12 +60,12 @@ CASES = {
     "evaluating": (of_rank("evaluate:0"), EVALUATED, (*LIVE, *EVALUATES), "evaluate", ""),
     "live trainer": (of_rank("live:0"), TRAINS, LIVE, "live", ""),
     "live generator": (of_rank("live:1"), STORES, LIVE, "live", ""),
-    "warm": (warm, TRAINS, (), "optimize", ""),
+    "fork server": (fork_server_of, TRAINS, (), "optimize", ""),
     "writer": (None, WRITES, ("actor.checkpoint_every=4", "run.stall_seconds=24"), "optimize", "update_000004"),
 }
 
 
-@pytest.mark.parametrize("case", few(CASES, "trainer", "live generator", "warm", "writer"))
+@pytest.mark.parametrize("case", few(CASES, "trainer", "live generator", "fork server", "writer"))
 def test_a_stopped_process_ends_the_phase_and_is_named(case, recipe, tmp_path):
     find, operation, others, phase, place = CASES[case]
     run, held = tmp_path / "run", tmp_path / "held"
@@ -83,7 +87,7 @@ def test_a_stopped_process_ends_the_phase_and_is_named(case, recipe, tmp_path):
     rank = 1 if case == "live generator" else 0
     log = run / f"logs/000_{phase}/attempt_0/rank_000{rank}.log"
     assert str(log) in message
-    if case != "warm":  # the ranks that it had forked were not stopped and have ended
+    if case != "fork server":  # the ranks that it had forked were not stopped and have ended
         assert "most recent call first" in log.read_text()
     wait_until_nobody_works_on(run)
 

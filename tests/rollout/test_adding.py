@@ -13,7 +13,7 @@ MODULE = '''
 
 from dataclasses import replace
 
-from megarl.rollout.builtin import COLD_START, RECORDS_EXPERTS, BuiltinEngine, check
+from megarl.rollout.builtin import NEW_INTERPRETER, RECORDS_EXPERTS, BuiltinEngine, check
 
 
 def build(recipe, stage, policy_dir, version, routed_experts):

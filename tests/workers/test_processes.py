@@ -1,7 +1,5 @@
 """How a node starts the processes of a phase, warm and cold, supervises them and ends them."""
 
-import contextlib
-import fcntl
 import json
 import os
 import signal
@@ -16,19 +14,19 @@ import pytest
 
 from megarl.errors import UserError
 from megarl.linux import state_of
+from megarl.phases.entry import become
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.storage.policies import copy_policy
 from megarl.storage.run_dir import RunDir
-from megarl.workers import launcher, processes
+from megarl.workers import launcher, preload, processes
 from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
 from megarl.workers.preflight import check
-from megarl.workers.processes import WarmProcess, kill, stop_signals_noted, supervise
-from megarl.workers.warm import CHECK, become
+from megarl.workers.processes import kill, stop_signals_noted, supervise
 from megarl.workers.watch import Stall, Watch, Watched
-from tests.helpers import ROOT, events
+from tests.helpers import ROOT, events, fork_server_of
+from tests.zygote import new_fork_server
 
-NO_IMPORTS = -1  # a level below all others
 SCRIPTS = {
     "done": "pass",
     "fails": "import sys; sys.exit(1)",
@@ -158,170 +156,119 @@ def stage(recipe, tmp_path):
     return run.stage(0)
 
 
-def test_without_a_warm_process_a_phase_starts_cold(stage, monkeypatch):
-    class CannotImport(processes.WarmProcess):
-        def _start(self, theirs, module):
-            return super()._start(theirs, "no_such_module")
+@pytest.fixture
+def server(monkeypatch):
+    """A fork server for this test alone, as a fork of this process; returns it once it exists."""
+    processes.kill_server()  # that of other tests
+    while fork_server_of(os.getpid()) is not None:
+        time.sleep(0.01)
+    new_fork_server(monkeypatch)
 
-    monkeypatch.setattr(processes, "WarmProcess", CannotImport)
+    def find():
+        while (found := fork_server_of(os.getpid())) is None:
+            time.sleep(0.01)
+        return found
+
+    yield find
+    processes.kill_server()
+
+
+def test_without_a_fork_server_a_phase_starts_in_new_interpreters(stage, monkeypatch, server):
+    monkeypatch.setattr(preload, "order", lambda *_: "no JSON")  # the server fails
     with Nodes(NodeRank()) as nodes:
         check(nodes.starter, stage.run.recipe)
         with pytest.raises(UserError, match="torch sees 0"):
             check(nodes.starter, override_recipe(stage.run.recipe, ["actor.backend=cuda"]))
         run_phase(nodes, stage, "evaluate", 1)
     assert stage.evaluation()["prompts"] == 16
-    assert "no_such_module" not in (stage.run.logs / "000_evaluate/attempt_0/rank_0000.log").read_text()
 
 
-def test_warm_and_cold_phases_give_the_same_evaluation(stage, monkeypatch):
-    """A cold one has no need of the warm process, nor of what its environment has of it."""
+def test_forks_and_new_interpreters_give_the_same_evaluation(stage, monkeypatch):
+    """A new interpreter needs nothing of the fork server, nor of what its environment has of it."""
     with Nodes(NodeRank()) as nodes:
         run_phase(nodes, stage, "evaluate", 1)
-        warm = stage.evaluation()
+        fork = stage.evaluation()
         stage.run.events.unlink()
-    monkeypatch.setattr("megarl.rollout.builtin.COLD_START", True)
+    monkeypatch.setattr("megarl.rollout.builtin.NEW_INTERPRETER", True)
     for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
     with Nodes(NodeRank()) as nodes:
         run_phase(nodes, stage, "evaluate", 1)
-    cold = RunDir.open(stage.run.root).stage(stage.number).evaluation()  # a new RunDir reads the events again
+    new = RunDir.open(stage.run.root).stage(stage.number).evaluation()  # a new RunDir reads the events again
     for changing in ("time", "seconds", "generate_seconds"):
-        del warm[changing], cold[changing]
-    assert warm == cold
+        del fork[changing], new[changing]
+    assert fork == new
 
 
-@pytest.fixture
-def warm(tmp_path, monkeypatch):
-    monkeypatch.setenv("FORKS_LOG", str(tmp_path / "log"))
-    process = WarmProcess("tests.workers.trivial_forks")
-    yield process
-    process.close()
-
-
-def test_a_process_of_a_phase_leads_a_session_of_its_own(tmp_path):
+def test_a_process_has_the_agents_environment_and_a_session_of_its_own(tmp_path, monkeypatch, recipe):
     """Signals to the run's process group then miss it and its engine, and what it leaves is found by its session."""
-    log = str(tmp_path / "log")
-    cold = processes._start_cold(processes.Process("evaluate", str(tmp_path), 0, log, {}))
-    assert os.getsid(cold.pid) == cold.pid
-    cold.kill()
-    cold.wait()
-    reader, writer = os.pipe()
-    if not (warm := os.fork()):
-        try:
-            become(log, {})
-            os.write(writer, str(os.getsid(0)).encode())
-        finally:
-            os._exit(0)
-    os.close(writer)
-    assert int(os.read(reader, 20)) == warm
-    os.close(reader)
-    os.waitpid(warm, 0)
+    starter = processes.Starter()
+    starter.prepare(recipe := load_recipe(recipe))
+    monkeypatch.setenv("SET_LATER", "yes")
+    for method in (processes.FORK, processes.NEW):
+        log = tmp_path / method
+        (process,) = processes._start(method, [(say, (str(log), dict(os.environ)))])
+        process.join()
+        assert process.exitcode == 7
+        assert json.loads(log.read_text()) == [process.pid, "yes"]
 
 
-def fork(warm, *codes):
-    """Processes that end with these exit codes; their ids."""
-    return warm.fork(CHECK, [(int, (code,)) for code in codes], 60)
-
-
-def test_the_exit_codes_of_forks_that_end_together_are_all_reported(warm):
-    for _ in range(50):
-        pids, ended = fork(warm, *range(8)), {}
-        while len(ended) < 8:
-            ended |= warm.ended(pids, 10)
-        assert [ended[pid] for pid in pids] == list(range(8))
+def say(log, environment):
+    become(log, environment)
+    print(json.dumps([os.getsid(0), os.environ["SET_LATER"]]))
+    sys.exit(7)
 
 
 @pytest.mark.parametrize("reaped", [True, False])
-def test_an_end_is_no_kill_because_the_warm_process_dies_before_it_is_heard(warm, tmp_path, reaped):
+def test_an_end_is_no_kill_because_the_fork_server_dies_before_it_is_heard(tmp_path, recipe, server, reaped):
     """Neither if the report arrives together with the end of the connection, nor if there was none."""
-    go = tmp_path / "go"
-    script = f"until test -e {go}; do sleep 0.01; done; exit $0"
-    calls = [(subprocess.call, (["sh", "-c", script, code],)) for code in "05"]
-    pids = warm.fork(CHECK, [*calls, (subprocess.call, (["sleep", "600"],))], 60)
+    starter, go = processes.Starter(), tmp_path / "go"
+    ends = [tmp_path / name for name in "012"]
+    calls = [(end_with, (str(go), code, str(ends[n]))) for n, code in enumerate((0, 5, None))]
+    started = processes.Processes(starter._fork(calls, load_recipe(recipe)), ends)
     if not reaped:
-        warm.process.send_signal(signal.SIGSTOP)
-        while state_of(warm.process.pid) != "T":
+        server().suspend()
+        while state_of(server().pid) != "T":
             time.sleep(0.01)
     go.touch()
-    while any(state_of(pid) != ("" if reaped else "Z") for pid in pids[:2]):
+    while any(state_of(pid) != ("" if reaped else "Z") for pid in started.pids[:2]):
         time.sleep(0.01)
-    warm.process.kill()
-    warm.process.wait()
-    started, codes = processes.Processes(pids, warm), {}
+    killed = server()
+    processes.kill_server()
+    killed.wait()
+    codes = {}
     while len(codes) < 3:
         codes = started.poll(0.01)
     assert codes == {0: 0, 1: 5, 2: -signal.SIGKILL}
 
 
-def test_thousands_of_phases_fill_no_pipe(warm):
-    """It holds the last words of 8,192 forks."""
-    fcntl.fcntl(warm._last_words, fcntl.F_SETPIPE_SZ, 4096)
-    for _ in range(20):
-        pids, ended = fork(warm, *[0] * 32), {}
-        while len(ended) < 32:
-            ended |= warm.ended(pids, 10)
+def end_with(go, code, end):
+    while not os.path.exists(go) or code is None:
+        time.sleep(0.01)
+    with open(end, "w") as file:
+        file.write(str(code))
+    sys.exit(code)
 
 
-def test_an_error_in_a_fork_before_the_phase_begins_is_printed(warm, tmp_path):
-    (pid,) = fork(warm, "no number")
-    while not (ended := warm.ended([pid], 10)):
-        pass
-    assert ended == {pid: 1}
-    assert "ValueError: invalid literal" in (tmp_path / "log").read_text()
-
-
-def test_an_import_that_fails_in_the_background_ends_no_fork(tmp_path, monkeypatch):
-    """Later processes start cold, and show the error if they meet it."""
-    fails, ends = tmp_path / "fails", tmp_path / "ends"
-    monkeypatch.setenv("FAILS_WHEN", str(fails))
-    warm = WarmProcess("tests.workers.failing_import")
-    try:
-        script = f"until test -e {ends}; do sleep 0.01; done; exit 7"
-        (pid,) = warm.fork(NO_IMPORTS, [(subprocess.call, (["sh", "-c", script],))], 60)
-        fails.touch()
-        while fork(warm) is not None:
-            pass
-        ends.touch()
-        while not (ended := warm.ended([pid], 10)):
-            pass
-        assert ended == {pid: 7}
-    finally:
-        warm.close()
-
-
-def test_a_warm_process_that_was_stopped_before_the_first_phase_is_given_up_after_the_recipes_time(stage, monkeypatch):
+def test_a_fork_server_that_was_stopped_before_the_first_phase_is_given_up_after_the_recipes_time(stage, server):
     """The check of the recipe and the phase do without it, and the phase's events say so."""
     recipe = override_recipe(stage.run.recipe, ["run.stall_seconds=6"])
     with Nodes(NodeRank()) as nodes:
-        stopped = nodes.starter.warm_up().process
-        stopped.send_signal(signal.SIGSTOP)
+        nodes.starter.prepare(recipe)
+        server().suspend()
         check(nodes.starter, recipe)
-        assert stopped.returncode == -signal.SIGKILL
+        assert fork_server_of(os.getpid()) is None
         run_phase(nodes, stage, "evaluate", 1)
     (event,) = events(stage.run, "no_progress")
-    assert event["cause"] == "the warm process did not answer for 6 s"
-
-
-def test_all_phases_start_cold_if_an_import_has_initialised_cuda(stage, monkeypatch):
-    class Initialised(processes.WarmProcess):
-        def _start(self, theirs, module):
-            return super()._start(theirs, "tests.workers.cuda_initialised")
-
-    monkeypatch.setattr(processes, "WarmProcess", Initialised)
-    with contextlib.closing(processes.Starter()) as starter:
-        assert starter.run(stage.run.recipe, int, "0") is None and starter._always_cold
-        starter.prepare(stage.run.recipe)
-        assert starter._fork(CHECK, [(int, ("0",))]) is None
+    assert event["cause"] == "the fork server did not answer for 6 s"
 
 
 READY_TO_FORK = """
 import json, os, sys
 from pathlib import Path
 from megarl.storage.run_dir import RunDir
-from megarl.workers import warm
-imports = warm.Imports(warm.first_imports())
-imports.prepare(RunDir.open(Path(sys.argv[1])).recipe)
-while imports.advance(warm.TRAINING): pass
+from megarl.workers import preload
+preload._import_all(RunDir.open(Path(sys.argv[1])).recipe, trains=True)
 assert "megatron.core" in sys.modules
 import torch
 threads = [Path(f"/proc/self/task/{t}/comm").read_text().strip() for t in os.listdir("/proc/self/task")]
@@ -329,7 +276,7 @@ print(json.dumps([torch.cuda.is_initialized(), sorted(threads)[:-1] if len(threa
 """
 
 
-def test_a_warm_process_can_be_forked(stage):
+def test_a_process_with_all_imports_can_be_forked(stage):
     """It has no CUDA context, and no other thread than that of Arrow's jemalloc, which is prepared for forks."""
     command = [sys.executable, "-W", "ignore", "-c", READY_TO_FORK, str(stage.run.root)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)

@@ -42,7 +42,7 @@ from megarl.rollout.options import as_arguments, check_options
 from megarl.rollout.sglang.server import OWN, Server, ServerFailed, installed_version, server_environment
 
 RECORDS_EXPERTS = frozenset({"cpu", "cuda"})
-COLD_START = True
+NEW_INTERPRETER = True
 TEMPERATURES = (1e-6, float("inf"))  # below the minimum SGLang decodes greedily
 POLL_SECONDS = 0.1  # longest wait for an event before `interrupted` and the timeouts are checked again
 IDLE_SECONDS = 60  # how long a server that has sent all responses may take to release them

@@ -27,8 +27,9 @@ class Holding(Starter):
 
     hold = None  # the arguments of `tests.zygote.hold`
 
-    def _fork(self, level, calls):
-        return super()._fork(level, [(call_held, (self.hold, *call)) for call in calls] if self.hold else calls)
+    def _fork(self, calls, recipe, trains=True):
+        held = [(call_held, (self.hold, *call)) for call in calls] if self.hold else calls
+        return super()._fork(held, recipe, trains)
 
 
 class Phases:

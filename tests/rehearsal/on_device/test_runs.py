@@ -1,4 +1,4 @@
-"""Whole runs with ``backend = "cuda"``: the command line, its warm process and the phases see the device."""
+"""Whole runs with ``backend = "cuda"``: the command line, its fork server and the phases see the device."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import shlex
 import signal
 import socket
 import time
+from multiprocessing import util
 from pathlib import Path
 
 import pytest
@@ -32,16 +33,15 @@ def untrained_recipe(tiny_model, tmp_path_factory):
 
 
 def command(*arguments: object, folder: Path = ROOT) -> None:
-    """Run a command line in this fork. Its phases are forks of it, as real ones are of the warm process."""
+    """Run a command line in this fork. Its phases are forks of it, as those of runs on CPUs are of a fork server."""
     from megarl import cli
-    from megarl.linux import die_with_parent
     from megarl.workers import processes
-    from tests.zygote import ForkedWarmProcess
+    from tests.zygote import fork_server
 
     os.setsid()
     os.chdir(folder)
-    os.register_at_fork(after_in_child=die_with_parent)  # as in the warm process
-    processes.WarmProcess = ForkedWarmProcess
+    util.spawnv_passfds = fork_server
+    processes.NEW = processes.FORK
     cli.main([str(x) for x in arguments])
 
 
