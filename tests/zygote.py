@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import unittest.mock
 from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any
@@ -108,13 +109,15 @@ def fork_server(path: bytes, arguments: list[str], descriptors: list[int]) -> in
 
 
 SPAWN = util.spawnv_passfds
+NAMES = ("ensure_running", "connect_to_new_process", "set_forkserver_preload")
+OF_ALL_TESTS = {name: getattr(forkserver, name) for name in NAMES}
 
 
 def new_fork_server(monkeypatch: Any) -> None:
     """Have `multiprocessing` start another fork server, as a fork of this process, until the test has ended."""
     server = forkserver.ForkServer()
     monkeypatch.setattr(util, "spawnv_passfds", fork_server)
-    for name in ("ensure_running", "connect_to_new_process", "set_forkserver_preload"):
+    for name in OF_ALL_TESTS:
         monkeypatch.setattr(forkserver, name, getattr(server, name))
 
 
@@ -135,9 +138,11 @@ class Command:
         order = {"log": str(self.outputs[0]), "errors": str(self.outputs[1])}
         order |= {"arguments": list(map(str, arguments)), "environment": environment}
         order |= {"hold": hold, "mutant": mutant, "cwd": str(cwd)}
-        forkserver.set_forkserver_preload(["tests.preloaded"])
         self.process = multiprocessing.get_context("forkserver").Process(target=run_command, args=(order,))
-        self.process.start()
+        patch = unittest.mock.patch.multiple
+        with patch(forkserver, **OF_ALL_TESTS), patch(util, spawnv_passfds=SPAWN):
+            forkserver.set_forkserver_preload(["tests.preloaded"])
+            self.process.start()
         self.pid = self.process.pid
 
     def poll(self, seconds: float = 0.0) -> int | None:

@@ -25,9 +25,9 @@ def fails(capfd, monkeypatch):
 
     The fork server is a fork of this process, so that what a test has monkeypatched is replaced there too.
     """
-    new_fork_server(monkeypatch)
 
     def run(*arguments, words):
+        new_fork_server(monkeypatch)
         before = children()
         with pytest.raises(SystemExit) as exit:
             cli.main([str(a) for a in arguments])
