@@ -6,7 +6,7 @@ import sys
 import torch
 
 # Megatron imports flashinfer for its own inference. flashinfer asks CUDA for the capability of every GPU when it is
-# imported: too early, since processes choose their GPUs and torch's allocator later, and the warm process must fork.
+# imported: too early, since processes choose their GPUs and torch's allocator later, and the fork server must fork.
 _hidden = "flashinfer" not in sys.modules
 if _hidden:
     sys.modules["flashinfer"] = None  # type: ignore[assignment]  # its import fails

@@ -66,7 +66,7 @@ def _megatron_modules() -> list[types.ModuleType]:
 
 
 def _undo_compilation() -> None:
-    """Undo torch.compile of the fused functions in modules that were imported before, as in forks of a warm process."""
+    """Undo torch.compile of the fused functions in modules that were imported before, as in forks of a server."""
     for module in _megatron_modules():
         classes = [value for value in vars(module).values() if isinstance(value, type)]
         for owner in (module, *(one for one in classes if one.__module__ == module.__name__)):

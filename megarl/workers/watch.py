@@ -122,7 +122,7 @@ class Watch:
         return {pid: seconds for pid, seconds in self._stopped.items() if seconds > self._seconds}
 
     def _not_running(self, pids: Sequence[int]) -> Iterator[str]:
-        """Messages about stopped processes (state T): the watched ones, their descendants, and the warm process."""
+        """Messages about stopped processes (state T): the watched ones, their descendants, and the fork server."""
         for watched, pid in zip(self._watched, pids, strict=True):
             for one in (pid, *(process.pid for process in _descendants(pid))):
                 if state_of(one) == "T":

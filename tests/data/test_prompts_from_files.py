@@ -163,7 +163,7 @@ def test_a_missing_file_and_a_missing_parquet_column_are_errors(tokenizer, tmp_p
 
 
 def test_prompts_are_opened_again_only_when_something_has_changed(tmp_path):
-    """Forks of the warm process inherit them. Each policy has a copy of the tokenizer, so its path does not count."""
+    """Forks of the fork server inherit them. Each policy has a copy of the tokenizer, so its path does not count."""
     char_tokenizer(tmp_path / "base")
     shutil.copytree(tmp_path / "base", tmp_path / "policy")
     wanted = recipe(file=numbers(tmp_path, 50), heldout=10)

@@ -1,4 +1,4 @@
-"""How a node starts the processes of a phase, warm and cold, supervises them and ends them."""
+"""How a node starts the processes of a phase, supervises them and ends them."""
 
 import json
 import os

@@ -1,7 +1,7 @@
 """The worker processes of a sweep, each of which makes one run after another.
 
 Workers are forks of the sweep's process, each in a session of its own. A worker makes its runs as `megarl train` and
-`megarl optimize` do, and uses one warm process for all of them. No worker outlives the sweep.
+`megarl optimize` do, and uses one fork server for all of them. No worker outlives the sweep.
 """
 
 from __future__ import annotations
