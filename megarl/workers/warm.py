@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.errors import STOP_SIGNALS
-from megarl.linux import die_with_parent, name_process
+from megarl.linux import die_with_parent, fork, name_process
 from megarl.phases import PHASES
 from megarl.phases.entry import hide_gpus_from_cpu_runs, run_process
 
@@ -124,7 +124,7 @@ def _fork_all(agent: Connection, last_words: int, calls: list[Call]) -> list[int
 
 
 def _fork(agent: Connection, last_words: int, function: Callable[..., int], arguments: tuple[Any, ...]) -> int:
-    if pid := os.fork():
+    if pid := fork():
         return pid
     code = 1
     try:
