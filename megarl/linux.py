@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+import warnings
 
 # <linux/prctl.h>
 PR_SET_PDEATHSIG = 1
@@ -22,6 +23,16 @@ def die_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent if parent else os.getppid() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def fork() -> int:
+    """`os.fork` without Python's warning that another thread may hold a lock for ever in the fork.
+
+    The threads of a process that megarl forks are those that imports start, such as Arrow's jemalloc: they hold none.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return os.fork()
 
 
 def name_process(name: str) -> None:

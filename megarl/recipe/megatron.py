@@ -31,15 +31,20 @@ DTYPES = ("float32", "bfloat16", "float16", "uint8")  # the names for a torch.dt
 _TYPES: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 
 
-def suitable_versions(package: str) -> SpecifierSet:
-    """The versions of an optional package that the installed Megatron-Core declares; any if it declares none.
+# of packages of which Megatron-Core may declare no versions. Transformer Engine: from the oldest of the tests to
+# 2.17.1, with which Megatron's developers build 0.19 (uv.lock)
+_OWN_CHOICE = {"transformer-engine": ">=2.9,<2.18"}
 
-    Since 0.17 it declares none of Transformer Engine: then those from the oldest of the tests to 2.17.1, with which its
-    developers build 0.19 (uv.lock).
+
+def suitable_versions(package: str) -> tuple[SpecifierSet, str]:
+    """The versions of an optional package that suit the installed Megatron-Core: those that it declares, or megarl's
+    choice, or any. Also the words in front of them in a message, which say whose they are.
     """
+    core = f"Megatron-Core {importlib.metadata.version('megatron-core')}"
     asked = [Requirement(line) for line in importlib.metadata.requires("megatron-core") or ()]
-    declared = SpecifierSet(",".join(str(one.specifier) for one in asked if one.name == package))
-    return declared or SpecifierSet(">=2.9,<2.18" if package == "transformer-engine" else "")
+    if declared := SpecifierSet(",".join(str(one.specifier) for one in asked if one.name == package)):
+        return declared, f"{core} needs"
+    return SpecifierSet(_OWN_CHOICE.get(package, "")), f"megarl's own choice for {core}, which declares none, is"
 
 
 @functools.cache

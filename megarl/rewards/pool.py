@@ -37,7 +37,7 @@ import psutil
 from megarl.data.prompts import Prompt
 from megarl.errors import STOP_SIGNALS, UserError
 from megarl.heartbeats import beat
-from megarl.linux import name_process, state_of
+from megarl.linux import fork, name_process, state_of
 from megarl.recipe.tables import Recipe
 from megarl.rewards import GroupVerifier, NoAnswer, Score, Verifier, VerifierUnavailable
 from megarl.rewards.code import BUDGET
@@ -124,7 +124,7 @@ class VerifierPool:
 
     def __init__(self, build: Callable[[], Verifier], limits: Limits) -> None:
         ours, theirs = socket.socketpair()
-        self._pid = os.fork()
+        self._pid = fork()
         if not self._pid:
             _in_fork(theirs, lambda: _Supervisor(theirs, build, limits).serve())
         theirs.close()
@@ -311,7 +311,7 @@ class _Supervisor:
 
     def _fork(self) -> _Worker:
         ours, theirs = socket.socketpair()
-        pid = os.fork()
+        pid = fork()
         if not pid:
             _in_fork(theirs, lambda: _work(theirs, self.verifier, self.limits))
         theirs.close()

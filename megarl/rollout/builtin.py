@@ -6,6 +6,7 @@ responses leave when they are finished. So neither padding nor an attention mask
 
 from __future__ import annotations
 
+import inspect
 import os
 import time
 from pathlib import Path
@@ -158,6 +159,9 @@ class _Decoder:
 
     def __init__(self, model: PreTrainedModel, request: Request, version: int) -> None:
         self.model, self.sampling, self.version = model, request.sampling, version
+        # transformers 5.24 renamed it; a name that a model does not know may be ignored, and the cache with it
+        names = inspect.signature(model.forward).parameters
+        self.cache_argument = "cache" if "cache" in names else "past_key_values"
         self.starts, self.fanout = _starts(request)
         self.waiting = sorted(range(len(self.starts)), key=lambda i: len(self.starts[i]), reverse=True)  # not begun
         self.stop_token_ids = np.array(self.sampling.stop_token_ids, np.int64)
@@ -270,9 +274,8 @@ class _Decoder:
 
     def _forward(self, tokens: torch.Tensor, cache: DynamicCache) -> torch.Tensor:
         """Logits [n, V] float32 of the token after ``tokens`` [n, t], which are appended to ``cache``."""
-        output = self.model(
-            input_ids=tokens.to(self.model.device), past_key_values=cache, use_cache=True, logits_to_keep=1
-        )
+        kept = {self.cache_argument: cache, "use_cache": True}
+        output = self.model(input_ids=tokens.to(self.model.device), logits_to_keep=1, **kept)
         return output.logits[:, -1].float()
 
 

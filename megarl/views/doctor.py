@@ -110,10 +110,8 @@ def within_range(package: str, version: str) -> str:
     """``version``, and if others of the package suit the installed Megatron-Core, these."""
     from megarl.recipe.megatron import suitable_versions
 
-    needed = suitable_versions(package)
-    if needed.contains(version, prereleases=True):
-        return version
-    return f"{version}, but Megatron-Core {importlib.metadata.version('megatron-core')} needs {needed}"
+    suitable, whose = suitable_versions(package)
+    return version if suitable.contains(version, prereleases=True) else f"{version}, but {whose} {suitable}"
 
 
 def _sandbox() -> str:

@@ -160,18 +160,17 @@ def check_devices(recipe: Recipe) -> None:
 
 def _check_transformer_engine() -> None:
     """`UserError` if it is missing, or of a version that does not suit the installed Megatron-Core."""
-    versions = suitable_versions("transformer-engine")
+    versions, whose = suitable_versions("transformer-engine")
     try:
         found = importlib.metadata.version("transformer-engine")
     except importlib.metadata.PackageNotFoundError:
         raise UserError(
             '[actor] layers = "transformer_engine", but it is not installed: '
-            f"pip install 'transformer-engine[pytorch]{versions}'"
+            f"pip install --no-build-isolation 'transformer-engine[pytorch]{versions}'"
         ) from None
     if not versions.contains(found, prereleases=True):
         raise UserError(
-            f'[actor] layers = "transformer_engine": version {found} is installed, but Megatron-Core '
-            f'{importlib.metadata.version("megatron-core")} is made for {versions}; use "torch"'
+            f'[actor] layers = "transformer_engine": version {found} is installed, but {whose} {versions}; use "torch"'
         )
 
 
