@@ -72,7 +72,7 @@ def test_a_mistake_is_one_line_of_the_check_of_the_data_and_of_the_run(
     with pytest.raises(UserError) as found:
         check_reward(load_recipe(recipe, ["reward.kind=python", f"reward.path={own}:score"]))
     assert message in str(found.value) and "\n" not in str(found.value)
-    if mistake in ("column", "range"):
+    if mistake == "column":
         run = megarl("train", recipe, "--run-dir", tmp_path / "run", *reward(f"{own}:score"))
         assert run.returncode == 2 and message in run.stderr and not (tmp_path / "run").exists()
         checked = megarl("data", "check", recipe, *reward(f"{own}:score"))
@@ -80,22 +80,18 @@ def test_a_mistake_is_one_line_of_the_check_of_the_data_and_of_the_run(
 
 
 def test_the_prompt_has_its_template_before_the_run_too(recipe: Path, own: Path) -> None:
-    own.write_text(RIGHT.replace("return", "assert prompt[-1] == '='; return"))
+    own.write_text(RIGHT.replace("return", "assert prompt[-1] == '=' and 'word' not in row; return"))
     assert load_recipe(recipe).data.prompt_template == "{prompt}="
-    check_reward(load_recipe(recipe, ["reward.kind=python", f"reward.path={own}:score"]))
+    settings = ["reward.kind=python", f"reward.path={own}:score"]
+    check_reward(load_recipe(recipe, settings))
+    with pytest.raises(UserError, match="AssertionError"):  # an item of a generator is tried, too
+        check_reward(load_recipe(recipe, [*settings, "data.source=reasoning_gym", "data.train=spell_backward"]))
 
 
-def test_an_item_of_a_generator_is_tried_too(recipe: Path, own: Path) -> None:
-    own.write_text(RIGHT.replace('"answer"', '"gold"'))
-    settings = ["data.source=reasoning_gym", "data.train=spell_backward", "reward.kind=python"]
-    with pytest.raises(UserError, match="KeyError: 'gold'"):
-        check_reward(load_recipe(recipe, [*settings, f"reward.path={own}:score"]))
-
-
-@pytest.mark.parametrize("number", ["numpy.float32", "torch.tensor", "numpy.bool_"])
-def test_numbers_of_numpy_and_torch_are_taken(number: str, recipe: Path, own: Path) -> None:
-    own.write_text(f"import numpy, torch\n{RIGHT}".replace("float(", f"{number}("))
-    check_reward(load_recipe(recipe, ["reward.kind=python", f"reward.path={own}:score"]))
+def test_numbers_of_numpy_and_torch_are_taken(recipe: Path, own: Path) -> None:
+    for number in ("numpy.float32", "torch.tensor", "numpy.bool_"):
+        own.write_text(f"import numpy, torch\n{RIGHT}".replace("float(", f"{number}("))
+        check_reward(load_recipe(recipe, ["reward.kind=python", f"reward.path={own}:score"]))
 
 
 def test_scores_of_a_declared_range_are_taken_and_others_refused(recipe: Path, own: Path) -> None:
