@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megarl import cli
 from megarl.errors import UserError
 from megarl.recipe.load import load_recipe
 from megarl.rewards import python
@@ -61,7 +63,7 @@ BEFORE = {  # the function's body or the path: what is said before the run begin
 
 @pytest.mark.parametrize("mistake", BEFORE)
 def test_a_mistake_is_one_line_of_the_check_of_the_data_and_of_the_run(
-    mistake: str, recipe: Path, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mistake: str, recipe: Path, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     if mistake == "endless":
         monkeypatch.setattr(python, "Limits", functools.partial(Limits, seconds=0.5))
@@ -75,8 +77,9 @@ def test_a_mistake_is_one_line_of_the_check_of_the_data_and_of_the_run(
     if mistake == "column":
         run = megarl("train", recipe, "--run-dir", tmp_path / "run", *reward(f"{own}:score"))
         assert run.returncode == 2 and message in run.stderr and not (tmp_path / "run").exists()
-        checked = megarl("data", "check", recipe, *reward(f"{own}:score"))
-        assert checked.returncode == 1 and message in checked.stdout
+        with pytest.raises(SystemExit) as checked:
+            cli.main(["data", "check", str(recipe), *reward(f"{own}:score")])
+        assert checked.value.code == 1 and message in capsys.readouterr().out
 
 
 def test_the_prompt_has_its_template_before_the_run_too(recipe: Path, own: Path) -> None:
