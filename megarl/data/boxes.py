@@ -3,7 +3,6 @@ r"""Finds ``\boxed{...}``, which marks the final answer in mathematical response
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 # an empty box, or one before a word, is mentioned only: I gave it in \boxed as you asked
 BOX = re.compile(r"\\(?:boxed|fbox)(?:\s*\{(?!\s*\})|(?:\s+|(?=-?\.?\d))(?P<bare>(?!\{|[A-Za-z]{2})[^\s$]+))")
@@ -14,7 +13,7 @@ BETWEEN = re.compile(r"(?:[\s$,;&]|\\[\\,;:!()\[\]]|\\q?quad|\\text\{\s*(?:and|o
 def last_box(response: str) -> str | None:
     r"""The content of the last ``\boxed{...}``, ``\fbox{...}`` (with matching braces) or ``\boxed 42``; else None."""
     boxes = _boxes(response)
-    return response[boxes[-1].content] if boxes else None
+    return response[slice(*boxes[-1][2:])] if boxes else None
 
 
 def joined_boxes(response: str) -> str | None:
@@ -22,24 +21,16 @@ def joined_boxes(response: str) -> str | None:
     \boxed{2}`` is ``1, 2``; None if there are not several."""
     found: list[str] = []
     last = 0
-    for box in _boxes(response):
-        if box.start >= last:  # else it is a box in a box
-            content = response[box.content]
-            found = [*found, content] if BETWEEN.fullmatch(response, last, box.start) else [content]
-            last = box.end
+    for start, end, *content in _boxes(response):
+        if start >= last:  # else it is a box in a box
+            between = BETWEEN.fullmatch(response, last, start)
+            found = [*(found if between else ()), response[slice(*content)]]
+            last = end
     return ", ".join(found) if len(found) > 1 else None
 
 
-class Box(NamedTuple):
-    """Places in a response. (The contents of boxes in boxes in boxes would be many copies of it.)"""
-
-    start: int
-    end: int
-    content: slice
-
-
-def _boxes(response: str) -> list[Box]:
-    """The complete boxes, as they begin."""
+def _boxes(response: str) -> list[tuple[int, int, int, int]]:
+    """Begin and end of each complete box and of its content. (The contents of boxes in boxes would be many copies.)"""
     boxes = list(BOX.finditer(response))
     closing: dict[int, int] = {}
     opened: list[int] = []
@@ -51,7 +42,7 @@ def _boxes(response: str) -> list[Box]:
     found = []
     for box in boxes:
         if box["bare"]:
-            found.append(Box(*box.span(), slice(*box.span("bare"))))
+            found.append((*box.span(), *box.span("bare")))
         elif end := closing.get(box.end()):
-            found.append(Box(box.start(), end + 1, slice(box.end(), end)))
+            found.append((box.start(), end + 1, box.end(), end))
     return found

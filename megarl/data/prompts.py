@@ -260,7 +260,10 @@ def open_prompts(recipe: Recipe, tokenizer_dir: Path) -> tuple[PreTrainedTokeniz
     Forks of a process that has called this neither read the prompt files nor draw the held-out prompts again.
     """
     global _last_opened
-    key = recipe.model_dump_json(), _tokenizer_content(tokenizer_dir), _prompt_file_states(recipe)
+    files = [Path(name) for name in recipe.prompt_files() + recipe.template_files() if Path(name).is_file()]
+    # `RunDir.check_prompts` compares contents
+    states = [(state.st_size, state.st_mtime_ns) for state in map(os.stat, files)]
+    key = recipe.model_dump_json(), _tokenizer_content(tokenizer_dir), states
     if _last_opened is None or _last_opened[0] != key:
         tokenizer = load_tokenizer(tokenizer_dir)
         _last_opened = key, tokenizer, build_prompts(recipe, tokenizer)
@@ -278,12 +281,6 @@ def banned_prompts(recipe: Recipe, tokenizer_dir: Path) -> frozenset[tuple[int, 
 def _tokenizer_content(path: Path) -> dict[str, bytes]:
     """The contents of a tokenizer's files, not their paths, since each policy of a run has a copy of them."""
     return {name: (path / name).read_bytes() for name in files_of(path) if is_of_tokenizer(name)}
-
-
-def _prompt_file_states(recipe: Recipe) -> list[tuple[int, int]]:
-    """Size and modification time of each prompt file and chat template; `RunDir.check_prompts` compares contents."""
-    files = [Path(name) for name in recipe.prompt_files() + recipe.template_files() if Path(name).is_file()]
-    return [(state.st_size, state.st_mtime_ns) for state in map(os.stat, files)]
 
 
 def _split(items: GymItems | FileItems, build: Build, count: int, name: str) -> list[Prompt]:

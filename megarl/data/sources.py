@@ -10,7 +10,7 @@ import os
 import random
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
@@ -109,7 +109,7 @@ class FileItems:
 
     def __init__(self, rows: list[Item]) -> None:
         self.rows = rows
-        self.epoch = functools.lru_cache(2)(self._shuffled)
+        self.epoch = functools.lru_cache(2)(functools.partial(shuffled, range(len(rows))))
 
     def train(self, seed: int, index: int, attempt: int) -> Item:
         """As in `GymItems`."""
@@ -120,12 +120,7 @@ class FileItems:
 
     def candidates(self) -> Iterator[Item]:
         """As in `GymItems`."""
-        return (self.rows[row] for row in self._shuffled("held out"))
-
-    def _shuffled(self, key: str) -> list[int]:
-        order = list(range(len(self.rows)))
-        random.Random(key).shuffle(order)
-        return order
+        return (self.rows[row] for row in shuffled(range(len(self.rows)), "held out"))
 
 
 class Mixture:
@@ -140,7 +135,8 @@ class Mixture:
         self.counts = shares(weights, PATTERN)
         if 0 in self.counts:
             raise UserError(f"a weight of [[data.sources]] is too small: it gives less than one of {PATTERN} prompts")
-        self._pattern = functools.lru_cache(2)(self._shuffled)
+        pattern = tuple(source for source, count in enumerate(self.counts) for _ in range(count))
+        self._pattern = functools.lru_cache(2)(functools.partial(shuffled, pattern))
 
     def locate(self, seed: int, index: int) -> tuple[int, int]:
         """(number of the source, index of the prompt within the source) of the index-th training prompt."""
@@ -154,10 +150,12 @@ class Mixture:
         source, nth = self.locate(seed, index)
         return self.sources[source].train(seed, nth, attempt)
 
-    def _shuffled(self, key: str) -> list[int]:
-        pattern = [source for source, count in enumerate(self.counts) for _ in range(count)]
-        random.Random(key).shuffle(pattern)
-        return pattern
+
+def shuffled(values: Iterable[int], key: str) -> list[int]:
+    """The values in a random order that depends only on ``key``."""
+    order = list(values)
+    random.Random(key).shuffle(order)
+    return order
 
 
 def shares(weights: Sequence[float], total: int) -> list[int]:

@@ -1,8 +1,7 @@
 """Compiles C++ programs in the sandbox, with standard headers that are precompiled once per machine and compiler.
 
-GCC uses a precompiled header only if its include is the first thing in a program and the compiler and its options are
-the same; otherwise it reads the header's text as usual. So every program that compiles with a precompiled header would
-also compile without.
+GCC itself decides whether a program can use one: it must be its first include, and the compiler, its options and the
+macros that matter must be the same; otherwise GCC reads the header's text as usual.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import re
 import sys
 from pathlib import Path
 
@@ -20,33 +18,20 @@ from megarl.storage.files import make_directory, write_atomic
 
 COMPILER = Path("/usr/bin/g++")
 FLAGS = "-std=gnu++17 -O2"
-HEADERS = ("bits/stdc++.h", "iostream")  # if a program includes both, the first, which contains the other, is used
+HEADERS = ("bits/stdc++.h", "iostream")
 INSIDE = "/headers"  # the folder in the sandbox where the compiler finds them
 COMPILING = Limits(seconds=30, memory=4 << 30, output=64 << 20, disk=128 << 20, forks=True)
 PRECOMPILING = Limits(seconds=120, memory=4 << 30, output=1 << 30, file_size=1 << 30, disk=1 << 30, forks=True)
-# The beginning of a program before which nothing but standard headers is included: these may come in any order, and
-# twice, but anything else before one may change its meaning (a comment that ends with \\ continues on the next line).
-BEGINNING = re.compile(rb"(?:\s+|//[^\n\\]*\n|#[ \t]*include[ \t]*<[a-z_/+.0-9]+>[ \t\r]*(?://[^\n\\]*)?\n)*")
-INCLUDE = re.compile(rb"^[ \t]*#[ \t]*include[ \t]*<([a-z_/+.0-9]+)>", re.MULTILINE)
 
 
 def compiled(source: bytes) -> Outcome:
     """Compile and link a program. If the outcome succeeded, its output is the binary."""
-    header, folder = header_of(source), headers_folder()
-    use, binds = "", {}
-    if header and (folder / f"{header}.gch").is_file():
-        use, binds = f"-include {INSIDE}/{header}", {str(folder): INSIDE}
+    folder = headers_folder()
+    use, binds = (f"-I {INSIDE}", {str(folder): INSIDE}) if folder.is_dir() else ("", {})
     # the gold linker takes a third of the default linker's time
     linker = "-fuse-ld=gold" if Path("/usr/bin/ld.gold").exists() else ""
     command = f"g++ {FLAGS} {use} {linker} -pipe -o /tmp/program -x c++ /box/main.cpp && cat /tmp/program"
     return run(Program(("/bin/sh", "-c", command), {"/box/main.cpp": source}, binds), limits=COMPILING)
-
-
-def header_of(source: bytes) -> str | None:
-    """The one of `HEADERS` that a program includes before anything but standard headers; None if there is none."""
-    beginning = BEGINNING.match(source)
-    names = INCLUDE.findall(beginning.group() if beginning else b"")
-    return next((header for header in HEADERS if header.encode() in names), None)
 
 
 def headers_folder() -> Path:
@@ -60,24 +45,24 @@ def headers_folder() -> Path:
 def make_headers() -> None:
     """Precompile `HEADERS` if this machine has not done so. Failures are only printed: programs then compile slower."""
     folder = headers_folder()
-    for header in HEADERS:
-        try:
-            make_directory(folder)
-            with open(folder / ".lock", "w") as lock:
-                fcntl.flock(lock, fcntl.LOCK_EX)  # two processes that write the same file could leave half of it
+    try:
+        make_directory(folder)
+        with open(folder / ".lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # two processes that write the same file could leave half of it
+            for header in HEADERS:
                 if not (folder / f"{header}.gch").is_file():
-                    precompile(header, f"#include <{header}>\n".encode())
-        except (OSError, UserError, PhaseFailed) as error:
-            print(f"C++ programs will compile slower, without a precompiled {header}: {error}", file=sys.stderr)
+                    precompile(header, f"#include <{header}>\n")
+    except (OSError, UserError, PhaseFailed) as error:
+        print(f"C++ programs will compile slower, without precompiled headers: {error}", file=sys.stderr)
 
 
-def precompile(header: str, text: bytes) -> None:
-    """Write a header of this name and text, and its precompiled form ``.gch`` beside it, into `headers_folder`."""
+def precompile(header: str, text: str) -> None:
+    """Write ``text``, precompiled in place of a header of this name, into `headers_folder`, and a way to the header."""
     command = f"g++ {FLAGS} -x c++-header -o /tmp/made /box/header.hpp && cat /tmp/made"
-    outcome = run(Program(("/bin/sh", "-c", command), {"/box/header.hpp": text}), limits=PRECOMPILING)
+    outcome = run(Program(("/bin/sh", "-c", command), {"/box/header.hpp": text.encode()}), limits=PRECOMPILING)
     if not outcome.succeeded:
-        raise OSError("g++ cannot compile it in the sandbox")
-    for name, content in ((header, text), (f"{header}.gch", outcome.output)):
-        path = headers_folder() / name
-        make_directory(path.parent)
-        write_atomic(path, content)
+        raise OSError(f"g++ cannot compile {header} in the sandbox")
+    path = headers_folder() / header
+    make_directory(path.parent)
+    write_atomic(path, f"#include_next <{header}>\n")
+    write_atomic(path.with_name(f"{path.name}.gch"), outcome.output)

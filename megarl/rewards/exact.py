@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-
-from megarl.rewards import Comparing, comparing
+from megarl.rewards import comparing
 
 
 def accepts(response: str, right: str) -> bool:
@@ -13,4 +11,3 @@ def accepts(response: str, right: str) -> bool:
 
 
 check, build = comparing(accepts)
-Exact = functools.partial(Comparing, accepts)  # the verifier itself, for programs that score without a recipe

@@ -8,6 +8,7 @@ evaluates. Those run in a sandbox, where each response has a process of its own 
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import re
 import select
@@ -148,7 +149,7 @@ class Sandbox:
     def _start(self) -> None:
         packages = [path for path in dict.fromkeys(sys.path) if Path(path).name in ("site-packages", "dist-packages")]
         script = Path(inside.__file__).parent / "scoring.py"
-        binds = {path: f"/packages/{number}" for number, path in enumerate(packages)}
+        binds = {os.path.realpath(path): f"/packages/{number}" for number, path in enumerate(packages)}
         program = Program(python_command(SCRIPT), {SCRIPT: script.read_bytes()}, binds)
         with contextlib.ExitStack() as stack:
             ours, theirs = socket.socketpair()

@@ -3,8 +3,7 @@
 A program sees a read-only tree of compilers, libraries and one Python without packages, its own files, and a private
 /tmp; no home, /proc, network or other processes. Only listed system calls are allowed, none of which can create a
 socket, process or namespace. Its resources are limited, and when it ends or is stopped, the kernel kills everything
-that it started. The launcher in `csrc/sandbox` does this; if bubblewrap is installed and the user is not root,
-bubblewrap sets up the namespaces and the tree.
+that it started. The launcher in `csrc/sandbox` does this.
 
 Its output is read here, outside. `SandboxError` means that the sandbox failed, which says nothing about the program.
 """

@@ -9,11 +9,9 @@ import pyarrow.parquet
 import pytest
 
 from megarl.data.files import read_rows
-from megarl.data.prompts import Prompt
 from megarl.data.templates import Renderer
 from megarl.errors import UserError
 from megarl.recipe.data_table import SourceTable
-from megarl.rewards.exact import Exact
 from tests.data.test_templates import CHAT, assistant, bpe, system, table, user
 
 # chat templates of public models treat contents and roles in these ways
@@ -33,7 +31,6 @@ TEMPLATES = {
     "without a system message": (
         "{% for m in messages if m.role != 'system' %}{{ m.role }}:{{ m.content }}<|end|>{% endfor %}"
     ),
-    "the last message alone": "{{ messages[-1].content }}<|end|>",
 }
 
 
@@ -49,15 +46,10 @@ def read(tmp_path, rows, name="p.jsonl", **settings):
 @pytest.mark.parametrize(
     ("written", "answer"),
     [
-        ("0.00001", "0.00001"),
         ("1e-05", "0.00001"),
-        ("1E22", "10000000000000000000000"),
-        ("1.2e3", "1200"),
         ("42.0", "42"),
         ("-0.0", "0"),
         ("-7.50", "-7.5"),
-        ("0", "0"),
-        ("9007199254740993", "9007199254740993"),
         ("123456789012345678901234567890", "123456789012345678901234567890"),
         ("1e300", "1" + "0" * 300),
         ('"1e-05"', "1e-05"),
@@ -66,12 +58,8 @@ def read(tmp_path, rows, name="p.jsonl", **settings):
         ("1e400", None),
         ("1e-400", None),
         ("NaN", None),
-        ("Infinity", None),
         ("true", None),
-        ('["4"]', None),
         ('{"value": 4}', None),
-        ("[]", None),
-        ("false", None),
     ],
 )
 def test_a_number_is_an_answer_digit_by_digit_or_refused(tmp_path, written, answer):
@@ -82,27 +70,6 @@ def test_a_number_is_an_answer_digit_by_digit_or_refused(tmp_path, written, answ
     else:
         assert read(tmp_path, text)[0]["answer"] == answer
         assert read(tmp_path, f"[{text}]", "p.json")[0]["answer"] == answer
-
-
-def test_a_number_without_a_fraction_is_right_as_a_whole_number(tmp_path):
-    (item,) = read(tmp_path, [{"prompt": "p", "answer": 42.0}])
-    assert Exact().score(Prompt(0, "p", (1,), item["answer"], item), " 42\n") == 1.0
-
-
-@pytest.mark.parametrize(
-    ("kind", "value", "answer"),
-    [
-        (pyarrow.float32(), 0.1, "0.1"),
-        (pyarrow.float64(), 1e-05, "0.00001"),
-        (pyarrow.float64(), 42.0, "42"),
-        (pyarrow.int64(), 9007199254740993, "9007199254740993"),
-        (pyarrow.decimal128(10, 3), Decimal("3.500"), "3.5"),
-        (pyarrow.string(), "x", "x"),
-    ],
-)
-def test_numbers_of_parquet_files_are_answers_as_they_were_written(tmp_path, kind, value, answer):
-    columns = {"prompt": ["p"], "answer": pyarrow.array([value], kind)}
-    assert read(tmp_path, pyarrow.table(columns), "p.parquet")[0]["answer"] == answer
 
 
 def test_an_answer_of_0_is_not_a_missing_one(tmp_path):
@@ -116,25 +83,17 @@ def test_an_answer_of_0_is_not_a_missing_one(tmp_path):
 
 
 CONVERSATIONS = [
-    ([user([{"type": "text", "text": "alpha"}])], ["alpha"]),
     ([user([{"type": "text", "text": "alpha"}, {"type": "text", "text": " beta"}])], ["alpha beta"]),
     ([user([{"text": "alpha"}])], ["alpha"]),
     ([system("gamma"), user("alpha")], ["gamma", "alpha"]),
     ([user([{"type": "image", "image": "a.png"}, {"type": "text", "text": "alpha"}])], ["alpha", "a.png"]),
-    ([user([{"type": "image_url", "image_url": {"url": "a.png"}}])], ["a.png"]),
-    ([{"role": "human", "content": "alpha"}], ["alpha"]),
     ([{"role": "human", "content": "assistant"}], ["assistant<|end|>"]),  # the word opens the turn
     ([{"role": "gpt", "content": "delta"}, user("alpha")], ["delta", "alpha"]),
-    ([{"role": "developer", "content": "delta"}, user("alpha")], ["delta", "alpha"]),
     ([user("alpha"), assistant("beta"), user("4"), user("4")], ["alpha", "beta", "4"]),
     ([user("alpha"), assistant(None)], None),
     ([user(None)], None),
-    ([user("")], None),
-    ([user([])], None),
     ([user(["alpha"])], None),
     ([user(3)], None),
-    ([user({"text": "alpha"})], None),
-    ([{"role": None, "content": "alpha"}], None),
     ([{"role": 1, "content": "alpha"}], None),
     ([{"from": "human", "value": "alpha"}], None),
     ([user("alpha"), {"role": "tool", "content": None}], None),
@@ -148,7 +107,6 @@ CONVERSATIONS = [
     ),
     ("   ", None),
     ([], None),
-    (3, None),
     ("[{'role': 'user', 'content': 'alpha'}]", None),
     (json.dumps([user("alpha")]), ["alpha"]),
 ]
@@ -177,7 +135,7 @@ def test_a_system_message_of_the_recipe_that_a_template_leaves_out_is_refused(tm
         renderer.render(item, "row 1")
 
 
-@pytest.mark.parametrize("begun", ["The answer", "The answer is ", "\nSo", "<think>\nso", "a<|end|>"])
+@pytest.mark.parametrize("begun", ["The answer is ", "\nSo", "a<|end|>"])
 def test_a_prompt_that_ends_with_a_turn_of_the_model_is_continued(tmp_path, begun):
     (item,) = read(tmp_path, [{"prompt": [user("1+2?"), assistant(begun)], "answer": "3"}])
     text = Renderer(table(template="chat"), bpe()).render(item, "row 1").text
@@ -231,22 +189,6 @@ def test_cells_of_csv_files_that_belong_to_no_column_are_refused(tmp_path, text,
         read(tmp_path, text, "p.csv")
 
 
-@pytest.mark.parametrize(
-    ("name", "row"),
-    [
-        ("dapo_math", {"prompt": [user(None)], "reward_model": {"ground_truth": "1"}}),
-        ("dapo_math", {"prompt": [user([{"type": "image"}])], "reward_model": {"ground_truth": "1"}}),
-        ("arc", {"question": "q", "choices": {"label": ["A", "B"], "text": ["x", None]}, "answerKey": "A"}),
-        ("arc", {"question": "q", "choices": {"label": ["A", "B"], "text": ["x"]}, "answerKey": "A"}),
-        ("evalplus", {"prompt": None, "test": "t"}),
-        ("livecodebench", {"question_content": None, "public_test_cases": "[]", "private_test_cases": "[]"}),
-    ],
-)
-def test_null_and_lists_become_no_text_of_a_published_row(tmp_path, name, row):
-    with pytest.raises(UserError, match="line 1"):
-        read(tmp_path, [row], format=name)
-
-
 def arrow(kind, value, **more):
     """A table with an answer of Arrow's type ``kind``."""
     return pyarrow.table({"prompt": ["p"], "answer": pyarrow.array([value], kind)} | more)
@@ -286,6 +228,8 @@ PUZZLE = {"prompt": "p", "task_name": "t"}
         ("p.parquet", arrow(STRUCT, {"ground_truth": 0.1}), TRUTH, "0.1"),
         ("p.parquet", arrow(pyarrow.list_(pyarrow.float32()), [0.1]), {"columns": {"answer": "answer.0"}}, "0.1"),
         ("p.parquet", arrow(pyarrow.float16(), np.float16(0.1)), {}, "0.1"),
+        ("p.parquet", arrow(pyarrow.int64(), 9007199254740993), {}, "9007199254740993"),
+        ("p.parquet", arrow(pyarrow.decimal128(10, 3), Decimal("3.500")), {}, "3.5"),
         # cais/mmlu and tasksource issue 6: the answer is a ClassLabel of Hugging Face's datasets
         ("p.parquet", arrow(pyarrow.int64(), 2).replace_schema_metadata(HUGGING_FACE), {}, "C"),
         ("p.parquet", arrow(pyarrow.int64(), -1).replace_schema_metadata(HUGGING_FACE), {}, None),
@@ -300,13 +244,21 @@ PUZZLE = {"prompt": "p", "task_name": "t"}
         # deepmind/code_contests: outputs that would belong to the inputs of another group of tests; texts for lists
         ("p.jsonl", [CONTEST | {"private_tests": {"input": ["3"], "output": ["2", "3"]}}], "code_contests", None),
         ("p.jsonl", [CONTEST | {"public_tests": {"input": "12", "output": "12"}}], "code_contests", None),
+        # DAPO's chats without a text
+        (
+            "p.jsonl",
+            [{"prompt": [user([{"type": "image"}])], "reward_model": {"ground_truth": "1"}}],
+            "dapo_math",
+            None,
+        ),
         # evalplus/mbppplus as CSV has its lists as texts; allenai/ai2_arc
         ("p.jsonl", [{"prompt": "p", "test": "t", "test_list": "['assert f(1)']"}], "evalplus", None),
         ("p.jsonl", [CHOICES | {"choices": {"label": "AB", "text": ["x", "y"]}}], "arc", None),
+        ("p.jsonl", [CHOICES | {"choices": {"label": ["A", "B"], "text": ["x", None]}}], "arc", None),
+        ("p.jsonl", [CHOICES | {"choices": {"label": ["A", "B"], "text": ["x"]}}], "arc", None),
         ("p.jsonl", [CHOICES | {"choices": {"label": ["A", "A"], "text": ["x", "y"]}}], "arc", None),
         # fchollet/ARC-AGI: cells are digits
         ("p.jsonl", [GRID | {"test": [{"input": [[1]], "output": [[0, None]]}]}], "arc_agi", None),
-        ("p.jsonl", [GRID | {"test": [{"input": [[1]], "output": [[1.0]]}]}], "arc_agi", None),
         ("p.jsonl", [GRID | {"test": [{"input": [[1]], "output": [[True]]}]}], "arc_agi", None),
         ("p.jsonl", [GRID | {"test": [{"input": ["12"], "output": ["34"]}]}], "arc_agi", None),
         # BytedTsinghua-SIA/Enigmata-Eval: meta is JSON
@@ -350,7 +302,6 @@ def called(**fields):
         # conversations in CSV files: json.dumps(indent=2), str of a list, a message or NumPy's array, ShareGPT's JSON
         (chat(prompt=json.dumps([user("hi")], indent=2)), CHAT, {}, OPENED),
         (chat(prompt=str(user("hi"))), CHAT, {}, None),
-        (chat(prompt=f"array([{user('hi')}], dtype=object)"), CHAT, {}, None),
         (chat(prompt=json.dumps(user("hi"))), CHAT, {}, None),
         (chat(prompt='[{"from": "human", "value": "hi"}]'), CHAT, {}, None),
         (chat(prompt='{"from": "a", "to": "b"}'), "{{ messages[0].content }}", {}, '{"from": "a", "to": "b"}'),
@@ -370,10 +321,8 @@ def called(**fields):
         (chat(tools=[{"type": "web_search"}]), "{{ tools | tojson }}" + CHAT, {}, None),
         # columns of verl's extra_info, and of JSON and Parquet, in prompt_template
         (chat(prompt="p", info={"hint": None}), None, {"prompt_template": "{info[hint]} {prompt}"}, None),
-        (chat(prompt="p", info=["a", None]), None, {"prompt_template": "{info} {prompt}"}, None),
         (chat(prompt="p", info={"hint": "h"}), None, {"prompt_template": "{info[hint]} {prompt}"}, "h p"),
         ('{"prompt": "p", "answer": 4, "x": NaN}', None, {"prompt_template": "{x} {prompt}"}, None),
-        ('{"prompt": "p", "answer": 4, "x": 0.1234567890123456789}', None, {"prompt_template": "{x} {prompt}"}, None),
         (arrow(pyarrow.string(), "4", x=[b"easy"]), None, {"prompt_template": "{x} {prompt}"}, None),
     ],
 )

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 
 from megarl.data.files import read_rows
-from megarl.data.formats import FORMATS
+from megarl.data.formats import FORMATS, SKYWORK_AFTER
 from megarl.data.prompts import Prompt
 from megarl.data.sources import open_items
 from megarl.errors import UserError
@@ -50,71 +50,42 @@ def chat(text):
 SQUARE = "What is $3^2$?"
 DAPO = {
     "data_source": "math_dapo",
-    "prompt": chat(
-        "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
-        "$Answer (without quotes) where $Answer is the answer to the problem.\n\nWhat is $3^2$?\n\n"
-        'Remember to put your answer on its own line after "Answer:".'
-    ),
-    "ability": "MATH",
+    "prompt": chat('Solve it. What is $3^2$?\n\nRemember to put your answer on its own line after "Answer:".'),
     "reward_model": {"ground_truth": "9", "style": "rule-lighteval/MATH_v2"},
-    "extra_info": {"index": "9a9b6eb4-a1cb-49d1-8c1e-62eaf2f74079"},
 }
 SKYWORK = {
     "data_source": "train-math-deepscaler",
     "prompt": chat(SQUARE),
-    "ability": "math",
     "reward_model": {"ground_truth": '["9", "9.0"]', "style": "rule"},
-    "extra_info": {"index": 2, "model_difficulty": {"DeepSeek-R1-Distill-Qwen-7B": 2}},
 }
-SKYWORK_AIME = {  # or1_data/eval/aime24.parquet
-    "data_source": "test-math-aime24",
-    "prompt": chat(f"{SQUARE} Let's think step by step and output the final answer within \\boxed{{}}."),
-    "ability": "math",
-    "reward_model": {"ground_truth": "9", "style": "rule"},
-    "extra_info": {"index": 0, "split": "test"},
-}
-DEEPSCALER = {"problem": SQUARE, "answer": "9", "solution": "Three times three."}
 MATH = {
     "problem": SQUARE,
     "level": "Level 1",
     "type": "Algebra",
     "solution": r"First \boxed{3}, so it is $\boxed{\frac{18}{2}}$.",
 }
-MATH500 = {
-    "problem": SQUARE,
-    "solution": r"\boxed{9}",
-    "answer": "9",
-    "subject": "Algebra",
-    "level": 1,
-    "unique_id": "test/algebra/1.json",
-}
+MATH500 = {"problem": SQUARE, "solution": "", "answer": "9", "subject": "Algebra", "level": 1}
 GSM8K = {"question": SQUARE, "answer": "Three threes are 3*3=<<3*3=9>>9.\nIn cents 900.\n#### 1,009"}
-BIG_MATH = {
-    "problem": SQUARE,
-    "answer": "9",
-    "source": "orca_math",
-    "domain": ["Mathematics -> Algebra"],
-    "llama8b_solve_rate": 0.875,
-}
+KEPT = {"source": "orca_math", "domain": ["Mathematics -> Algebra"], "llama8b_solve_rate": 0.875}
 
 
 @pytest.mark.parametrize(
     ("name", "suffix", "row", "answer", "columns"),
     [
         ("dapo_math", "parquet", DAPO, "9", {}),
-        ("deepscaler", "json", DEEPSCALER, "9", {}),
+        ("deepscaler", "json", {"problem": SQUARE, "answer": "9", "solution": "Three times three."}, "9", {}),
         ("skywork_or1", "parquet", SKYWORK, "9", {"also_right": ["9.0"]}),
-        ("skywork_or1", "parquet", SKYWORK_AIME, "9", {}),
+        (
+            "skywork_or1",
+            "parquet",
+            {"prompt": chat(SQUARE + SKYWORK_AFTER), "reward_model": {"ground_truth": "9"}},
+            "9",
+            {},
+        ),
         ("math", "parquet", MATH, r"\frac{18}{2}", {"level": "Level 1", "subject": "Algebra"}),
         ("math", "jsonl", MATH500, "9", {"level": 1, "subject": "Algebra"}),
         ("gsm8k", "jsonl", GSM8K, "1009", {}),
-        (
-            "big_math",
-            "parquet",
-            BIG_MATH,
-            "9",
-            {"source": "orca_math", "domain": ["Mathematics -> Algebra"], "llama8b_solve_rate": 0.875},
-        ),
+        ("big_math", "parquet", {"problem": SQUARE, "answer": "9"} | KEPT, "9", KEPT),
     ],
 )
 def test_formats_of_mathematical_problems(tmp_path, name, suffix, row, answer, columns):
@@ -124,12 +95,12 @@ def test_formats_of_mathematical_problems(tmp_path, name, suffix, row, answer, c
     assert Math(RewardTable(kind="math")).gold(as_prompt(item))
 
 
-@pytest.mark.parametrize("kind", ["math", "dapo", "prime_math", "qwen_math", "exact"])
+@pytest.mark.parametrize("kind", ["math", "dapo"])
 def test_any_answer_of_a_list_is_right(tmp_path, kind):
     row = SKYWORK | {"reward_model": {"ground_truth": '["(3,4)", "7"]', "style": "rule"}}
     (item,) = read(tmp_path / "p.parquet", [row], format="skywork_or1")
     verifier = importlib.import_module(VERIFIERS[kind]).build(RewardTable(kind=kind), None)
-    writing = {"dapo": "Answer: %s", "exact": "%s"}.get(kind, "\\boxed{%s}")
+    writing = {"dapo": "Answer: %s", "math": "\\boxed{%s}"}[kind]
     found = [verifier.score(as_prompt(item), writing % answer) for answer in ("7", "(3,4)", "3", "(4,3)")]
     assert found == [1.0, 1.0, 0.0, 0.0]
 
@@ -167,10 +138,8 @@ CONTEST = {
     "public_tests": {"input": ["1 2\n"], "output": ["3\n"]},
     "private_tests": {"input": ["5 5\n", "0 0\n"], "output": ["10\n", "0\n"]},
     "generated_tests": {"input": [], "output": []},
-    "source": 2,
     "difficulty": 7,
     "solutions": {"language": [3], "solution": ["print(sum(map(int, input().split())))"]},
-    "time_limit": {"seconds": 2, "nanos": 0},
 }
 
 
@@ -183,18 +152,8 @@ def test_code_contests(tmp_path):
 
 
 def live_code_bench(public, private, **more):
-    return {
-        "question_title": "Sum",
-        "question_content": "Add.",
-        "platform": "leetcode",
-        "starter_code": "",
-        "difficulty": "easy",
-        "contest_date": "2024-01-06T00:00:00",
-        "public_test_cases": json.dumps(public),
-        "private_test_cases": private,
-        "metadata": "{}",
-        **more,
-    }
+    tests = {"public_test_cases": json.dumps(public), "private_test_cases": private}
+    return {"question_content": "Add.", "starter_code": "", "metadata": "{}", "difficulty": "easy", **tests, **more}
 
 
 def packed(value):
@@ -224,25 +183,14 @@ def test_a_pickle_is_never_executed(tmp_path):
         read(tmp_path / "p.jsonl", [live_code_bench([], packed(Bomb()))], format="livecodebench")
 
 
-@pytest.mark.parametrize(
-    ("truth", "tests"),
-    [
-        ({"inputs": ["1 2"], "outputs": ["3"], "test_code": None, "fn_name": None}, (("1 2", "3"),)),
-        (
-            {
-                "entry_point": "add",
-                "import_prefix": "import math\n",
-                "test_code": "def check(candidate):\n    assert candidate(1) == 2",
-            },
-            ("import math\n\ndef check(candidate):\n    assert candidate(1) == 2\ncheck(add)\n", "add"),
-        ),
-    ],
-)
-def test_rows_of_skywork_or1_with_code_tests(tmp_path, truth, tests):
-    row = {**SKYWORK, "ability": "code", "reward_model": {"ground_truth": json.dumps(truth), "style": "rule"}}
-    (item,) = read(tmp_path / "p.parquet", [row], format="skywork_or1")
-    found = code_tests_of(item)
-    assert (found.pairs or (found.assertions, found.entry_point)) == tests
+def test_rows_of_skywork_or1_with_code_tests(tmp_path):
+    check = "def check(candidate):\n    assert candidate(1) == 2"
+    called = {"entry_point": "add", "import_prefix": "import math\n", "test_code": check}
+    pairs = {"inputs": ["1 2"], "outputs": ["3"], "test_code": None, "fn_name": None}
+    rows = [SKYWORK | {"reward_model": {"ground_truth": json.dumps(truth)}} for truth in (pairs, called)]
+    first, second = map(code_tests_of, read(tmp_path / "p.parquet", rows, format="skywork_or1"))
+    assert first.pairs == (("1 2", "3"),)
+    assert (second.assertions, second.entry_point) == (f"import math\n\n{check}\ncheck(add)\n", "add")
 
 
 COMPARES = """import numpy as np
@@ -271,14 +219,8 @@ LOOP = "for i, (inp, exp) in enumerate(zip(inputs, results)):\n"
 def test_evalplus(tmp_path):
     checked = f"{COMPARES}def check(candidate):\n    {HALVES}    {LOOP}        assertion(candidate(*inp), exp, 0)\n"
     stub = 'def halves(x):\n    """A half, and all."""\n'
-    human = {"task_id": "HumanEval/0", "prompt": stub, "canonical_solution": "", "entry_point": "halves"}
-    mbpp = {
-        "task_id": 2,
-        "code": "",
-        "prompt": "Halve it.",
-        "test_imports": [],
-        "test_list": ["assert halves(2)", "no"],
-    }
+    human = {"task_id": "HumanEval/0", "prompt": stub, "entry_point": "halves"}
+    mbpp = {"task_id": 2, "prompt": "Halve it.", "test_list": ["assert halves(2)", "no"]}
     human["test"] = checked.replace("\nresults", "\n    results")
     mbpp["test"] = f"{COMPARES}{HALVES}{LOOP}    assertion(halves(*inp), exp, 0)\n"
     (stubbed,) = read(tmp_path / "human.parquet", [human], format="evalplus")
@@ -292,35 +234,22 @@ def test_evalplus(tmp_path):
 
 
 def test_gpqa(tmp_path):
-    rows = [
-        {
-            "Record ID": f"rec{n}",
-            "Question": f"Which is number {n}?\n",
-            "Correct Answer": f"the {n}th\n",
-            "Incorrect Answer 1": "x",
-            "Incorrect Answer 2": "y",
-            "Incorrect Answer 3": "z, or\nw",
-            "Subdomain": "Physics (general)",
-        }
-        for n in range(40)
-    ]
+    wrong = {f"Incorrect Answer {n}": choice for n, choice in enumerate(("x", "y", "z, or\nw"), 1)}
+    right = [{"Question": f"Which is number {n}?\n", "Correct Answer": f"the {n}th\n"} for n in range(40)]
+    rows = [row | wrong | {"Subdomain": "Physics"} for row in right]
     items = read(tmp_path / "gpqa_diamond.csv", rows, format="gpqa")
     assert items == read(tmp_path / "again.csv", rows, format="gpqa"), "the order of choices depends on the question"
     for n, item in enumerate(items):
         assert item["question"].startswith(f"Which is number {n}?\n\nA. ")
         assert f"\n{item['answer']}. the {n}th" in item["question"]
         assert all(f". {choice}" in item["question"] for choice in ("x", "y", "z, or\nw"))
-        assert item["metadata"] == {"subdomain": "Physics (general)"}
+        assert item["metadata"] == {"subdomain": "Physics"}
     assert {item["answer"] for item in items} == set("ABCD")
 
 
 def test_arc(tmp_path):
-    row = {
-        "id": "Mercury_1",
-        "question": "Which is hot?",
-        "choices": {"text": ["ice", "fire", "air"], "label": ["1", "2", "3"]},
-        "answerKey": "2",
-    }
+    choices = {"text": ["ice", "fire", "air"], "label": ["1", "2", "3"]}
+    row = {"id": "Mercury_1", "question": "Which is hot?", "choices": choices, "answerKey": "2"}
     (item,) = read(tmp_path / "p.parquet", [row], format="arc")
     assert (item["question"], item["answer"]) == ("Which is hot?\n\nA. ice\nB. fire\nC. air", "B")
     with pytest.raises(UserError, match="answerKey 'E' is not one of"):
@@ -332,11 +261,8 @@ def test_enigmata(tmp_path):
     meta = {"answer": [[1, 2], [2, 1]], "difficulty": "easy"}
     rows = [{**row, "meta": json.dumps(meta)}, {**row, "answer": "42", "meta": "{}"}]
     grid, number = read(tmp_path / "p.parquet", rows, format="enigmata")
-    assert grid == {
-        "question": "Solve it.",
-        "answer": "[[1, 2], [2, 1]]",
-        "metadata": {"task_name": "sudoku", "meta": meta},
-    }
+    assert (grid["question"], grid["answer"]) == ("Solve it.", "[[1, 2], [2, 1]]")
+    assert grid["metadata"] == {"task_name": "sudoku", "meta": meta}
     assert number["answer"] == "42"
 
 
@@ -355,7 +281,7 @@ def test_columns_are_found_where_the_recipe_says(tmp_path):
     assert renamed == [{"question": "1+1", "answer": "2", "metadata": {"q": "1+1", "a": "2", "x": "y"}}]
 
 
-@pytest.mark.parametrize("path", ["truth.none", "truth.all.7", "nowhere", "truth.all.first"])
+@pytest.mark.parametrize("path", ["truth.none", "truth.all.7", "truth.all.first"])
 def test_a_missing_column_is_an_error_that_names_it(tmp_path, path):
     rows = [{"prompt": "1", "truth": {"all": ["9"]}}]
     with pytest.raises(UserError, match=rf"p\.jsonl, line 1: no column '{path}'; it has prompt, truth"):

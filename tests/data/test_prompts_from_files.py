@@ -40,16 +40,7 @@ def test_each_epoch_has_all_training_rows_in_another_order(tokenizer, tmp_path):
 
 
 def test_a_row_is_kept_without_long_texts_and_with_its_source(tokenizer, tmp_path):
-    row = {
-        "prompt": "1+1",
-        "gold": "2",
-        "level": 3,
-        "share": 0.5,
-        "hard": True,
-        "proof": "x" * 201,
-        "more": [1],
-        "no": None,
-    }
+    row = {"prompt": "1+1", "gold": "2", "level": 3, "share": 0.5, "hard": True, "proof": "x" * 201, "no": None}
     file = write(tmp_path / "p.jsonl", [row])
     prompt = build_prompts(recipe(file=file, evaluation={"every": 0}, columns={"answer": "gold"}), tokenizer).train(0)
     assert json.loads(prompt.row) == {"source": "p.jsonl", "gold": "2", "level": 3, "share": 0.5, "hard": True}
@@ -66,14 +57,6 @@ def test_columns_of_metrics_are_checked_before_a_run(tokenizer, tmp_path):
         prompts.check(100, ["levle"])
     with pytest.raises(UserError, match=r"metrics.by: column 'id' has 40 values; metrics are for at most 32"):
         prompts.check(100, ["id"])
-
-
-def test_the_order_depends_on_the_seed_and_held_out_prompts_do_not(tokenizer, tmp_path):
-    file = numbers(tmp_path, 50)
-    a, b, c = (build_prompts(recipe(file=file, heldout=10, seed=s), tokenizer) for s in (0, 0, 1))
-    order = [[p.train(i).text for i in (39, 3, 0, 90)] for p in (a, b, c)]
-    assert order[0] == order[1] != order[2]
-    assert a.heldout() == b.heldout() == c.heldout()
 
 
 def test_repeated_rows_are_not_both_held_out_and_trained_on(tokenizer, tmp_path):
@@ -124,10 +107,8 @@ GOOD = b'{"prompt": "1", "answer": "2"}\n'
             r"line 2: a row without answer must have tests, got \[\]",
         ),
         ("p.jsonl", GOOD + b"\n" + b'{"prompt": "3", "ans', r"p.jsonl, line 3 is not JSON"),
-        ("p.jsonl", GOOD + b"\xff\xfe\n", r"p.jsonl, line 2 is not JSON"),
         ("p.jsonl", b"[1, 2]\n", "line 1: expected an object with prompt and answer, got list"),
         ("p.jsonl", b'{"prompt": 3, "answer": "2"}\n', "line 1: prompt must be a string or a list of messages"),
-        ("p.jsonl", b'{"prompt": "", "answer": "2"}\n', "line 1: prompt must be"),
         (
             "p.jsonl",
             b'{"prompt": "3", "answer": null}\n',
@@ -135,7 +116,6 @@ GOOD = b'{"prompt": "1", "answer": "2"}\n'
         ),
         ("p.jsonl", GOOD, "too few different prompts to hold one out"),
         ("p.parquet", b"not parquet", "cannot read .*p.parquet"),
-        ("p.csv", GOOD, "contains no prompts"),
         (
             "p.csv",
             b"prompt,answer\n1,2\n3\n",
@@ -143,8 +123,6 @@ GOOD = b'{"prompt": "1", "answer": "2"}\n'
         ),
         ("p.csv", b'prompt,answer\n1,"2', "cannot read .*p.csv: unexpected end of data"),
         ("p.json", GOOD, r"p.json: expected a list of rows, got dict"),
-        ("p.json", b"[1, ", r"p.json is not JSON"),
-        ("p.txt", GOOD, "must end in .jsonl, .json, .csv or .parquet$"),
         ("p.jsonl.gz", GOOD, r"must end in .jsonl, .json, .csv or .parquet; unpack it: gunzip -k \S*/p.jsonl.gz$"),
     ],
 )

@@ -30,13 +30,12 @@ def test_training_order_is_a_function_of_seed_and_index(tokenizer):
     assert first.train(5).answer == first.train(5).entry["metadata"]["word"][::-1]
 
 
-@pytest.mark.parametrize("generator", ["chain_sum", "spell_backward"])
-def test_seeds_and_blocks_do_not_overlap(tokenizer, generator):
+def test_seeds_and_blocks_do_not_overlap(tokenizer):
     """In reasoning-gym dataset(seed=1)[1] is dataset(seed=2)[0]; runs with neighbouring seeds must share no prompts."""
-    options = {"chain_sum": {"min_digits": 5, "max_digits": 6}, "spell_backward": SPELL["options"]}[generator]
+    options = {"min_digits": 5, "max_digits": 6}
     streams = []
     for seed in (0, 1, 2):
-        prompts = build_prompts(recipe(generator, options=options, seed=seed), tokenizer)
+        prompts = build_prompts(recipe("chain_sum", options=options, seed=seed), tokenizer)
         indices = [*range(60), *range(BLOCK - 30, BLOCK + 30)]
         streams.append([prompts.train(i).text for i in indices] + [p.text for p in prompts.heldout()])
     assert min(len(set(stream)) for stream in streams) >= len(streams[0]) - 2, "blocks do not overlap either"
@@ -59,10 +58,10 @@ def test_heldout_prompts_are_distinct_and_never_trained_on(tokenizer):
 
 def test_prompts_that_differ_in_case_are_one_prompt(tokenizer):
     """The tokenizer ignores case, so while "art" is held out, "Art" must not be trained on."""
-    prompts = build_prompts(recipe("spell_backward", **SPELL, heldout=8000), tokenizer)
+    prompts = build_prompts(recipe("spell_backward", **SPELL, heldout=3000), tokenizer)
     heldout = {p.text.lower() for p in prompts.heldout()}
-    assert len(heldout) == 8000
-    assert not [p.text for p in map(prompts.train, range(6000)) if p.text.lower() in heldout]
+    assert len(heldout) == 3000
+    assert not [p.text for p in map(prompts.train, range(3000)) if p.text.lower() in heldout]
 
 
 def test_of_a_generator_with_few_prompts_half_are_held_out_with_a_warning(tokenizer):
@@ -83,12 +82,6 @@ def test_evaluation_with_another_generator_holds_out_its_prompts_and_adds_its_sc
     assert set(prompts.scorers) == {"spell_backward", "letter_counting"}
 
 
-def test_a_composite_generator_gives_items_of_all_its_generators(tokenizer):
-    options = {"datasets": [{"name": n, "weight": 1, "config": {}} for n in ("chain_sum", "letter_counting")]}
-    prompts = build_prompts(recipe("composite", options=options, heldout=4), tokenizer)
-    assert {prompts.train(i).entry["metadata"]["source_dataset"] for i in range(30)} == {"chain_sum", "letter_counting"}
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -97,7 +90,6 @@ def test_a_composite_generator_gives_items_of_all_its_generators(tokenizer):
         ({"options": {"min_word_len": 9, "max_word_len": 3}}, "max_word_len must be >= min_word_len"),
         ({"options": {"seed": 3}}, "'seed' is set by megarl, from run.seed"),
         ({"prompt_template": "{wort}="}, r"'wort'.*known fields are .*\{prompt\}.*\{word\}"),
-        ({"prompt_template": "{}="}, "known fields are"),
         ({"prompt_template": "{word"}, "does not fit"),
         ({"max_prompt_tokens": 2}, r"has \d+ tokens, more than data.max_prompt_tokens = 2: '"),
     ],
@@ -121,10 +113,6 @@ def test_characters_that_the_tokenizer_lacks_raise_a_warning(tokenizer):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         build_prompts(recipe("spell_backward", **SPELL), tokenizer)
-
-
-def test_without_evaluation_no_prompts_are_held_out(tokenizer):
-    assert build_prompts(recipe("spell_backward", **SPELL, evaluation={"every": 0}), tokenizer).heldout() == []
 
 
 def test_plotting_is_not_imported_before_it_is_used():

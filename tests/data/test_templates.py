@@ -97,12 +97,9 @@ def test_a_chat_template_is_read_from_a_file(tmp_path, tokenizer):
     (tmp_path / "t.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}<|end|>")
     asked = render(tokenizer, "1+2?", template=str(tmp_path / "t.jinja"), system="S")
     assert asked.text == "[S][1+2?]<|end|>"
-    assert asked.tokens.count(tokenizer.eos_token_id) == 1
-
-
-def test_a_tokenizer_may_have_several_chat_templates(tokenizer):
     several = bpe(chat_template={"default": CHAT, "tool_use": CHAT + "T"})
     assert render(several, "1+2?", template="chat") == render(tokenizer, "1+2?", template="chat")
+    assert asked.tokens.count(tokenizer.eos_token_id) == 1
 
 
 def test_arguments_reach_the_chat_template(tokenizer):
@@ -190,25 +187,21 @@ def test_truncation_keeps_the_text_of_the_templates(tokenizer, spelled):
     words = f"{spelled} the numbers are many. " * 100
     whole = render(tokenizer, "the sum", **settings)
     assert not whole.truncated
-    for limit in range(len(whole.tokens) + 2, 120, 7):
+    for limit in range(len(whole.tokens) + 2, 120, 20):
         cut = render(tokenizer, words, max_prompt_tokens=limit, **settings)
         assert cut.truncated and limit - 8 < len(cut.tokens) <= limit
         kept = re.fullmatch(r"<\|start\|>user\nQ: (.*)\n\nIn a box.<\|end\|>\n<\|start\|>assistant\n", cut.text, re.S)
         assert words.startswith(kept[1])
-    markup = len(render(tokenizer, "a", **settings).tokens)
-    with pytest.raises(
-        UserError, match="row 1 has more than data.max_prompt_tokens .* even without the text that may be cut"
-    ):
-        render(tokenizer, words, max_prompt_tokens=markup - 1, **settings)
-
-
-def test_truncation_cuts_the_last_message_of_the_user(tokenizer):
     turns = [user("the numbers"), assistant("are"), user("1, 2 and 3. " * 50)]
     cut = render(tokenizer, turns, template="chat", overlong="truncate", max_prompt_tokens=60)
     assert cut.text.startswith(
         "<|start|>user\nthe numbers<|end|>\n<|start|>assistant\nare<|end|>\n<|start|>user\n1, 2 and 3. 1,"
     )
-    assert cut.text.endswith("<|end|>\n<|start|>assistant\n") and len(cut.tokens) <= 60
+    markup = len(render(tokenizer, "a", **settings).tokens)
+    with pytest.raises(
+        UserError, match="row 1 has more than data.max_prompt_tokens .* even without the text that may be cut"
+    ):
+        render(tokenizer, words, max_prompt_tokens=markup - 1, **settings)
 
 
 def test_a_warning_counts_truncated_prompts(tokenizer, tmp_path):

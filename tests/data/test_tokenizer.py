@@ -24,7 +24,7 @@ def test_a_tokenizer_is_loaded_from_a_directory_which_must_exist(tmp_path):
         load_tokenizer(tmp_path / "gone")
 
 
-@pytest.mark.parametrize("content", [None, "{", '{"model": {"type": "nonsense"}}'])
+@pytest.mark.parametrize("content", [None, "{"])
 def test_an_unreadable_tokenizer_is_an_error(tmp_path, content):
     char_tokenizer(tmp_path / "t")
     if content is None:

@@ -24,14 +24,13 @@ def tried(*calls):  # won if one of them raises nothing and returns what is true
 # name -> program, which is run after `PRELUDE`
 PROGRAMS = {
     # processes
-    "fork": "tried(lambda: os.fork() + 1)",
+    "processes": (
+        "tried(lambda: os.fork() + 1, lambda: subprocess.run(['/bin/true']).returncode + 1,\n"
+        "      lambda: os.posix_spawn('/bin/true', ['true'], {{}}), lambda: os.system('true') == 0,\n"
+        "      lambda: libc.syscall(435, (ctypes.c_char * 64)(), 64) + 1)"
+    ),
     "fork bomb": "while True:\n    try: os.fork(); won()\n    except OSError: sys.exit()",
-    "subprocess": "tried(lambda: subprocess.run(['/bin/true']).returncode + 1)",
-    "posix_spawn": "tried(lambda: os.posix_spawn('/bin/true', ['true'], {{}}))",
-    "shell": "tried(lambda: os.system('true') == 0)",
-    "clone3": "tried(lambda: libc.syscall(435, (ctypes.c_char * 64)(), 64) + 1)",
     "daemon": "tried(lambda: os.fork() or os.setsid() or 1)\nos.close(0); os.close(1); os.close(2); time.sleep(99)",
-    "zombies": "for _ in range(99):\n    tried(lambda: os.fork() or os._exit(0))",
     "threads": (
         "count = 0\nthreading.stack_size(1 << 15)\n"
         "try:\n    while True: threading.Thread(target=time.sleep, args=(99,), daemon=True).start(); count += 1\n"
@@ -41,10 +40,11 @@ PROGRAMS = {
     # memory, disk, output
     "memory": "blocks = [bytearray(1 << 24) for _ in range(20)]\nwon()",
     "mmap": "import mmap\nmaps = [mmap.mmap(-1, 1 << 26) for _ in range(8)]\nwon()",
-    "memory lock": "tried(lambda: libc.mlockall(3) + 1)",
-    "memfd": "tried(lambda: os.memfd_create('x') + 1)",
-    "shared memory": "tried(lambda: libc.shmget(1, 1 << 20, 0o1666) + 1, lambda: libc.msgget(1, 0o1666) + 1)",
-    "message queue": "tried(lambda: libc.mq_open(b'/x', os.O_RDWR | os.O_CREAT, 0o666, None) + 1)",
+    "memory of the kernel": (
+        "tried(lambda: libc.mlockall(3) + 1, lambda: os.memfd_create('x') + 1,\n"
+        "      lambda: libc.shmget(1, 1 << 20, 0o1666) + 1, lambda: libc.msgget(1, 0o1666) + 1,\n"
+        "      lambda: libc.mq_open(b'/x', os.O_RDWR | os.O_CREAT, 0o666, None) + 1)"
+    ),
     "raised limits": (
         "inf = resource.RLIM_INFINITY\nfor kind in range(16):\n"
         "    old = resource.getrlimit(kind)\n    try: resource.setrlimit(kind, (inf, inf))\n"
@@ -61,10 +61,7 @@ PROGRAMS = {
     "output flood": "while True: os.write(1, b'x' * (1 << 16))",
     "error flood": "while True: os.write(2, b'x' * (1 << 16))",
     # time
-    "sleep": "time.sleep(1e6)",
     "naps": "while True: time.sleep(0.01)",
-    "deadlock": "lock = threading.Lock(); lock.acquire(); lock.acquire()",
-    "spin": "while True: pass",
     "deaf spin": (
         "for number in range(1, 65):\n    try: signal.signal(number, signal.SIG_IGN)\n"
         "    except (OSError, ValueError): pass\nwhile True: pass"
@@ -72,32 +69,34 @@ PROGRAMS = {
     "spinning threads": (
         "def spin():\n    while True: pass\n[threading.Thread(target=spin).start() for _ in range(8)]"
     ),
-    "more priority": "tried(lambda: os.nice(-20) + 21, lambda: os.setpriority(0, 1, 19) or 1)",
-    "backtracking": "import re\nre.match('(a*)*b', 'a' * 60)",
     # files of the host
-    "host file": "tried(lambda: os.write(1, open(HOST, 'rb').read()))",
-    "symbolic link": "os.symlink(HOST, '/tmp/x'); tried(lambda: os.write(1, open('/tmp/x', 'rb').read()))",
-    "dot dot": "tried(lambda: os.write(1, open('/tmp' + '/..' * 9 + HOST, 'rb').read()))",
+    "host file": (
+        "os.symlink(HOST, '/tmp/x')\n"
+        "for name in (HOST, '/tmp/x', '/tmp' + '/..' * 9 + HOST, f'/proc/1/root{{HOST}}'):\n"
+        "    tried(lambda: os.write(1, open(name, 'rb').read()))"
+    ),
     "hard link": "tried(lambda: os.link(HOST, '/tmp/x') or 1, lambda: os.link('/usr/bin/env', '/tmp/x') or 1)",
-    "proc": "tried(lambda: os.listdir('/proc'), lambda: os.listdir('/sys'), lambda: open('/proc/self/maps').read())",
-    "proc root": "tried(lambda: os.write(1, open(f'/proc/1/root{{HOST}}', 'rb').read()))",
-    "old root": "tried(lambda: os.listdir('/old'), lambda: os.listdir('/.old'), lambda: os.listdir('/oldroot'))",
-    "homes": "tried(lambda: os.listdir('/root'), lambda: os.listdir('/home'), lambda: os.listdir('/mnt'))",
-    "passwords": "tried(lambda: open('/etc/passwd').read(), lambda: open('/etc/shadow').read())",
+    "folders of the host": (
+        "for name in ('/proc', '/sys', '/old', '/.old', '/oldroot', '/root', '/home', '/mnt'):\n"
+        "    tried(lambda: os.listdir(name))\n"
+        "for name in ('/proc/self/maps', '/etc/passwd', '/etc/shadow'): tried(lambda: open(name).read())"
+    ),
     "read-only": (
         "for name in ('/x', '/usr/x', '/usr/bin/x', '/box/x', '/etc/x', '/dev/x', '/lib/x', '/python/x',\n"
         "             '/python/lib/x'):\n    tried(lambda: open(name, 'w'))"
     ),
-    "remount": "tried(*[lambda f=f: libc.mount(None, b'/', None, f, None) + 1 for f in (32, 4128)])",
-    "mount": "tried(lambda: libc.mount(b'x', b'/tmp', b'tmpfs', 0, None) + 1, lambda: libc.umount2(b'/tmp', 2) + 1)",
-    "mount calls": "tried(*[lambda n=n: libc.syscall(n, b'tmpfs', 0, 0) + 1 for n in (428, 429, 430, 431, 432, 442)])",
+    "mounts": (
+        "tried(*[lambda f=f: libc.mount(None, b'/', None, f, None) + 1 for f in (32, 4128)],\n"
+        "      lambda: libc.mount(b'x', b'/tmp', b'tmpfs', 0, None) + 1, lambda: libc.umount2(b'/tmp', 2) + 1,\n"
+        "      *[lambda n=n: libc.syscall(n, b'tmpfs', 0, 0) + 1 for n in (428, 429, 430, 431, 432, 442)],\n"
+        "      lambda: os.mknod('/tmp/x', 0o060666, os.makedev(254, 0)) or 1,\n"
+        "      lambda: libc.name_to_handle_at(-100, b'/usr', (ctypes.c_char * 256)(), None, 0) + 1)"
+    ),
     "chroot": "tried(lambda: os.chroot('/tmp') or 1)\nif os.path.exists(HOST): won()",
     "devices": (
         "for name in ('kmsg', 'mem', 'sda', 'vda', 'fuse', 'kvm', 'tty', 'ptmx', 'shm/x', 'nvidia0', 'console'):\n"
         "    tried(lambda: open(f'/dev/{{name}}', 'r+b', buffering=0))"
     ),
-    "mknod": "tried(lambda: os.mknod('/tmp/x', 0o060666, os.makedev(254, 0)) or 1)",
-    "handles": "tried(lambda: libc.name_to_handle_at(-100, b'/usr', (ctypes.c_char * 256)(), None, 0) + 1)",
     "other descriptors": "for end in range(3, 256):\n    tried(lambda: os.fstat(end))",
     # files that are changed after they were checked, or left for the next program
     "changed program": (
@@ -108,16 +107,17 @@ PROGRAMS = {
     "left behind": "if os.listdir('/tmp'): won()\nopen('/tmp/left', 'w').close()",
     "own input": "tried(lambda: os.write(0, b'x'), lambda: os.truncate(0, 0) or 1)",
     # users and privileges
-    "setuid": "tried(lambda: os.setuid(0) or 1, lambda: os.setresuid(0, 0, 0) or 1, lambda: os.setgid(0) or 1)",
+    "users and namespaces": (
+        "tried(lambda: os.setuid(0) or 1, lambda: os.setresuid(0, 0, 0) or 1, lambda: os.setgid(0) or 1,\n"
+        "      lambda: libc.capset((ctypes.c_int * 2)(0x20080522, 0), (ctypes.c_int * 6)(*[-1] * 6)) + 1,\n"
+        "      lambda: libc.setns(os.open('/', os.O_RDONLY), 0) + 1,\n"
+        "      *[lambda f=f: libc.unshare(f) + 1 for f in (0x10000000, 0x20000, 0x20000000, 0x40000000, 0x8000000)])\n"
+        "if 0 in (os.getuid(), os.geteuid(), os.getgid(), *os.getgroups()): won()"
+    ),
     "setuid file": (
         "open('/tmp/x', 'w').close(); os.chmod('/tmp/x', 0o6755)\n"
         "os.execv('/usr/bin/env', ['env', 'su', '-c', 'true'])"
     ),
-    "capabilities": "tried(lambda: libc.capset((ctypes.c_int * 2)(0x20080522, 0), (ctypes.c_int * 6)(*[-1] * 6)) + 1)",
-    "root": "if 0 in (os.getuid(), os.geteuid(), os.getgid(), *os.getgroups()): won()",
-    "user namespace": "tried(lambda: libc.unshare(0x10000000) + 1)",
-    "namespaces": "tried(*[lambda f=f: libc.unshare(f) + 1 for f in (0x20000, 0x20000000, 0x40000000, 0x8000000)])",
-    "setns": "tried(lambda: libc.setns(os.open('/', os.O_RDONLY), 0) + 1)",
     "modules": "tried(lambda: libc.syscall(313, 0, b'', 0) + 1, lambda: libc.reboot(0x1234567) + 1)",
     "kernel interfaces": (
         "area = (ctypes.c_char * 256)()\n"
@@ -132,11 +132,15 @@ PROGRAMS = {
         "if call() > 0: won()"
     ),
     # other processes
-    "kill the parent": "tried(lambda: os.kill(os.getppid(), 9), lambda: os.kill(PARENT, 9) or 1)\ntime.sleep(99)",
-    "kill all": "tried(lambda: os.kill(-1, 9))\ntime.sleep(99)",
-    "stop the guard": "tried(lambda: os.kill(1, 19), lambda: os.kill(1, 11))\ntime.sleep(99)",
-    "limit the guard": "tried(lambda: resource.prlimit(1, resource.RLIMIT_CPU, (0, 0)), lambda: libc.nice(1) and None)",
-    "ptrace": "tried(lambda: libc.ptrace(0, 0, 0, 0) + 1, lambda: libc.ptrace(16, 1, 0, 0) + 1)",
+    "kill others": (
+        "tried(lambda: os.kill(os.getppid(), 9), lambda: os.kill(PARENT, 9) or 1, lambda: os.kill(-1, 9),\n"
+        "      lambda: os.kill(1, 19), lambda: os.kill(1, 11))\ntime.sleep(99)"
+    ),
+    "limits of others": (
+        "tried(lambda: os.nice(-20) + 21, lambda: os.setpriority(0, 1, 19) or 1,\n"
+        "      lambda: resource.prlimit(1, resource.RLIMIT_CPU, (0, 0)), lambda: libc.nice(1) and None,\n"
+        "      lambda: libc.ptrace(0, 0, 0, 0) + 1, lambda: libc.ptrace(16, 1, 0, 0) + 1)"
+    ),
     "memory of others": (
         "class Vector(ctypes.Structure): _fields_ = [('base', ctypes.c_void_p), ('size', ctypes.c_size_t)]\n"
         "area = ctypes.create_string_buffer(8); ours = Vector(ctypes.addressof(area), 8)\n"
@@ -182,10 +186,8 @@ FORGED = {
     "every exit status": "import os\ndef answer(n): os._exit(100 + n)",
     "SystemExit": "def answer(n): raise SystemExit(0)",
     "at exit": "import atexit, os\natexit.register(os._exit, 0)\ndef answer(n): raise KeyboardInterrupt",
-    "exec true": "import os\ndef answer(n): os.execv('/bin/true', ['true'])",
     "equal object": "class Equal:\n    def __eq__(self, other): return True\ndef answer(n): return Equal()",
     "equal number": EQUAL + "def answer(n): return Equal(1)",
-    "equal class": EQUAL + "answer = Equal",
     "argument's comparison": "def answer(n): return type('X', (float,), {'__eq__': lambda a, b: True})('nan')",
     "patched builtins": (
         "import builtins, math\nbuiltins.all = builtins.isinstance = math.isclose = lambda *a: True\n"
@@ -204,10 +206,6 @@ FORGED = {
         "    for end in range(3, 64):\n"
         "        try: os.write(end, b'{\"raise\": \"%s\", \"text\": \"0\"}\\n' % name.encode())\n"
         "        except OSError: pass"
-    ),
-    "garbage": (
-        "import os\nfor end in range(3, 64):\n    try: os.write(end, os.urandom(999) + b'\\n')\n"
-        "    except OSError: pass"
     ),
     "deep reply": (
         "import os\nfor end in range(3, 64):\n"
@@ -237,7 +235,6 @@ FORGED = {
         "            if name != 'program.py' and digits in open(f'{folder}/{name}', 'rb').read(): return int(digits)\n"
         "    return 1"
     ),
-    "hang": "import time\ndef answer(n): time.sleep(99)",
     "hang while loading": "import time\ntime.sleep(99)",
     "swallowed request": (
         "import os\nfor end in range(3, 64):\n    try: os.set_blocking(end, False); os.read(end, 9999)\n"

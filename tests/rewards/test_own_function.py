@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from megarl import cli
 from megarl.errors import UserError
 from megarl.recipe.load import load_recipe
 from megarl.rewards import python
@@ -61,7 +63,7 @@ BEFORE = {  # the function's body or the path: what is said before the run begin
 
 @pytest.mark.parametrize("mistake", BEFORE)
 def test_a_mistake_is_one_line_of_the_check_of_the_data_and_of_the_run(
-    mistake: str, recipe: Path, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mistake: str, recipe: Path, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     if mistake == "endless":
         monkeypatch.setattr(python, "Limits", functools.partial(Limits, seconds=0.5))
@@ -72,30 +74,27 @@ def test_a_mistake_is_one_line_of_the_check_of_the_data_and_of_the_run(
     with pytest.raises(UserError) as found:
         check_reward(load_recipe(recipe, ["reward.kind=python", f"reward.path={own}:score"]))
     assert message in str(found.value) and "\n" not in str(found.value)
-    if mistake in ("column", "range"):
+    if mistake == "column":
         run = megarl("train", recipe, "--run-dir", tmp_path / "run", *reward(f"{own}:score"))
         assert run.returncode == 2 and message in run.stderr and not (tmp_path / "run").exists()
-        checked = megarl("data", "check", recipe, *reward(f"{own}:score"))
-        assert checked.returncode == 1 and message in checked.stdout
+        with pytest.raises(SystemExit) as checked:
+            cli.main(["data", "check", str(recipe), *reward(f"{own}:score")])
+        assert checked.value.code == 1 and message in capsys.readouterr().out
 
 
 def test_the_prompt_has_its_template_before_the_run_too(recipe: Path, own: Path) -> None:
-    own.write_text(RIGHT.replace("return", "assert prompt[-1] == '='; return"))
+    own.write_text(RIGHT.replace("return", "assert prompt[-1] == '=' and 'word' not in row; return"))
     assert load_recipe(recipe).data.prompt_template == "{prompt}="
-    check_reward(load_recipe(recipe, ["reward.kind=python", f"reward.path={own}:score"]))
+    settings = ["reward.kind=python", f"reward.path={own}:score"]
+    check_reward(load_recipe(recipe, settings))
+    with pytest.raises(UserError, match="AssertionError"):  # an item of a generator is tried, too
+        check_reward(load_recipe(recipe, [*settings, "data.source=reasoning_gym", "data.train=spell_backward"]))
 
 
-def test_an_item_of_a_generator_is_tried_too(recipe: Path, own: Path) -> None:
-    own.write_text(RIGHT.replace('"answer"', '"gold"'))
-    settings = ["data.source=reasoning_gym", "data.train=spell_backward", "reward.kind=python"]
-    with pytest.raises(UserError, match="KeyError: 'gold'"):
-        check_reward(load_recipe(recipe, [*settings, f"reward.path={own}:score"]))
-
-
-@pytest.mark.parametrize("number", ["numpy.float32", "torch.tensor", "numpy.bool_"])
-def test_numbers_of_numpy_and_torch_are_taken(number: str, recipe: Path, own: Path) -> None:
-    own.write_text(f"import numpy, torch\n{RIGHT}".replace("float(", f"{number}("))
-    check_reward(load_recipe(recipe, ["reward.kind=python", f"reward.path={own}:score"]))
+def test_numbers_of_numpy_and_torch_are_taken(recipe: Path, own: Path) -> None:
+    for number in ("numpy.float32", "torch.tensor", "numpy.bool_"):
+        own.write_text(f"import numpy, torch\n{RIGHT}".replace("float(", f"{number}("))
+        check_reward(load_recipe(recipe, ["reward.kind=python", f"reward.path={own}:score"]))
 
 
 def test_scores_of_a_declared_range_are_taken_and_others_refused(recipe: Path, own: Path) -> None:

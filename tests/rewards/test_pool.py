@@ -1,6 +1,5 @@
 """A response can cost only its own reward, whatever it says and whatever happens to the pool's processes."""
 
-import contextlib
 import os
 import signal
 import time
@@ -16,34 +15,21 @@ from megarl.recipe.tables import RewardTable
 from megarl.rewards import Score, exact, reasoning_gym
 from megarl.rewards.math import Math
 from megarl.rewards.parts import build_verifier
-from megarl.rewards.pool import Limits, VerifierPool
+from megarl.rewards.pool import Limits
 from tests.data.prompt_sources import char_tokenizer, recipe
-from tests.rewards import hostile
+from tests.rewards import hostile, pooling
+from tests.rewards.pooling import score
 
 TIGHT = Limits(seconds=0.5, memory=1 << 30, workers=2)
 RIGHT, RIGHT_TEXT = Score(1.0), "so it is $42$"
 
 
+def pool(build, limits=TIGHT):
+    return pooling.pool(build, limits)
+
+
 def prompt_for(answer):
     return Prompt(0, "?", (1,), answer, {})
-
-
-@contextlib.contextmanager
-def pool(build, limits=TIGHT):
-    verifiers = VerifierPool(build, limits)
-    try:
-        yield verifiers
-    finally:
-        verifiers.close()
-
-
-def score(verifiers, questions):
-    """The verdicts on (prompt, response) pairs, in their order."""
-    numbers = [verifiers.ask(*question) for question in questions]
-    found = {}
-    while len(found) < len(numbers):
-        found |= dict(verifiers.verdicts(wait=True))
-    return [found[number] for number in numbers]
 
 
 class Scripted:
@@ -86,11 +72,6 @@ def workers(verifiers):
 def wait_until(condition):
     while not condition():
         time.sleep(0.01)
-
-
-def test_no_hostile_answer_is_missing_or_repeated():
-    assert (len(hostile.MATH), len(hostile.GENERATORS)) == (45, 38)
-    assert len(set(hostile.MATH)) == 45
 
 
 @pytest.mark.hostile
@@ -195,24 +176,14 @@ def beats_in(folder):
     return found.number if (found := read_beat(folder / "beats")) else 0
 
 
-@pytest.mark.parametrize("progress", [600.0, 0.0])
-def test_a_long_scoring_shows_heartbeats_while_the_client_waits(progress, tmp_path, monkeypatch):
-    """Without `Limits.progress` it shows none, as if it had stalled."""
+@pytest.mark.parametrize(("progress", "late"), [(600.0, 300.0), (0.6, 2.5)])
+def test_a_long_scoring_shows_heartbeats_for_as_long_as_it_may_take(progress, late, tmp_path, monkeypatch):
+    """After `Limits.progress` it shows none, as if it had stalled."""
     monkeypatch.setenv(FILE, str(tmp_path / "beats"))
     with pool(Scripted, Limits(seconds=30, patience=600, workers=1, progress=progress)) as verifiers:
         asked, begin = verifiers.ask(prompt_for("a"), "sleep"), time.monotonic()
-        late = 3.0 if not progress else 300.0
         verifiers.verdicts(wait=True, unless=lambda: beats_in(tmp_path) >= 3 or time.monotonic() - begin > late)
-        assert (beats_in(tmp_path) >= 3) == bool(progress) and asked == 0
-
-
-def test_a_response_that_is_scored_for_too_long_shows_no_heartbeats(tmp_path, monkeypatch):
-    monkeypatch.setenv(FILE, str(tmp_path / "beats"))
-    with pool(Scripted, Limits(seconds=30, workers=1, progress=1.2)) as verifiers:
-        begin = time.monotonic()
-        verifiers.ask(prompt_for("a"), "sleep")
-        verifiers.verdicts(wait=True, unless=lambda: time.monotonic() - begin > 4)
-        assert beats_in(tmp_path) <= 3
+        assert (beats_in(tmp_path) >= 3) == (progress == 600) and asked == 0
 
 
 def test_mistakes_and_bugs_are_raised_in_the_client():

@@ -22,14 +22,15 @@ from megarl.errors import UserError
 from megarl.recipe.tables import RewardTable
 from megarl.rewards import cpp, sandbox
 from megarl.rewards.code import Code
-from megarl.rewards.pool import Limits, VerifierPool
+from megarl.rewards.pool import Limits
 from megarl.rewards.sandbox import SandboxError
 from tests.rewards import attacks
+from tests.rewards.pooling import scored
 
 # low limits, since a dozen programs run until the time limit ends them
 TABLE = RewardTable(kind="code", seconds=1, memory_mb=256)
-HANGING = {"sleep", "naps", "deadlock", "daemon", "kill the parent", "kill all", "stop the guard", "right, then hang"}
-SPINNING = {"spin", "deaf spin", "spinning threads", "backtracking", "error flood", "exec chain"}
+HANGING = {"naps", "daemon", "kill others", "right, then hang"}
+SPINNING = {"deaf spin", "spinning threads", "error flood", "exec chain"}
 SEVERAL = {"output flood", "stack"}  # exceed several limits at about the same time, so any of them may be reported
 
 
@@ -83,10 +84,6 @@ def nothing_left():
     assert [child for child in psutil.Process().children(recursive=True) if child not in before] == []
 
 
-def test_there_are_at_least_a_hundred_attacks():
-    assert len(attacks.PROGRAMS) + len(attacks.FORGED) + len(attacks.CPP) >= 100
-
-
 def test_an_attack_that_succeeds_would_get_the_reward(host):
     """The control of all attacks: what they do on success gives the reward. Threads and pairs of sockets work."""
     body = "thread = threading.Thread(target=won)\na, b = socket.socketpair()\na.send(b'x'); b.recv(1)\nthread.start()"
@@ -115,7 +112,6 @@ def test_assertions_cannot_be_forged(name):
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("name", attacks.CPP)
 def test_hostile_cpp_scores_0_and_leaves_no_process(name, host, monkeypatch):
-
     monkeypatch.setattr(cpp, "COMPILING", replace(cpp.COMPILING, seconds=2, memory=1 << 30, disk=64 << 20))
     assert verifier(language="cpp").score(prompt_for(host), attacks.CPP[name].format(**host)).value == 0
 
@@ -192,7 +188,7 @@ def test_a_sandbox_that_fails_is_an_error_and_gives_no_score(monkeypatch, host):
 
 def test_a_program_whose_sandbox_is_killed_from_outside_is_run_again(host):
     """It is run again only once; a second kill is an error."""
-    slow, endless = (program(f"import time\ntime.sleep({seconds})\nwon()", host) for seconds in (2, 10_000))
+    slow, endless = (program(f"import time\ntime.sleep({seconds})\nwon()", host) for seconds in (0.2, 10_000))
     judge = verifier()
     judge._limits = replace(judge._limits, asleep=60.0)
     kill = subprocess.Popen.__init__
@@ -241,23 +237,11 @@ def test_nothing_outlives_a_launcher_that_is_killed_while_it_starts_the_sandbox(
 def test_hostile_programs_do_not_change_the_rewards_of_others(host):
     """In the pool, beside programs that hang, fork or take memory, right programs score 1 and wrong ones 0."""
     right, wrong = program("won()", host), program("print(1)", host)
-    hostile = [program(attacks.PROGRAMS[name], host) for name in ("fork bomb", "memory", "sleep", "spin", "disk")]
+    hostile = [program(attacks.PROGRAMS[name], host) for name in ("fork bomb", "memory", "naps", "deaf spin", "disk")]
     texts = [text for bad in hostile for text in (right, bad, wrong)]
-    pool = VerifierPool(lambda: verifier(10.0), Limits(workers=2))
-    try:
-        numbers, found = [pool.ask(prompt_for(host), text) for text in texts], {}
-        while len(found) < len(numbers):
-            found |= dict(pool.verdicts(wait=True))
-    finally:
-        pool.close()
-    assert [found[number].value for number in numbers] == [1, 0, 0] * 5
-    assert [found[number].over for number in numbers[1::3]] == [None, None, "asleep", "time", None]
-
-
-def test_a_program_cannot_redefine_names_that_its_tests_use():
-    tests = "assert all(answer(n) == 5 for n in (7,))\nassert isinstance(answer(7), int) and math.isclose(answer(7), 5)"
-    assert verifier().score(row(tests=tests), attacks.FORGED["names of the tests"]).value == 0
-    assert verifier().score(row(tests=tests), "def answer(n): return 5").value == 1
+    found = scored(lambda: verifier(3.0), Limits(workers=2), [(prompt_for(host), text) for text in texts])
+    assert [verdict.value for verdict in found] == [1, 0, 0] * 5
+    assert [verdict.over for verdict in found[1::3]] == [None, None, "asleep", "time", None]
 
 
 @pytest.mark.parametrize("test", ["all(map({}, [7]))", "[*filter({}, [7])] == []", "[*zip(map({}, [7]))] == []"])

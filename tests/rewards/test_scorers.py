@@ -15,6 +15,7 @@ from megarl.data.prompts import Prompt
 from megarl.recipe.names import VERIFIERS
 from megarl.recipe.tables import RewardTable
 from megarl.rewards.answers import COMPARED, answer_of
+from tests.extent import EVERY
 
 ROWS = [json.loads(line) for line in Path(__file__).with_name("scorers.jsonl").read_text().splitlines()]
 WRITINGS = (
@@ -32,16 +33,18 @@ def scorer(kind):
 
 @pytest.mark.parametrize("kind", ["dapo", "prime_math", "qwen_math"])
 def test_a_named_scorer_agrees_with_its_original(kind):
+    """Every third row, and all of them under `EVERY`."""
     verifier, differences = scorer(kind), []
-    for row in ROWS:
+    assert len(ROWS) >= 300
+    rows = ROWS if EVERY else ROWS[::3]
+    for row in rows:
         prompt = Prompt(0, "?", (1,), row["gold"], {})
         for writing, verdict in zip(WRITINGS, row[kind], strict=True):
             response = writing.replace("GOLD", row["gold"]).replace("OTHER", row["other"])
             response = response.replace("WRONG", row["wrong"])
             if verifier.score(prompt, response) != float(verdict):
                 differences.append((row["gold"], response, verdict))
-    assert len(ROWS) >= 300
-    assert len(differences) <= 0.01 * len(ROWS) * len(WRITINGS), differences
+    assert len(differences) <= 0.01 * len(rows) * len(WRITINGS), differences
 
 
 @pytest.mark.parametrize(
@@ -94,7 +97,7 @@ def test_prime_math_reads_sentences_and_dollars_as_the_original_does(gold, respo
 def test_garbage_is_wrong_and_nothing_is_evaluated(kind, tmp_path):
     trace = tmp_path / "trace"
     attack = f"\\boxed{{__import__('pathlib').Path('{trace}').write_text('x')}}"
-    for response in ("", "\x00", "\\boxed{", "(" * 3000, "1e999", "nan", "\ud800", "," * 3000, attack):
+    for response in ("", "\x00", "\\boxed{", "(" * 300, "1e999", "nan", "\ud800", "," * 3000, attack):
         assert scorer(kind).score(Prompt(0, "?", (1,), "42", {}), response) == 0.0
     assert not trace.exists()
 

@@ -12,13 +12,14 @@ from megarl.errors import UserError
 from megarl.recipe.tables import Recipe
 from megarl.rewards import Score, VerifierUnavailable, service
 from megarl.rewards.parts import build_verifier, check_reward
-from megarl.rewards.pool import Limits, VerifierPool
+from megarl.rewards.pool import Limits
+from tests.rewards import pooling
 
 KEY = "a-secret-key"
 PROMPT = Prompt(0, "2 + 2?", (1,), "4", {"metadata": {"level": 3}})
 
 
-SAID = {"SILENT": "", "NONE": None, "LARGE": "SCORE: 7", "TENTHS": "SCORE: 1/10", "CUT": "SCORE: 0"}
+SAID = {"NONE": None, "LARGE": "SCORE: 7", "CUT": "SCORE: 0"}
 
 
 class Server(ThreadingHTTPServer):
@@ -71,10 +72,10 @@ class Handler(BaseHTTPRequestHandler):
             self.answer(503, {})
         elif "REFUSED" in text:
             self.answer(401, {"error": "no such key"})
-        elif "DEEP" in text or "DIGITS" in text:
+        elif "DEEP" in text:
             self.send_response(200)
             self.end_headers()
-            self.wfile.write(b"[" * 100_000 if "DEEP" in text else b"1" * 400)
+            self.wfile.write(b"[" * 100_000)
         elif "HUGE" in text:
             self.answer(200, "x" * (service.LARGEST_ANSWER + 1))
         elif judge:
@@ -86,10 +87,12 @@ class Handler(BaseHTTPRequestHandler):
             choice = {"message": {"role": "assistant", "content": said}, "finish_reason": reason}
             self.answer(200, {} if "ODD" in text else {"choices": [choice]})
         else:
-            score = {"NOTHING": None, "WORD": "high", "NAN": float("nan")}.get(text.split()[0], 0.25)
+            score = float("nan") if text == "NAN" else 0.25
             if "HESITATES" in text and times == 1:
                 score = None
-            self.answer(200, {"score": 1 if "RIGHT" in text and score is not None else score, "reward": -2.0})
+            elif "RIGHT" in text:
+                score = 1
+            self.answer(200, {"score": score, "reward": -2.0})
 
     def answer(self, status, body):
         data = json.dumps(body).encode()
@@ -134,35 +137,30 @@ def recipe(tmp_path, url, kind="judge", stall=600.0, **settings):
 
 
 def scored(settings, texts):
-    pool = VerifierPool(lambda: build_verifier(settings, None), Limits.of_this_process(settings))
-    try:
-        numbers, found = [pool.ask(PROMPT, text) for text in texts], {}
-        while len(found) < len(numbers):
-            found |= dict(pool.verdicts(wait=True))
-        return [found[number] for number in numbers]
-    finally:
-        pool.close()
+    limits = Limits.of_this_process(settings)
+    return pooling.scored(lambda: build_verifier(settings, None), limits, [(PROMPT, text) for text in texts])
 
 
 def test_a_judges_answer_gives_the_score(tmp_path, server):
     settings = recipe(tmp_path, server.url)
     check_reward(settings)
-    texts = ["RIGHT", "wrong {answer}", "ONCE RIGHT"]
-    assert scored(settings, texts) == [Score(1.0), Score(0.25), Score(1.0)]
+    texts = ["RIGHT", "wrong {answer}", "ONCE RIGHT", "HESITATES RIGHT"]
+    assert scored(settings, texts) == [Score(1.0), Score(0.25), Score(1.0), Score(1.0)]
     asked = [(path, body["messages"][0]["content"]) for path, body in server.asked]
     assert ("/v1/chat/completions", "2 + 2? is 4: wrong {answer}") in asked
     assert [text for _, text in asked].count("2 + 2? is 4: ONCE RIGHT") == 2
     assert server.keys == {f"Bearer {KEY}"}
-    assert {(body["model"], body["temperature"]) for _, body in server.asked} == {("grader", 0.0)}
+    again = [body for _, body in server.asked if body["temperature"]]
+    assert [body["messages"][0]["content"] for body in again] == ["2 + 2? is 4: HESITATES RIGHT"]
+    assert {body["model"] for _, body in server.asked} == {"grader"}
 
 
-@pytest.mark.parametrize("text", ["NOTHING", "WORD", "NAN"])
-def test_a_service_that_answers_no_number_is_asked_again_and_then_ends_the_phase(tmp_path, server, text):
+def test_a_service_that_answers_no_number_is_asked_again_and_then_ends_the_phase(tmp_path, server):
     settings = recipe(tmp_path, server.url, "http")
     assert scored(settings, ["HESITATES RIGHT"]) == [Score(1.0, reward=-2.0)]
     with pytest.raises(VerifierUnavailable, match="after 3 attempts: .* returned a score or reward that"):
-        scored(settings, [text])
-    assert [body["response"] for _, body in server.asked] == ["HESITATES RIGHT"] * 2 + [text] * 3
+        scored(settings, ["NAN"])
+    assert [body["response"] for _, body in server.asked] == ["HESITATES RIGHT"] * 2 + ["NAN"] * 3
 
 
 @pytest.mark.parametrize("text", sorted(SAID))
@@ -172,54 +170,34 @@ def test_a_judge_without_a_score_is_asked_again_and_then_ends_the_phase(tmp_path
     assert [body["temperature"] for _, body in server.asked if text in body["messages"][0]["content"]] == [0, 1, 1]
 
 
-def test_a_judge_may_give_its_score_when_it_is_asked_again(tmp_path, server):
-    assert scored(recipe(tmp_path, server.url), ["HESITATES RIGHT"]) == [Score(1.0)]
-
-
 @pytest.mark.parametrize(
     ("text", "score"),
     [
         ("fine\nSCORE: 1", 1.0),
-        ("score: 0.25", 0.25),
         ("**SCORE: `.5`**\nas I said", 0.5),
-        ("SCORE: 1.", 1.0),
         ("SCORE: 0? No. SCORE: 1.0", 1.0),
         ("SCORE: 1\nSCORE: none", None),
-        ("SCORE: 1/2", None),
         ("SCORE: 1/10", None),
-        ("SCORE: 10", None),
-        ("SCORE: 1 out of 10", None),
         ("SCORE: 0,9", None),
-        ("SCORE: 50%", None),
         ("SCORE: 1 SCORE", None),
-        ("SCORE: [0 to 1]", None),
         ("<think>SCORE: 1</think>I cannot say.", None),
         ("<think>SCORE: 1</think>SCORE: 0", 0.0),
-        ("SCORE: 1e0", None),
         ("SCORE: 0x1", None),
-        ("SCORE: 0.9 (good)", None),
         ("SCORE: -0.5", None),
         ("SCORE: 1.01", None),
         ("SCORE: \u0661", None),
         ("SCORE: 0." + "0" * 400, None),
         ("SCORE:\n1", None),
-        ("1", None),
         # ms-swift 10163, uqlm 470 and openagent-eval 74: the beginning of a number, another scale
-        ("Score: 1e-1", None),
-        ("SCORE: 85.5", None),
         ("SCORE: 00.5", None),
-        ("SCORE: 1.0/1.0", None),
-        ("SCORE: 0-1", None),
         ("SCORE: 1 <|im_end|>", None),
         # NeMo-Gym 2852 and evalscope 1578: what the judge quotes before its verdict
         ("It says 'SCORE: 1'.\n\nSCORE: 0", 0.0),
         ("The UNDERSCORE: 1", None),
         # flexeval 237 and usual forms of models: marks around the word, quotes, other spaces and colons
         ("**Score**: 0.5", 0.5),
-        ("SCORE : 1", 1.0),
         ("SCORE\uff1a\u00a01", 1.0),
         ('"SCORE: 1"', 1.0),
-        ("- __SCORE:__ 0.5\r\n", 0.5),
         # so long that with quadratic time they would take an hour
         ("SCORE:" + " " * 4_000_000 + "x", None),
         ("SCORE:" + " *" * 2_000_000 + "1", 1.0),
@@ -252,7 +230,6 @@ def test_requests_are_sent_concurrently(tmp_path, server):
         ("TRICKLE", "no answer within 0.3 s"),
         ("HUGE", "more than 4 MiB"),
         ("DEEP", "64 deep"),
-        ("DIGITS", "64 bits"),
     ],
 )
 def test_a_request_without_an_answer_is_verifier_unavailable(tmp_path, server, text, why):

@@ -7,12 +7,12 @@ each run; any premature end gives another one.
 
 from __future__ import annotations
 
-import ast
 import builtins
 import importlib
 import json
 import math
 import os
+import symtable
 import sys
 from typing import Any
 
@@ -130,21 +130,16 @@ def _close(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
-def names_of(tests: ast.Module) -> set[str]:
-    """The names that the tests use but do not define."""
+def names_of(tests: str) -> set[str]:
+    """The global names that the tests use but do not define."""
+    module = symtable.symtable(tests, "tests", "exec")
     used: set[str] = set()
-    defined: set[str] = set()
-    for node in ast.walk(tests):
-        match node:
-            case ast.Name(id=name):
-                (used if isinstance(node.ctx, ast.Load) else defined).add(name)
-            case ast.alias(asname=str(name)) | ast.arg(arg=name):
-                defined.add(name)
-            case ast.alias(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                defined.add(name.split(".")[0])
-            case ast.ClassDef(name=name) | ast.ExceptHandler(name=str(name)):
-                defined.add(name)
-    return used - defined
+    scopes = [module]
+    for scope in scopes:
+        scopes += scope.get_children()
+        symbols = [each for each in scope.get_symbols() if each.is_referenced()]
+        used |= {each.get_name() for each in symbols if scope is module or each.is_global()}
+    return used - {each.get_name() for each in module.get_symbols() if each.is_assigned() or each.is_imported()}
 
 
 def main() -> None:
@@ -156,18 +151,17 @@ def main() -> None:
     code = 1
     try:
         wire.answer()  # the program has been loaded
-        tests = ast.parse(task["tests"])
         modules: dict[str, Any] = sys.modules
         modules["solution"] = Remote(wire, {"object": 0})  # from which the tests of KodCode import
         space: dict[str, Any] = {"__name__": "__main__", "__close__": close, "__same_list__": same_list}
         space |= {"inf": math.inf, "nan": math.nan}  # how Python writes these values of JSON
         known = {*space, *dir(builtins), *sys.stdlib_module_names}
-        for name in names_of(tests):
+        for name in names_of(task["tests"]):
             if name == task["entry_point"] or name not in known:
                 space[name] = Remote(wire, name)
             elif name in sys.stdlib_module_names:
                 space[name] = importlib.import_module(name)
-        exec(compile(tests, "tests", "exec"), space)
+        exec(compile(task["tests"], "tests", "exec"), space)
         code = task["passed"]
     except Unusable:
         code = UNUSABLE
