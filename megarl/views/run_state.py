@@ -18,21 +18,6 @@ from megarl.views.run_reader import half_width
 
 METRICS_BYTES = 1 << 20  # read from the end of metrics.jsonl at the start: more than RATE_UPDATES lines
 RATE_UPDATES = 32  # updates that the current reward and speed are averaged over
-ANNOUNCED = (  # events that get a line of their own
-    "phase_start",
-    "phase_end",
-    "phase_failed",
-    "phase_stopped",
-    "restart",
-    "no_progress",
-    "learns_nothing",
-    "resume",
-    "evaluation",
-    "dynamic_sampling",
-    "partial_rollouts",
-    "damaged_checkpoint",
-    "restored_metrics",
-)
 
 
 class Evaluating:
@@ -87,17 +72,15 @@ class RunState:
         self.recent: deque[dict[str, Any]] = deque(maxlen=RATE_UPDATES)
         self._compared = 0, 0  # gradients of a what-if: done, all
         self._replicas: dict[int, dict[str, Any]] = {}  # the last `rollout_progress` of each in the current phase
-        self._events, self._metrics = (
-            JsonTail(run_dir / "events.jsonl"),
-            JsonTail(run_dir / "metrics.jsonl", METRICS_BYTES),
-        )
+        self._events = JsonTail(run_dir / "events.jsonl")
+        self._metrics = JsonTail(run_dir / "metrics.jsonl", METRICS_BYTES)
         self._ledgers: dict[Path, JsonTail] = {}
         self._shards: dict[str, tuple[int, int, float]] = {}  # shard -> groups, responses, sum of rewards
         self._begins = False  # whether an attempt at a phase has begun since the last `poll`
         self._groups_before = 0  # stored by earlier, killed attempts
 
     def poll(self) -> list[dict[str, Any]]:
-        """Read the new lines of all files; returns the new events that deserve a line (`ANNOUNCED`, warnings)."""
+        """Read the new lines of all files; returns the new events."""
         events = self._events.read()[1]
         for event in events:
             self._apply(event)
@@ -114,11 +97,7 @@ class RunState:
             self._read_ledgers()
         if self._evaluating is not None:
             self.answered = self._evaluating.poll()
-        return [
-            event
-            for event in events
-            if event.get("event") in ANNOUNCED or (event.get("warning") and event.get("rank") == 0)
-        ]
+        return events
 
     def _apply(self, event: dict[str, Any]) -> None:
         kind, stage = event.get("event"), event.get("stage", 0)
@@ -139,7 +118,7 @@ class RunState:
         elif kind in ("phase_end", "phase_failed", "phase_stopped"):
             self.phase = ""
             event["over_limit"] = self.of_replicas("over_limit")
-            if kind == "phase_end" and not find_phase(event.get("phase")).title:  # part of a stage
+            if kind == "phase_end":
                 self.seconds[str(event.get("phase"))] = float(event.get("seconds", 0.0))
         elif kind == "rollout_progress":
             self._replicas[event.get("rank", 0)] = event
@@ -245,22 +224,6 @@ class RunState:
         responses = (self.candidates - self._groups_before) * table.responses_per_prompt
         left = (responses * length - tokens - self.of_replicas("decoding_tokens")) / rate
         return max(0.0, left - (time.time() - max(report["time"] for report in self._replicas.values())))
-
-    @property
-    def run_seconds_left(self) -> float | None:
-        """Estimate for the whole run; None until each kind of phase has ended once."""
-        left = self.seconds_left if self.phase else 0.0
-        if self.stage == self.schedule.stages:
-            return left  # the final evaluation
-        parts = ("live",) if self.schedule.kind == "live" else ("rollout", "optimize")
-        if left is None or not set(parts) <= self.seconds.keys():
-            return None
-        after = (
-            parts if self.phase == "evaluate" else parts[parts.index(self.phase) + 1 :] if self.phase in parts else ()
-        )
-        whole = sum(self.seconds.values()) * (self.schedule.stages - 1 - self.stage)
-        last = self.seconds.get("evaluate", 0.0) if self.accuracies else 0.0
-        return left + sum(self.seconds[phase] for phase in after) + whole + last
 
 
 def find_phase(phase: object) -> Phase:

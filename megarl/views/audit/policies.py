@@ -5,25 +5,20 @@ For a policy that `megarl.storage.run_dir.retention` removed, version and hash c
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 from megarl.errors import UserError
-from megarl.storage.checked_json import read_intact_lines
 from megarl.storage.policies import read_info
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
-from megarl.storage.run_dir.retention import may_be_removed, removed
+from megarl.storage.run_dir.retention import removed
 from megarl.views.audit.rollouts import StageTotals
-
-_KEEP_POLICIES = re.compile(r"actor\.keep_policies: ([0-9]{1,9}) -> ")  # in a line of `recipe_diff`: the earlier value
 
 
 def check_policies(run: RunDir, totals: list[StageTotals], notes: list[str]) -> Iterator[str]:
     """Problems of all policies; fills in the hashes of ``totals``, and names removed policies in ``notes``."""
     reached = max((stage.number for stage in [*run.stages(), run.end] if _has_begun(stage)), default=-1)
     gone: list[int] = []
-    removable = _removable(run, reached)
     for stage in [*run.stages(), run.end]:
         try:
             info = removed(stage) or (read_info(stage.policy) if stage.policy.exists() else None)
@@ -36,12 +31,6 @@ def check_policies(run: RunDir, totals: list[StageTotals], notes: list[str]) -> 
             continue
         if not stage.policy.exists():
             gone.append(stage.number)
-            if stage.number not in removable:
-                yield (
-                    f"{stage.policy} was removed, but retention would have kept it: [actor] keep_policies "
-                    f"{_setting(run)}, stage {reached} has begun, and events.jsonl has no change from a lower setting "
-                    "that explains it"
-                )
         if info.version != stage.first_update:
             yield f"{stage.policy} has had {info.version} updates, but the stages before it make {stage.first_update}"
         if stage != run.end:
@@ -50,27 +39,6 @@ def check_policies(run: RunDir, totals: list[StageTotals], notes: list[str]) -> 
     if gone:
         which = f"stage{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
         notes.append(f"removed by retention ([actor] keep_policies), with its hash kept: the policy of {which}")
-
-
-def _setting(run: RunDir) -> str:
-    keep = run.recipe.actor.keep_policies
-    return "keeps all" if keep is None else f"= {keep}"
-
-
-def _removable(run: RunDir, reached: int) -> set[int]:
-    """The stages whose policies retention may have removed, under the recipe's present and earlier settings.
-
-    An earlier setting held until the event that records its change. It explains removals up to the stages that had
-    begun then, and up to the next one, which may begin with removals before its first event.
-    """
-    stages, begun = set(may_be_removed(run.recipe.actor.keep_policies, reached)), 0
-    for event in read_intact_lines(run.events)[0] if run.events.is_file() else []:
-        if event.get("event") == "phase_start" and isinstance(event.get("stage"), int):
-            begun = max(begun, event["stage"])
-        elif event.get("event") == "recipe_changed" and isinstance(event.get("settings"), list):
-            for setting in filter(None, (_KEEP_POLICIES.match(str(line)) for line in event["settings"])):
-                stages.update(may_be_removed(int(setting[1]), min(begun + 1, reached)))
-    return stages
 
 
 def _has_begun(stage: Stage) -> bool:
