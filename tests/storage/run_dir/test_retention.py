@@ -17,7 +17,7 @@ from megarl.storage.checkpoints import checkpoint_path
 from megarl.storage.policies import PolicyInfo, read_info, write_info
 from megarl.storage.run_dir import RunDir, retention
 from megarl.storage.run_dir.retention import check_kept, remove_policies, removed, require_policy
-from megarl.views.audit.policies import check_policies
+from megarl.views.audit import check_policies
 from megarl.views.audit.rollouts import StageTotals
 
 STAGES = 6
