@@ -10,7 +10,7 @@ from megarl.commands.stages.pack import MANIFEST, Manifest, pack
 from megarl.commands.stages.unpack import unpack
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import UserError
-from megarl.storage.policies import INDEX_FILE, weight_files
+from megarl.storage.policies import INDEX_FILE, copy_policy, weight_files
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
@@ -77,11 +77,11 @@ def test_an_unpacked_stage_is_optimized_to_the_same_bytes(run, tmp_path, guessin
         assert (tmp_path / "b/stages/000/rollouts" / shard.name).read_bytes() == shard.read_bytes()
 
 
-def test_a_later_stage_becomes_the_first_of_a_run(run, tmp_path):
-    """With its policy as the model and a new optimizer, whose state is never packed."""
+def test_a_later_stage_becomes_the_first_of_a_run(run, tiny_model, tmp_path):
+    """With its policy as the model, here the untrained one, and a new optimizer, whose state is never packed."""
     root = shutil.copytree(run.root, tmp_path / "run")
-    optimize(root, "--stage", 0)
     stage = RunDir.open(root).stage(1)
+    copy_policy(tiny_model, tiny_model, stage.policy, version=stage.first_update)
     fill(stage)
     manifest = pack(root, 1, tmp_path / "packed", LICENCE, weights=False, prompts=False)
     assert manifest.has_weights and {name.split("/")[0] for name in manifest.files} == {"policy", "rollouts"}
