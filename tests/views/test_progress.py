@@ -64,18 +64,20 @@ def test_responses_tokens_and_time_left_are_shown_while_a_chunk_is_generated(tmp
     assert {"4 tokens/s", "decoding 100 at token 2"} <= set(describe_state(state).split(", "))
     assert state.seconds_left == pytest.approx((1534 * 8 * longest - 200) / 4, rel=1e-3)
     inside = {"decoding": 40, "decoding_tokens": 160, "tokens_per_second": 5}
-    append(tmp_path / "events.jsonl", report(ended=60, tokens=180, groups=3, responses=24, reward_sum=6.0, **inside))
+    one = report(ended=60, tokens=180, groups=3, responses=24, truncated=6, reward_sum=6.0, **inside)
+    append(tmp_path / "events.jsonl", one, one | {"rank": 1})
     state.poll()
-    assert state.done == (5, 1536, "groups") and state.reward == 0.25
+    assert state.done == (8, 1536, "groups") and state.reward == 0.25
     shown = set(describe_state(state).split(", "))
-    assert {"5 tokens/s", "responses 60", "length 3", "decoding 40 at token 4"} <= shown
+    assert {"10 tokens/s", "responses 120", "length 3", "truncated 25%", "decoding 80 at token 4"} <= shown
     length = (180 + 40 * longest) / 100
-    assert state.seconds_left == pytest.approx((1534 * 8 * length - 340) / 5, rel=1e-3)
+    assert state.seconds_left == pytest.approx((1534 * 8 * length - 680) / 10, rel=1e-3)
     append(tmp_path / "stages/001/rollouts/ledger.jsonl", {"shard": "a", "groups": [0, 1], "responses": 16})
     append(tmp_path / "events.jsonl", {"event": "restart", "phase": "rollout", "stage": 1})
     state.poll()
     # what was not stored is generated again
     assert state.done == (4, 1536, "groups") and state.tokens_per_second is None
+    assert "length" not in describe_state(state)
 
 
 def test_candidates_and_chosen_groups_of_dynamic_sampling_and_warnings_are_shown(tmp_path):
@@ -95,18 +97,6 @@ def test_candidates_and_chosen_groups_of_dynamic_sampling_and_warnings_are_shown
         "stage 2/3 rollout chose 1536 of 1900 groups, 7 of them without variance",
         "stage 1/3 rollout: far off",
     ]
-
-
-def test_lengths_truncation_and_decoding_are_summed_over_replicas(tmp_path):
-    state = RunState(tmp_path, make_recipe())
-    append(tmp_path / "events.jsonl", start("rollout", 1))
-    one = report(responses=100, ended=140, tokens=980, truncated=5, decoding=32)
-    append(tmp_path / "events.jsonl", one | {"ended": 10}, one, one | {"rank": 1})
-    state.poll()
-    assert {"responses 280", "length 7", "truncated 5%", "decoding 64"} <= set(describe_state(state).split(", "))
-    append(tmp_path / "events.jsonl", start("rollout", 2))  # reports of the phase before are no longer shown
-    state.poll()
-    assert "length" not in describe_state(state)
 
 
 def test_loading_and_evaluation_before_generation_are_shown_and_do_not_count_for_the_speed(tmp_path, monkeypatch):
@@ -168,28 +158,27 @@ def test_prompts_are_counted_while_suites_are_evaluated(tmp_path):
     append(tmp_path / "events.jsonl", made | {"update": 96, "suite": "two"})
     state.poll()
     assert describe_state(state).startswith("stage 2/3 rollout, 0/1536 groups")
-
-
-def test_prompts_are_counted_in_a_separate_evaluation_phase(tmp_path):
-    state = RunState(tmp_path, override_recipe(make_recipe(), ["eval.prompts=20"]))
-    assert state.done == (0, 0, "")
-    append(tmp_path / "events.jsonl", start("evaluate", 3))
-    append(tmp_path / "events.jsonl", {"event": "weight_drift", "stage": 3, "rank": 0, "phase": "evaluate"})
-    place = tmp_path / "evaluations/heldout/update_000288"
-    place.mkdir(parents=True)
+    append(tmp_path / "events.jsonl", start("evaluate", 3), drift | {"stage": 3})  # a phase of its own
+    place = tmp_path / "evaluations/one/update_000288"
+    place.mkdir()
     append(place / "ledger.jsonl", {"shard": "a", "groups": [0, 1, 2]})
     state.poll()
     assert describe_state(state).startswith("final evaluation, 3/20 prompts")
 
 
-def test_progress_of_an_optimize_phase_goes_back_when_metrics_are_cut(tmp_path):
+def test_progress_of_an_optimize_phase_goes_back_when_metrics_are_cut(tmp_path, monkeypatch):
     recipe, noise = make_recipe(), random.Random(0)
     updates = [update_record(n, 96, noise) for n in range(1, 140)]
-    state = RunState(tmp_path, recipe)
-    append(tmp_path / "events.jsonl", start("optimize", 1))
+    values = {"staleness": 6, "loss": 0.25, "grad_norm": 1.5, "ess": 0.875, "clip_fraction": 0.125}
+    updates[-1] |= values
+    state, now = RunState(tmp_path, recipe), time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    append(tmp_path / "events.jsonl", start("optimize", 1, now - 75))
     append(tmp_path / "metrics.jsonl", *updates)
     state.poll()
     assert state.done == (43, 96, "updates") and state.updates == 139
+    shown = describe_state(state).split(", ")
+    assert {"elapsed 1:15", "lag 6", "loss 0.25", "grad_norm 1.5", "ess 0.875", "clipped 0.125"} <= set(shown)
     assert state.tokens_per_second == pytest.approx(20000)
     assert state.seconds_left == pytest.approx(5.3)
     assert state.reward == pytest.approx(sum(u["reward/mean"] for u in updates[-32:]) / 32)
@@ -263,25 +252,6 @@ def test_at_most_one_line_about_the_state_comes_per_interval(tmp_path):
         assert len(stream.getvalue().splitlines()) == 1 + due  # the first line is that of the event
         view._next = 0
     assert describe_state(view._state) in stream.getvalue()
-
-
-def test_updates_show_time_lag_sample_size_and_clipping(tmp_path, monkeypatch):
-    state, now = RunState(tmp_path, make_recipe()), time.time()
-    monkeypatch.setattr(time, "time", lambda: now)
-    append(tmp_path / "events.jsonl", start("optimize", 0, now - 75))
-    line = {
-        "stage": 0,
-        "update": 7,
-        "staleness": 6,
-        "loss": 0.25,
-        "grad_norm": 1.5,
-        "ess": 0.875,
-        "clip_fraction": 0.125,
-    }
-    append(tmp_path / "metrics.jsonl", line)
-    state.poll()
-    shown = describe_state(state).split(", ")
-    assert {"elapsed 1:15", "lag 6", "loss 0.25", "grad_norm 1.5", "ess 0.875", "clipped 0.125"} <= set(shown)
 
 
 def test_progress_ends_when_the_block_fails(tmp_path):
