@@ -8,6 +8,7 @@ import shutil
 import time
 from pathlib import Path
 
+from megarl.commands.scratch import require_staged
 from megarl.commands.stages.ingest import check_filled
 from megarl.commands.train import rehearse
 from megarl.errors import UserError
@@ -49,7 +50,7 @@ def rehearse_recipe(nodes: Nodes, recipe_path: Path, overrides: list[str], scrat
 
 def rollout_stage(nodes: Nodes, stage: Stage) -> None:
     """Generate and seal the rollouts of one stage."""
-    _require_staged(stage.run)
+    require_staged(stage.run)
     check(nodes.starter, stage.run.recipe, nodes.count, optimizes=False)
     if _has_rollouts_to_make(stage):
         with Progress(stage.run.root, stage.run.recipe):
@@ -108,7 +109,7 @@ def _has_rollouts_to_make(stage: Stage) -> bool:
 def optimize_stage(nodes: Nodes, stage: Stage) -> None:
     """Make all updates of one stage on its sealed rollouts."""
     run = stage.run
-    _require_staged(run)
+    require_staged(run)
     check(nodes.starter, run.recipe, nodes.count)
     check_run(run)
     if stage.is_trained():
@@ -165,7 +166,7 @@ def changed_recipe(source: Stage, overrides: Overrides) -> Recipe:
     then follows from the number of groups, unless it is given.
     """
     before = source.run.recipe
-    _require_staged(source.run)
+    require_staged(source.run)
     recipe = override_recipe(before, [*overrides, *_updates_of_other_batches(before, overrides)])
     changed = [line for line in recipe_diff(before, recipe) if not line.startswith((*TRAINING_TABLES, "reward."))]
     if fixed := [line for line in changed if not line.startswith(BATCHES)]:
@@ -245,11 +246,3 @@ def _link_evaluation(source: Stage, stage: Stage, suite: str) -> None:
             link = ours.directory / place.name
             link.unlink(missing_ok=True)
             link.symlink_to(place)
-
-
-def _require_staged(run: RunDir) -> None:
-    if run.recipe.schedule.kind == "live":
-        raise UserError(
-            f"{run.root} is a live run: `megarl train` makes its rollouts and updates at the same time, so no phase of "
-            "it can run alone"
-        )

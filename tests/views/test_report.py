@@ -84,14 +84,6 @@ def test_idle_times_of_a_live_run_are_shown_beside_a_staged_run(tmp_path):
     assert "<span>25.0%</span></td>" in live
 
 
-def test_accuracy_with_its_interval_stands_at_the_stage_boundaries(tmp_path):
-    (trace,) = charts_of(make_run(tmp_path / "a"))["Held-out accuracy"].traces
-    assert trace["x"] == [0, 96, 192, 288]
-    assert trace["y"] == [0.281, 0.613, 0.815, 0.902]
-    assert trace["error_y"]["array"][0] == pytest.approx(1.96 * math.sqrt(0.281 * 0.719 / 1024))
-    assert trace["error_y"]["arrayminus"][0] == pytest.approx(trace["error_y"]["array"][0])
-
-
 def test_reward_is_not_smoothed_over_a_stage_boundary(tmp_path):
     root = make_run(tmp_path / "a")
     updates = [line | {"reward/mean": 0.0} for line in read_lines(root / "metrics.jsonl")]
@@ -143,6 +135,10 @@ def test_traces_of_every_chart(tmp_path):
         "Probability against importance ratio": [],
         "Tokens that lose their gradient": [],
     }
+    (trace,) = charts["Held-out accuracy"].traces
+    assert (trace["x"], trace["y"]) == ([0, 96, 192, 288], [0.281, 0.613, 0.815, 0.902])
+    assert trace["error_y"]["array"][0] == pytest.approx(1.96 * math.sqrt(0.281 * 0.719 / 1024))
+    assert trace["error_y"]["arrayminus"][0] == pytest.approx(trace["error_y"]["array"][0])
     ess = charts["Effective sample size"].traces[0]["y"]
     assert ess[95] == pytest.approx(1 / (1 + (0.02 + 0.5 * 95 / 96) ** 2), rel=1e-5)
     assert [t["y"] for t in charts["Time per phase"].traces] == [[11, 12, 13], [17, 16, 15], [4, 4, 4, 4]]
@@ -173,6 +169,8 @@ def test_details_are_of_the_last_update_that_has_them(tmp_path):
 
 
 def test_several_runs_are_overlaid_and_their_recipes_compared(tmp_path):
+    assert short_names([tmp_path / "x/run", tmp_path / "y/run"]) == ["x/run", "y/run"]
+    assert short_names([tmp_path / "x/run", tmp_path / "y/walk"]) == ["run", "walk"]
     other = make_recipe(name="grpo", veto_threshold=None, eps_low=0.2)
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=1, gain=0.5, recipe=other)
     charts = charts_of(a, b)
@@ -188,11 +186,6 @@ def test_several_runs_are_overlaid_and_their_recipes_compared(tmp_path):
         ("objective.name", "&quot;mu_grpo&quot;", "&quot;grpo&quot;"),
         ("objective.veto_threshold", "0.001", "-"),
     ]
-
-
-def test_runs_of_the_same_name_are_told_apart(tmp_path):
-    assert short_names([tmp_path / "x/run", tmp_path / "y/run"]) == ["x/run", "y/run"]
-    assert short_names([tmp_path / "x/run", tmp_path / "y/walk"]) == ["run", "walk"]
 
 
 @pytest.mark.parametrize("stages", [101, 1100])

@@ -1,4 +1,4 @@
-"""Packed stages: after unpacking they are optimized to the same bytes, and hostile ones are refused."""
+"""Packed stages: after unpacking they are optimized to the same bytes, and hostile ones are refused; branches."""
 
 import json
 import os
@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 
+from megarl.commands.one_phase import branch, changed_recipe
 from megarl.commands.stages.pack import MANIFEST, Manifest, pack
 from megarl.commands.stages.unpack import unpack
 from megarl.data.tokenizer import load_tokenizer
@@ -202,3 +203,24 @@ def test_a_damaged_stage_is_not_packed(name, run, tmp_path):
     with pytest.raises(UserError, match="does not match (the|its) checksum"):
         pack(root, 0, tmp_path / "stage", LICENCE, weights=True, prompts=True)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_stage_with_a_token_budget_is_neither_packed_nor_scored_again(recipe, tmp_path):
+    run = make_run(recipe, tmp_path / "run", "rollout.token_budget=2", "rollout.oversample=2")
+    with pytest.raises(UserError, match="trains groups that earlier stages began"):
+        pack(run.root, 0, tmp_path / "stage", "apache-2.0", weights=False, prompts=True)
+    assert not (tmp_path / "stage").exists()
+    with pytest.raises(UserError, match="--set reward: not with rollout.token_budget"):
+        changed_recipe(run.stage(0), ["reward.require_stop=false"])
+    assert changed_recipe(run.stage(0), ["optimizer.lr=1e-3"]).optimizer.lr == 1e-3
+
+
+def test_the_optimizer_state_of_another_run_goes_into_branches(recipe, tmp_path):
+    run, checkpoint = make_run(recipe, tmp_path / "run"), tmp_path / "other/update_000002"
+    checkpoint.mkdir(parents=True)
+    run.start_from(checkpoint)
+    made = branch(run.stage(0), tmp_path / "branch", changed_recipe(run.stage(0), ["optimizer.lr=1e-3"]))
+    assert made.run.start() == checkpoint
+    checkpoint.rmdir()
+    with pytest.raises(UserError, match="put it back"):
+        made.run.start()
