@@ -241,9 +241,6 @@ def refusal(call):
 def test_requests_that_would_change_what_is_trained_are_refused(guarded):
     served, messages = guarded, [{"role": "user", "content": "3+2?"}]
     ask = served.client("a", "x").chat.completions.create
-    for setting in ({"temperature": 0.5}, {"top_p": 0.9}, {"n": 2}, {"stop": ["x"]}, {"stream": "yes"}):
-        status, message = refusal(lambda s=setting: ask(model="m", messages=messages, **s))
-        assert status == 400 and next(iter(setting)) in message
     assert served.send("POST", "/a/x/reward", {"reward": 1}).status_code == 404  # no answer yet
     first = ask(model="m", messages=messages).choices[0].message
     status, message = refusal(lambda: ask(model="m", messages=[{"role": "user", "content": "other"}]))
