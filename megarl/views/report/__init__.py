@@ -44,7 +44,7 @@ def render(runs: list[Run], samples: str = "") -> str:
     first, *others = make_charts(runs)
     names, pairs = ", ".join(run.name for run in runs), pair_charts(runs)
     notes = [(run.name, note) for run in runs for note in run.notes]
-    if len(runs) > 1 and not pairs:
+    if len(runs) > 1 and not pairs[0].traces:
         notes.append((names, why_no_differences(runs)))
     recipes = "".join(
         f"<details{' open' * (len(runs) == 1)}><summary>{html.escape(run.name)}/recipe.toml</summary>"
