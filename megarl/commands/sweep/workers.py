@@ -84,8 +84,8 @@ class Workers:
                 if not (waiting and any(base.until is not None and not base.is_done() for base in elsewhere)):
                     return
                 time.sleep(POLL_SECONDS)
-            for connection in wait(list(self._busy)):
-                assert isinstance(connection, Connection)
+            ready = wait(list(self._busy))
+            for connection in [each for each in self._busy if each in ready]:
                 job, error = self._busy.pop(connection), self._receive(connection)
                 if isinstance(error, Busy):
                     elsewhere.append(job)
