@@ -268,7 +268,6 @@ def test_the_audit_reports_policies_that_are_gone_without_a_record(recipe, tmp_p
     assert any(note.endswith("the policy of stages 1, 2, 4") for note in notes)
 
 
-
 @pytest.mark.parametrize(
     "record",
     [
