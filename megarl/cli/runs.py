@@ -7,7 +7,7 @@ import json
 import math
 import re
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 
 from megarl.cli.arguments import Commands, add_run, command
@@ -59,9 +59,10 @@ def _add_samples(commands: Commands) -> None:
     )
     sub.add_argument("--longer", type=int, default=0, metavar="TOKENS", help="only responses with more tokens")
     sub.add_argument("--shorter", type=int, metavar="TOKENS", help="only responses with fewer tokens")
-    sub.add_argument("--grep", type=_pattern, metavar="REGEX", help="only responses whose text matches")
+    sub.add_argument("--grep", dest="pattern", type=_pattern, metavar="REGEX", help="only responses whose text matches")
     sub.add_argument(
         "--column",
+        dest="columns",
         type=_column,
         action="append",
         default=[],
@@ -118,17 +119,7 @@ def _samples(options: argparse.Namespace) -> None:
     from megarl.views.responses.select import Filter
     from megarl.views.responses.show import show_samples
 
-    wanted = Filter(
-        stage=options.stage,
-        prompt=options.prompt,
-        sample=options.sample,
-        reward=options.reward,
-        finish=options.finish,
-        longer=options.longer,
-        shorter=options.shorter,
-        pattern=options.grep,
-        columns=tuple(options.column),
-    )
+    wanted = Filter(**{field.name: getattr(options, field.name) for field in fields(Filter)})
     show_samples(
         options.run_dir,
         wanted,

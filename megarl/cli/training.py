@@ -115,8 +115,8 @@ def _rollout(options: argparse.Namespace, nodes: Nodes) -> None:
 
 
 def _serve(options: argparse.Namespace, nodes: Nodes) -> None:
+    from megarl.commands.one_phase import check_serving, serve_stage
     from megarl.commands.scratch import open_stage
-    from megarl.commands.stages.serve import check_serving, serve_stage
     from megarl.recipe.load import load_recipe
     from megarl.storage.run_dir import RunDir
 

@@ -1,18 +1,22 @@
-"""One phase alone: the rollouts or the updates of a stage, a branch of a stage in a new run, a rehearsal."""
+"""One phase alone: rollouts of an engine or of agents, updates of a stage or of a branch of it, a rehearsal."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import time
 from pathlib import Path
 
+from megarl.commands.scratch import require_staged
+from megarl.commands.stages.ingest import check_filled
 from megarl.commands.train import rehearse
 from megarl.errors import UserError
+from megarl.phases.serve import KEY
 from megarl.recipe.layout import BATCHES, TRAINING_TABLES
 from megarl.recipe.load import Overrides, load_recipe, override_recipe, parse_override, recipe_diff
 from megarl.recipe.tables import Recipe
-from megarl.storage.files import make_directory
+from megarl.storage.files import make_directory, write_atomic
 from megarl.storage.ledger import sealed_external
 from megarl.storage.policies import copy_policy
 from megarl.storage.run_dir import RESCORED, SCORED_BEFORE, RunDir, Stage
@@ -46,26 +50,66 @@ def rehearse_recipe(nodes: Nodes, recipe_path: Path, overrides: list[str], scrat
 
 def rollout_stage(nodes: Nodes, stage: Stage) -> None:
     """Generate and seal the rollouts of one stage."""
-    _require_staged(stage.run)
+    require_staged(stage.run)
+    check(nodes.starter, stage.run.recipe, nodes.count, optimizes=False)
+    if _has_rollouts_to_make(stage):
+        with Progress(stage.run.root, stage.run.recipe):
+            run_phase(nodes, stage, "rollout", stage.rollout.workers)
+        update_best_and_remove_policies(stage)
+        print(f"sealed {stage.rollouts}")
+
+
+def serve_stage(nodes: Nodes, stage: Stage, port: int) -> None:
+    """Serve agents, through an OpenAI-compatible API, until they have filled ``stage``, then seal it. After a stop it
+    can be called again to continue.
+
+    port: to listen on at 127.0.0.1; 0 for any free port.
+    """
     run = stage.run
-    check(nodes.starter, run.recipe, nodes.count, optimizes=False)
+    check_serving(nodes, run.recipe)
+    if not _has_rollouts_to_make(stage):
+        return
+    if not (run.root / KEY).exists():  # the key of the run's agents, which only its owner can read
+        write_atomic(run.root / KEY, secrets.token_urlsafe(32) + "\n", 0o600)
+    run.write_request(port=port)
+    where = f"http://127.0.0.1:{port}" if port else "the address that events.jsonl names"
+    print(f"serving on {where}/GROUP/CONVERSATION/v1, with the key in {run.root / KEY}", flush=True)
+    with Progress(run.root, run.recipe):
+        run_phase(nodes, stage, "serve", 1)
+    print(f"sealed {stage.rollouts}")
+
+
+def check_serving(nodes: Nodes, recipe: Recipe) -> None:
+    """`UserError` if agents cannot be served with this recipe, on these nodes or with what is installed here."""
+    if nodes.count > 1:
+        raise UserError(
+            f"agents are served by one replica on one node: start `megarl serve` on one node, not {nodes.count}"
+        )
+    check_filled(recipe)
+    if recipe.data.template == "raw":
+        raise UserError('[data] template = "raw": agents send messages, so it must be "chat" or a .jinja file')
+    if recipe.rollout.workers > 1:
+        raise UserError(f"rollout.workers = {recipe.rollout.workers}: agents are served by one replica; set it to 1")
+    check(nodes.starter, recipe, nodes.count, optimizes=False)
+
+
+def _has_rollouts_to_make(stage: Stage) -> bool:
+    """Whether the stage is not sealed; then its policy is there, or a `UserError` says what is missing."""
+    run = stage.run
     check_run(run)
     if stage.number == 0 and not stage.policy.exists():
         copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, stage.policy)
     if stage.is_sealed():
         print(f"{stage.rollouts} is sealed already")
-        return
+        return False
     require_policy(stage)
-    with Progress(run.root, run.recipe):
-        run_phase(nodes, stage, "rollout", stage.rollout.workers)
-    update_best_and_remove_policies(stage)
-    print(f"sealed {stage.rollouts}")
+    return True
 
 
 def optimize_stage(nodes: Nodes, stage: Stage) -> None:
     """Make all updates of one stage on its sealed rollouts."""
     run = stage.run
-    _require_staged(run)
+    require_staged(run)
     check(nodes.starter, run.recipe, nodes.count)
     check_run(run)
     if stage.is_trained():
@@ -122,7 +166,7 @@ def changed_recipe(source: Stage, overrides: Overrides) -> Recipe:
     then follows from the number of groups, unless it is given.
     """
     before = source.run.recipe
-    _require_staged(source.run)
+    require_staged(source.run)
     recipe = override_recipe(before, [*overrides, *_updates_of_other_batches(before, overrides)])
     changed = [line for line in recipe_diff(before, recipe) if not line.startswith((*TRAINING_TABLES, "reward."))]
     if fixed := [line for line in changed if not line.startswith(BATCHES)]:
@@ -202,11 +246,3 @@ def _link_evaluation(source: Stage, stage: Stage, suite: str) -> None:
             link = ours.directory / place.name
             link.unlink(missing_ok=True)
             link.symlink_to(place)
-
-
-def _require_staged(run: RunDir) -> None:
-    if run.recipe.schedule.kind == "live":
-        raise UserError(
-            f"{run.root} is a live run: `megarl train` makes its rollouts and updates at the same time, so no phase of "
-            "it can run alone"
-        )

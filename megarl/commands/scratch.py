@@ -37,12 +37,17 @@ def stage_of(run: RunDir, number: int) -> Stage:
 def open_staged(run_dir: Path, number: int) -> Stage:
     """As `open_stage`; `UserError` also if the run is a live one."""
     stage = open_stage(run_dir, number)
-    run = stage.run
+    require_staged(stage.run)
+    return stage
+
+
+def require_staged(run: RunDir) -> None:
+    """`UserError` for a live run, whose stages several policies generate while they are trained."""
     if run.recipe.schedule.kind == "live":
         raise UserError(
-            f"{run.root} is a live run: several policies generate each stage, so this command does not apply to it"
+            f"{run.root} is a live run: `megarl train` makes its rollouts and updates at the same time, so no stage of "
+            "it has a phase or a policy of its own"
         )
-    return stage
 
 
 def policies_of(stage: Stage) -> list[int]:

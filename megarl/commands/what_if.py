@@ -21,7 +21,7 @@ from megarl.storage.files import write_atomic
 from megarl.storage.ledger import sealed_external
 from megarl.storage.run_dir import Stage
 from megarl.storage.run_dir.retention import require_policy
-from megarl.views.report.pages import Chart, colour, error_bars, page, table
+from megarl.views.report.pages import Chart, page, table, with_bars
 from megarl.views.run_reader import muted_by
 
 COLUMNS = ("kept", "clipped", "vetoed", "masked", "norm", "cosine", "cosine_to_grpo")
@@ -197,18 +197,8 @@ def _chart(rows: Sequence[dict[str, Any]], column: str, title: str, hint: str, p
         mine = [row for row in rows if row["update"] == update and column in row]
         means = [row[column][0] for row in mine]
         bounds = [(max(row[column][1], lowest), min(row[column][2], highest)) for row in mine]
-        chart.traces.append(
-            {
-                "type": "scatter",
-                "mode": "markers",
-                "name": f"update {update}",
-                "x": [row["objective"] for row in mine],
-                "y": means,
-                "marker": {"size": 7, "color": colour(number)},
-                "error_y": error_bars(means, bounds) | {"width": 2},
-                "hovertemplate": "%{x}: %{y:.3f}",
-            }
-        )
+        trace = with_bars(number, [row["objective"] for row in mine], means, bounds, f"update {update}")
+        chart.traces.append(trace | {"mode": "markers"})
     return chart
 
 

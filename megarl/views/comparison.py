@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -127,19 +128,18 @@ def difference(a: Path, first: int, b: Path, second: int, suite: str) -> Differe
 def check_same_prompts(a: SuiteResponses, b: SuiteResponses) -> None:
     """`UserError` with the first prompt that differs in question or answer; the rendering does not matter."""
     ours, theirs = ([_question(line) for line in side.read_prompts()] for side in (a, b))
-    for number, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+    for number, (one, other) in enumerate(zip_longest(ours, theirs)):
+        if one is None or other is None:
+            shorter, longer, question = (a, b, other[0]) if one is None else (b, a, one[0])
+            raise UserError(
+                f"prompt {number}, {question:.{SHOWN}}, is only in {longer.directory}, not in {shorter.directory}: "
+                "only the same prompts can be compared"
+            )
         if one != other:
             raise UserError(
                 f"prompt {number} of {a.directory} is {one[0]:.{SHOWN}} with the answer {one[1]!r:.{SHOWN}}, that of "
                 f"{b.directory} {other[0]:.{SHOWN}} with {other[1]!r:.{SHOWN}}: only the same prompts can be compared"
             )
-    if len(ours) != len(theirs):
-        both = min(len(ours), len(theirs))
-        extra, place = (ours[both], a) if len(ours) > both else (theirs[both], b)
-        raise UserError(
-            f"{a.directory} has {len(ours)} prompts, {b.directory} {len(theirs)}: prompt {both}, {extra[0]:.{SHOWN}}, "
-            f"is only in {place.directory}; only the same prompts can be compared"
-        )
 
 
 def _question(line: dict[str, Any]) -> tuple[str, Any]:

@@ -37,54 +37,46 @@ _PACKAGES = {
 }
 
 
-def _of_torch() -> str:
-    """An addition to the line about Triton if torch itself runs some kernels with it."""
-    from megarl.kernels.library import torch_needs_triton
-
-    return '; torch itself uses it on GPUs, also with [actor] kernels = "torch"' if torch_needs_triton() else ""
-
-
 def diagnose(as_json: bool = False) -> str:
     """Hardware, packages and compiled kernels: one finding per line, or one JSON object."""
-    lines = _findings()
-    if not as_json:
-        return "\n".join(lines)
-    return json.dumps({line[:COLUMN].strip(): line[COLUMN:] for line in lines})
+    found = _findings()
+    if as_json:
+        return json.dumps(found)
+    return "\n".join(f"{name:<{COLUMN}}{finding}" for name, finding in found.items())
 
 
-def _findings() -> list[str]:
+def _findings() -> dict[str, str]:
     import torch
 
-    from megarl.kernels.library import find_library, triton_lacks
+    from megarl.kernels.library import find_library, torch_needs_triton, triton_lacks
 
     memory = psutil.virtual_memory()
-    lines = [
-        f"megarl              {__version__}",
-        f"python              {platform.python_version()} on {platform.system()} {platform.machine()}",
-        f"processor           {os.cpu_count()} cores",
-        f"memory              {memory.total / 2**30:.0f} GiB, {memory.available / 2**30:.0f} free",
-        f"disk                {shutil.disk_usage('.').free / 2**30:.0f} GiB free here",
-    ]
-    lines.append(f"glibc               {glibc(platform.libc_ver()[1])}")
-    lines.append(f"driver              {driver(DRIVER.read_text() if DRIVER.exists() else '', torch.version.cuda)}")
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            device = torch.cuda.get_device_properties(index)
-            lines.append(f"gpu {index:<16}{device.name}, {device.total_memory / 2**30:.0f} GiB")
-    else:
-        lines.append('gpu                 none that torch sees: use [actor] backend = "cpu"')
+    found = {
+        "megarl": __version__,
+        "python": f"{platform.python_version()} on {platform.system()} {platform.machine()}",
+        "processor": f"{os.cpu_count()} cores",
+        "memory": f"{memory.total / 2**30:.0f} GiB, {memory.available / 2**30:.0f} free",
+        "disk": f"{shutil.disk_usage('.').free / 2**30:.0f} GiB free here",
+        "glibc": glibc(platform.libc_ver()[1]),
+        "driver": driver(DRIVER.read_text() if DRIVER.exists() else "", torch.version.cuda),
+    }
+    for index in range(torch.cuda.device_count()):
+        device = torch.cuda.get_device_properties(index)
+        found[f"gpu {index}"] = f"{device.name}, {device.total_memory / 2**30:.0f} GiB"
+    if not torch.cuda.is_available():
+        found["gpu"] = 'none that torch sees: use [actor] backend = "cpu"'
     library = find_library("cpu")
-    lines.append(
-        f"cpu kernels         {library or 'missing: `pip install .` in a clone builds them (needs a C++ compiler)'}"
-    )
-    lines.append(f"sandbox             {_sandbox()}")
-    lines.append(f"triton kernels      {triton_lacks() or 'can be compiled when they run (GPUs)'}{_of_torch()}")
+    found["cpu kernels"] = str(library or "missing: `pip install .` in a clone builds them (needs a C++ compiler)")
+    found["sandbox"] = _sandbox()
+    found["triton kernels"] = triton_lacks() or "can be compiled when they run (GPUs)"
+    if torch_needs_triton():
+        found["triton kernels"] += '; torch itself uses it on GPUs, also with [actor] kernels = "torch"'
     for package, remedy in _PACKAGES.items():
         try:
-            lines.append(f"{package:<{COLUMN}}{within_range(package, importlib.metadata.version(package))}")
+            found[package] = within_range(package, importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:
-            lines.append(f"{package:<{COLUMN}}missing: {remedy}")
-    return lines
+            found[package] = f"missing: {remedy}"
+    return found
 
 
 def driver(said: str, cuda: str | None) -> str:

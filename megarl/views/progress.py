@@ -1,4 +1,4 @@
-"""The progress display of a run: live on a terminal, plain lines elsewhere.
+"""The progress display of a run: a line for each event, and now and then one about the state.
 
 It runs in the process that starts the phases and only reads files of the run directory (events.jsonl, metrics.jsonl and
 the ledgers of the current stage), so it cannot disturb training. Each poll reads only lines that were appended
@@ -7,21 +7,17 @@ since the last.
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import Any, TextIO
 
 from megarl.foreign import escape
 from megarl.recipe.eval_table import HELDOUT
 from megarl.recipe.tables import Recipe
 from megarl.views.run_reader import half_width
 from megarl.views.run_state import RunState, find_phase, version_of
-
-if TYPE_CHECKING:
-    from rich.console import Console, RenderableType
 
 POLL_SECONDS = 1.0
 LINE_SECONDS = 10.0  # between two plain lines about the state; events get lines of their own at once
@@ -34,12 +30,13 @@ class Progress:
     def __init__(self, run_dir: Path, recipe: Recipe, stream: TextIO | None = None) -> None:
         self._state = RunState(Path(run_dir), recipe)
         self._stream = stream or sys.stdout
+        self._next = 0.0  # when a line about the state is due, by the monotonic clock
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="progress", daemon=True)
 
     def __enter__(self) -> Progress:
         self._state.poll()  # earlier events are not announced
-        self._view: _Terminal | _Lines = _Terminal(self._stream) if _is_terminal(self._stream) else _Lines(self._stream)
+        self._next = time.monotonic() + LINE_SECONDS
         self._thread.start()
         return self
 
@@ -47,7 +44,6 @@ class Progress:
         self._stop.set()
         self._thread.join()
         self._look()
-        self._view.close()
 
     def _run(self) -> None:
         while not self._stop.wait(POLL_SECONDS):
@@ -56,81 +52,18 @@ class Progress:
     def _look(self) -> None:
         for event in self._state.poll():
             if line := describe_event(event, self._state):
-                self._view.announce(escape(line))
-        self._view.show(self._state)
+                self._print(line)
+        if self._state.phase and time.monotonic() >= self._next:
+            self._print(describe_state(self._state))
 
-
-def _is_terminal(stream: TextIO) -> bool:
-    if "SLURM_STEP_ID" in os.environ and "SLURM_PTY_PORT" not in os.environ:
-        return False  # an unbuffered srun puts a terminal between the job and its output file
-    return stream.isatty() and os.environ.get("TERM", "dumb") not in ("", "dumb", "unknown")
-
-
-class _Lines:
-    """For output that is not a terminal: one plain line now and then."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream, self._next = stream, time.monotonic() + LINE_SECONDS
-
-    def announce(self, line: str) -> None:
-        print(time.strftime("%H:%M:%S"), line, file=self._stream, flush=True)
+    def _print(self, line: str) -> None:
+        print(time.strftime("%H:%M:%S"), escape(line), file=self._stream, flush=True)
         self._next = time.monotonic() + LINE_SECONDS
-
-    def show(self, state: RunState) -> None:
-        if state.phase and time.monotonic() >= self._next:
-            self.announce(describe_state(state))
-
-    def close(self) -> None:
-        self._stream.flush()
-
-
-class _Terminal:
-    """A few lines that stay at the bottom of the terminal; other output scrolls above them."""
-
-    def __init__(self, stream: TextIO) -> None:
-        from rich.console import Console
-        from rich.live import Live
-
-        self._console: Console = Console(file=stream, highlight=False)
-        self._live = Live(console=self._console, auto_refresh=False, transient=True)
-        self._live.start()
-
-    def announce(self, line: str) -> None:
-        self._console.print(line, markup=False)
-
-    def show(self, state: RunState) -> None:
-        self._live.update(_panel(state), refresh=True)
-
-    def close(self) -> None:
-        self._live.stop()
-
-
-def _panel(state: RunState) -> RenderableType:
-    from rich.progress_bar import ProgressBar
-    from rich.table import Table
-
-    table = Table.grid(padding=(0, 1))
-    table.add_column(no_wrap=True)
-    table.add_column(width=32)
-    table.add_column(no_wrap=True, overflow="ellipsis")
-    done, total, unit = state.done
-    updates, all_updates = state.updates, state.schedule.total_updates
-    if state.phase:
-        bar = ProgressBar(total or None, done, width=32, pulse=False) if total else ""
-        amount = f"{done}/{total} {unit}  " if total else ""
-        table.add_row(_current_place(state), bar, amount + _left(state.seconds_left))
-    if find_phase(state.phase).part_of_run:
-        amount = f"{updates}/{all_updates} updates  {_left(state.run_seconds_left)}"
-        table.add_row("run", ProgressBar(all_updates, updates, width=32), amount)
-    grid = Table.grid()
-    grid.add_row(table)
-    grid.add_row("  ".join(_facts(state)), style="dim")
-    return grid
 
 
 def describe_event(event: dict[str, Any], state: RunState) -> str:
-    """One line about an event; "" for an event that only repeats another one."""
-    kind, stage, phase = event["event"], event.get("stage", 0), event.get("phase", "")
+    """One line about an event; "" for one that people need not know, or that only repeats another one."""
+    kind, stage, phase = event.get("event"), event.get("stage", 0), event.get("phase", "")
     place = _place(stage, phase, state)
     if kind == "evaluation" and "accuracy" in event:
         version, suite = version_of(event, state.schedule), event.get("suite", HELDOUT)
@@ -151,20 +84,22 @@ def describe_event(event: dict[str, Any], state: RunState) -> str:
         return f"{place}: {event['checkpoint']} is damaged ({event['damage']}), so it is kept as {event['kept_as']}"
     if kind == "learns_nothing":
         return f"{place.strip()} learns nothing, updates {event['first']} to {event['update']}: {event['cause']}"
-    if "warning" in event:
+    if event.get("warning") and event.get("rank") == 0:
         return f"{place}: {event['warning']}"
     if kind == "no_progress":
         return f"{place}: {event.get('cause', 'no progress')}"
     if phase == "evaluate":
         return f"evaluation of stage {stage} failed" if kind == "phase_failed" else ""
+    if kind == "phase_end":
+        return f"{place} done in {_clock(event.get('seconds', 0.0))}{_over(event)}"
     what = {
-        "phase_end": f"done in {_clock(event.get('seconds', 0.0))}{_over(event)}",
+        "phase_start": "starts",
         "phase_failed": "failed",
         "phase_stopped": "stopped",
         "restart": f"restarts: {event.get('cause', 'a process failed')}",
         "resume": f"continues, skips {event.get('skipped')} of {event.get('total')} {event.get('unit')} made earlier",
     }
-    return f"{place} {what.get(kind, 'starts')}"
+    return f"{place} {what[kind]}" if kind in what else ""
 
 
 def _place(stage: int, phase: str, state: RunState) -> str:

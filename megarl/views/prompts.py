@@ -124,8 +124,11 @@ def check_prompts(recipe: Recipe) -> Findings:
                 train += [_asked(item) for item in items if data is recipe.data]
     if not report.problems:
         _check_start(report, recipe, tokenizer, train)
-    else:  # a start would end at the first of them, but the answers can be read
-        _check_answers(report, recipe)
+        return report
+    try:  # a start would end at the first of them, but the verifier can read the answers of the other rows
+        check_reward(recipe)
+    except UserError as error:
+        report.problems += [line for line in str(error).splitlines() if line not in report.problems]
     return report
 
 
@@ -204,14 +207,6 @@ def _check_start(report: Findings, recipe: Recipe, tokenizer: Any, train: list[s
         same = set(asked)
         nearly = [train[n] for n in exact if train[n] not in same]
         report.overlap = Overlap(len(heldout), len(exact) - len(nearly), nearly, [train[n] for n in shared])
-
-
-def _check_answers(report: Findings, recipe: Recipe) -> None:
-    """Let the verifier read the answers of the rows that can be used; what it refuses goes to the report."""
-    try:
-        check_reward(recipe)
-    except UserError as error:
-        report.problems += [line for line in str(error).splitlines() if line not in report.problems]
 
 
 def _example(recipe: Recipe, prompts: PromptSource) -> str:

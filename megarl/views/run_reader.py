@@ -119,7 +119,12 @@ def read_run(root: Path, name: str) -> Run:
     run.updates = [by_update[update] for update in sorted(by_update)]
     run.events = _read_lines(root / "events.jsonl", run.notes)
     total = run.last - run.begins
-    run.notes += [f"learns nothing, updates {first} to {last}: {cause}" for first, last, cause in _warnings(run.events)]
+    causes: dict[str, str] = {}  # of learning nothing, each at its first occurrence
+    for e in run.events:
+        if e.get("event") == "learns_nothing":
+            text = f"learns nothing, updates {e.get('first')} to {e.get('update')}: {e.get('cause')}"
+            causes.setdefault(str(e.get("kind")), text)
+    run.notes += causes.values()
     run.notes += dict.fromkeys(str(event["warning"]) for event in run.events if event.get("warning"))
     if not run.evaluations and run.is_evaluated:
         run.notes.append("no evaluation has been made yet")
@@ -133,15 +138,6 @@ def _own_stages(root: Path, stages: int) -> range:
     rollouts = {int(path.parent.name): path.is_symlink() for path in sorted(root.glob("stages/[0-9]*/rollouts"))}
     branched = [number for number, elsewhere in rollouts.items() if elsewhere]
     return range(branched[0], max(rollouts) + 1) if branched else range(stages)
-
-
-def _warnings(events: list[Record]) -> list[tuple[int, int, str]]:
-    """(first update, last update, cause) for each reason why the run learnt nothing, at its first occurrence."""
-    found: dict[str, tuple[int, int, str]] = {}
-    for event in events:
-        if event.get("event") == "learns_nothing" and isinstance(event.get("update"), int):
-            found.setdefault(str(event.get("kind")), (event.get("first", 0), event["update"], str(event.get("cause"))))
-    return list(found.values())
 
 
 def _read_lines(path: Path, notes: list[str]) -> list[Record]:

@@ -18,21 +18,33 @@ from megarl.views.run_reader import half_width
 
 METRICS_BYTES = 1 << 20  # read from the end of metrics.jsonl at the start: more than RATE_UPDATES lines
 RATE_UPDATES = 32  # updates that the current reward and speed are averaged over
-ANNOUNCED = (  # events that get a line of their own
-    "phase_start",
-    "phase_end",
-    "phase_failed",
-    "phase_stopped",
-    "restart",
-    "no_progress",
-    "learns_nothing",
-    "resume",
-    "evaluation",
-    "dynamic_sampling",
-    "partial_rollouts",
-    "damaged_checkpoint",
-    "restored_metrics",
-)
+
+
+class Stored:
+    """The shards that the ledgers below a directory name."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._ledgers: dict[Path, JsonTail] = {}
+        self._shards: dict[str, tuple[int, int, float]] = {}  # shard -> groups, responses, sum of rewards
+
+    def poll(self) -> None:
+        """Read the new lines."""
+        for path in self._directory.rglob("ledger*.jsonl"):
+            rewarded = path.parent == self._directory  # those in unfinished/ have no reward yet
+            for entry in self._ledgers.setdefault(path, JsonTail(path)).read()[1]:
+                counts = len(entry.get("groups", ())), entry.get("responses", 0) * rewarded
+                self._shards[f"{path.parent.name}/{entry.get('shard')}"] = (*counts, entry.get("reward_sum", 0.0))
+
+    @property
+    def groups(self) -> int:
+        return sum(shard[0] for shard in self._shards.values())
+
+    @property
+    def reward(self) -> float | None:
+        """Mean reward of the responses; None if there are none."""
+        responses = sum(shard[1] for shard in self._shards.values())
+        return sum(shard[2] for shard in self._shards.values()) / responses if responses else None
 
 
 class Evaluating:
@@ -46,15 +58,16 @@ class Evaluating:
             for version in filter(recipe.is_evaluated, versions)
             for suite in recipe.suites
         )
-        self._ledgers: dict[Path, JsonTail] = {}
-        self._shards: dict[tuple[Path, str], int] = {}  # (store, shard) -> number of prompts
+        self._stored: dict[Path, Stored] = {}
 
     def poll(self) -> tuple[int, int, str]:
         """(prompts answered, all prompts, name) of the first suite that is not sealed; (0, 0, "") if all are."""
         while self._left:
             _, suite, prompts, place = self._left[0]
             if not is_sealed(place):
-                return self._answered(place), prompts, suite
+                stored = self._stored.setdefault(place, Stored(place))
+                stored.poll()
+                return stored.groups, prompts, suite
             self._left.popleft()
         return 0, 0, ""
 
@@ -62,12 +75,6 @@ class Evaluating:
         """Record that an evaluation is done; returns whether it was the last one."""
         self._left = deque(one for one in self._left if one[:2] != (version, suite))
         return not self._left
-
-    def _answered(self, place: Path) -> int:
-        for path in place.glob("ledger*.jsonl"):
-            for entry in self._ledgers.setdefault(path, JsonTail(path)).read()[1]:
-                self._shards[place, str(entry.get("shard"))] = len(entry.get("groups", ()))
-        return sum(count for (where, _), count in self._shards.items() if where == place)
 
 
 class RunState:
@@ -87,38 +94,31 @@ class RunState:
         self.recent: deque[dict[str, Any]] = deque(maxlen=RATE_UPDATES)
         self._compared = 0, 0  # gradients of a what-if: done, all
         self._replicas: dict[int, dict[str, Any]] = {}  # the last `rollout_progress` of each in the current phase
-        self._events, self._metrics = (
-            JsonTail(run_dir / "events.jsonl"),
-            JsonTail(run_dir / "metrics.jsonl", METRICS_BYTES),
-        )
-        self._ledgers: dict[Path, JsonTail] = {}
-        self._shards: dict[str, tuple[int, int, float]] = {}  # shard -> groups, responses, sum of rewards
+        self._events = JsonTail(run_dir / "events.jsonl")
+        self._metrics = JsonTail(run_dir / "metrics.jsonl", METRICS_BYTES)
+        self._stored = Stored(run_dir)  # rollouts of the stage
         self._begins = False  # whether an attempt at a phase has begun since the last `poll`
         self._groups_before = 0  # stored by earlier, killed attempts
 
     def poll(self) -> list[dict[str, Any]]:
-        """Read the new lines of all files; returns the new events that deserve a line (`ANNOUNCED`, warnings)."""
+        """Read the new lines of all files; returns the new events."""
         events = self._events.read()[1]
         for event in events:
             self._apply(event)
         if self._begins:
             self._begins = False
             if self.phase == "rollout":
-                self._read_ledgers()
-            self._groups_before = self._groups_stored
+                self._stored.poll()
+            self._groups_before = self._stored.groups
         anew, updates = self._metrics.read()
         if anew:
             self.recent.clear()
         self.recent.extend(update for update in updates if isinstance(update.get("update"), int))
         if self.phase == "rollout":
-            self._read_ledgers()
+            self._stored.poll()
         if self._evaluating is not None:
             self.answered = self._evaluating.poll()
-        return [
-            event
-            for event in events
-            if event.get("event") in ANNOUNCED or (event.get("warning") and event.get("rank") == 0)
-        ]
+        return events
 
     def _apply(self, event: dict[str, Any]) -> None:
         kind, stage = event.get("event"), event.get("stage", 0)
@@ -127,7 +127,8 @@ class RunState:
             self.phase_since = event.get("time", time.time())
             self.doing = "loading" if self._begins_by_loading else ""
             self._evaluating, self.answered = None, (0, 0, "")
-            self._ledgers, self._shards, self._replicas, self._begins = {}, {}, {}, True
+            self._stored = Stored(self.run_dir / f"stages/{stage:03d}/rollouts")
+            self._replicas, self._begins = {}, True
         elif kind == "restart":
             self._replicas, self._begins = {}, True
             if self._begins_by_loading:
@@ -139,7 +140,7 @@ class RunState:
         elif kind in ("phase_end", "phase_failed", "phase_stopped"):
             self.phase = ""
             event["over_limit"] = self.of_replicas("over_limit")
-            if kind == "phase_end" and not find_phase(event.get("phase")).title:  # part of a stage
+            if kind == "phase_end":
                 self.seconds[str(event.get("phase"))] = float(event.get("seconds", 0.0))
         elif kind == "rollout_progress":
             self._replicas[event.get("rank", 0)] = event
@@ -157,17 +158,6 @@ class RunState:
         phase = find_phase(self.phase)
         return phase.engine and not phase.actor
 
-    def _read_ledgers(self) -> None:
-        for path in (self.run_dir / f"stages/{self.stage:03d}/rollouts").rglob("ledger*.jsonl"):
-            rewarded = path.parent.name == "rollouts"  # those in unfinished/ have no reward yet
-            for entry in self._ledgers.setdefault(path, JsonTail(path)).read()[1]:
-                counts = len(entry.get("groups", ())), entry.get("responses", 0) * rewarded
-                self._shards[f"{path.parent.name}/{entry.get('shard')}"] = (*counts, entry.get("reward_sum", 0.0))
-
-    @property
-    def _groups_stored(self) -> int:
-        return sum(shard[0] for shard in self._shards.values())
-
     @property
     def updates(self) -> int:
         """Updates made so far in the whole run."""
@@ -180,7 +170,7 @@ class RunState:
             return (*self.answered[:2], "prompts")
         if self.phase == "rollout":
             # a chunk is stored as a whole, but its groups are complete one after another
-            done = max(self._groups_stored, self._groups_before + round(self.of_replicas("groups")))
+            done = max(self._stored.groups, self._groups_before + round(self.of_replicas("groups")))
             return min(done, self.candidates), self.candidates, self._unit
         if find_phase(self.phase).updates:
             size = self.schedule.updates_per_stage
@@ -193,10 +183,9 @@ class RunState:
     def reward(self) -> float | None:
         """Mean reward: of the stage's responses while it is generated, else of the last updates."""
         if self.phase == "rollout":
-            if stored := sum(shard[1] for shard in self._shards.values()):
-                return sum(shard[2] for shard in self._shards.values()) / stored
             responses = self.of_replicas("responses")
-            return self.of_replicas("reward_sum") / responses if responses else None
+            now = self.of_replicas("reward_sum") / responses if responses else None
+            return now if self._stored.reward is None else self._stored.reward
         return _mean("reward/mean", self._recent_of_stage)
 
     @property
@@ -245,22 +234,6 @@ class RunState:
         responses = (self.candidates - self._groups_before) * table.responses_per_prompt
         left = (responses * length - tokens - self.of_replicas("decoding_tokens")) / rate
         return max(0.0, left - (time.time() - max(report["time"] for report in self._replicas.values())))
-
-    @property
-    def run_seconds_left(self) -> float | None:
-        """Estimate for the whole run; None until each kind of phase has ended once."""
-        left = self.seconds_left if self.phase else 0.0
-        if self.stage == self.schedule.stages:
-            return left  # the final evaluation
-        parts = ("live",) if self.schedule.kind == "live" else ("rollout", "optimize")
-        if left is None or not set(parts) <= self.seconds.keys():
-            return None
-        after = (
-            parts if self.phase == "evaluate" else parts[parts.index(self.phase) + 1 :] if self.phase in parts else ()
-        )
-        whole = sum(self.seconds.values()) * (self.schedule.stages - 1 - self.stage)
-        last = self.seconds.get("evaluate", 0.0) if self.accuracies else 0.0
-        return left + sum(self.seconds[phase] for phase in after) + whole + last
 
 
 def find_phase(phase: object) -> Phase:

@@ -72,8 +72,7 @@ def _state(root: Path, run: Run, last_phase: str) -> str:
     """
     if _is_locked(root / ".lock"):
         return "running"
-    borrowed = [int(path.parent.name) for path in root.glob("stages/[0-9]*/rollouts") if path.is_symlink()]
-    last = max(borrowed, default=run.stages - 1) + 1
+    last = run.own_stages.stop
     if (root / "final" if last == run.stages else root / f"stages/{last:03d}/policy").exists():
         return "finished"
     return "failed" if last_phase == "phase_failed" else "stopped"

@@ -171,9 +171,7 @@ def _tables(root: Path) -> dict[str, Any]:
         "metrics": _metrics(run.updates),
         "events": _table(run.events, _EVENTS),
         "evaluations": _table(evaluations, _EVALUATIONS),
-        "shards": _shards(root, "shards"),
-        "unfinished_shards": _shards(root, "unfinished_shards"),
-        "evaluation_shards": _evaluation_shards(root),
+        **{name: _dataset(name, files) for name, files in _stored(root).items()},
     }
 
 
@@ -190,28 +188,25 @@ def _register_decode(connection: Any, root: Path) -> None:
     connection.create_function("decode", texts, [kind], connection.type("VARCHAR"), type="arrow")
 
 
-def _shards(root: Path, name: str) -> ds.Dataset:
-    found = []
+def _stored(root: Path) -> dict[str, list[tuple[Path, dict[str, Any]]]]:
+    """{table: (path, its place, by the columns of `_PLACES`) of every shard that a ledger names}."""
+    folders: list[tuple[str, Path, dict[str, Any]]] = []
     for stage, directory in stages(root).items():
-        if name == "unfinished_shards" and not (directory := directory / "unfinished").is_dir():
-            continue
+        folders.append(("shards", directory, {"stage": stage}))
+        if (directory / "unfinished").is_dir():
+            folders.append(("unfinished_shards", directory / "unfinished", {"stage": stage}))
+    for suite in sorted(prompts.parent.name for prompts in root.glob("evaluations/*/prompts.jsonl")):
+        answered = SuiteResponses.of(root, suite)
+        folders += (
+            ("evaluation_shards", answered.responses(update), {"suite": suite, "update": update})
+            for update in answered.versions()
+        )
+    found: dict[str, list[tuple[Path, dict[str, Any]]]] = {name: [] for name in _PLACES}
+    for table, directory, place in folders:
         for entry in RolloutStore(directory, one_policy=False).entries:
             check_size(directory / entry.shard, entry)
-            found.append((directory / entry.shard, {"stage": stage, "shard": entry.shard}))
-    return _dataset(name, found)
-
-
-def _evaluation_shards(root: Path) -> ds.Dataset:
-    found = []
-    for prompts in sorted(root.glob("evaluations/*/prompts.jsonl")):
-        answered = SuiteResponses.of(root, prompts.parent.name)
-        for update in answered.versions():
-            directory = answered.responses(update)
-            for entry in RolloutStore(directory).entries:
-                check_size(directory / entry.shard, entry)
-                place = {"suite": prompts.parent.name, "update": update, "shard": entry.shard}
-                found.append((directory / entry.shard, place))
-    return _dataset("evaluation_shards", found)
+            found[table].append((directory / entry.shard, place | {"shard": entry.shard}))
+    return found
 
 
 def _dataset(name: str, files: list[tuple[Path, dict[str, Any]]]) -> ds.Dataset:

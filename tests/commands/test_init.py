@@ -25,8 +25,6 @@ def test_it_writes_a_recipe_that_loads_and_lists_all_shipped_ones(tmp_path: Path
     assert f"beside  {ROOT}/examples/qwen3_8b " in init("qwen3_8b/m2po", tmp_path)
     planned = megarl("plan", "qwen3_8b-m2po.toml", cwd=tmp_path)
     assert planned.returncode == 2 and "put its config.json beside the recipe" in planned.stderr
-    shutil.copy(ROOT / "examples/qwen3_8b/config.json", tmp_path)
-    assert megarl("plan", "qwen3_8b-m2po.toml", cwd=tmp_path).returncode == 0
     shipped = (ROOT / "examples/qwen3_8b/m2po.toml").read_text()
     assert (tmp_path / "qwen3_8b-m2po.toml").read_text() == shipped
     with pytest.raises(UserError, match="exists already"):
@@ -59,7 +57,7 @@ def test_the_scripts_of_examples_write_below_the_working_directory(tmp_path: Pat
         return subprocess.run(command, cwd=work, check=True, capture_output=True, text=True, env=environment).stdout
 
     assert "usage: run.py" in run(f"{shipped}/run.py", "--help") and not any(work.iterdir())
-    run("-W", "ignore", f"{shipped}/make_base.py", "--steps", "1")
+    run("-W", "ignore", f"{shipped}/make_base.py", "--steps", "0")
     assert (work / "examples/quickstart/base/model.safetensors").exists()
     assert sorted(shipped.iterdir()) == before
 

@@ -63,6 +63,7 @@ def update_record(number: int, size: int, noise: random.Random, speed: float = 1
         },
         "ratio/mean": 1.0,
         "ratio/square_mean": square_mean,
+        "ess": 1 / square_mean,
         "clip_fraction": 0.004 * age,
         "clip_fraction/positive": 0.004 * age,
         "veto_fraction": 0.05 * age**2,

@@ -1,10 +1,13 @@
 """`megarl data check` finds, before a run, the rows and settings at which the run would stop."""
 
+import itertools
 import json
+import random
 
 import pytest
 
 from megarl import cli
+from megarl.views.prompts import overlapping, repeated
 from tests.data.prompt_sources import char_tokenizer
 
 
@@ -49,19 +52,21 @@ def rows(count):
 
 
 def test_good_rows_have_no_problems(check):
+    """Repeated rows are counted, rows that only their answers tell apart, and columns that no prompt shows."""
     code, said = check([*rows(20), *rows(3)])
     assert code == 0 and said.endswith("no problems found\n")
     assert "p.jsonl: 23 prompts, 3 of them repetitions of others" in said
     assert "tokens: median 9, 99 % up to 10, longest 10" in said
+    more = [{"prompt": "0 + 1 = ?", "answer": 7}, {"prompt": "1 + 1 = ?", "answer": 2, "image": "a.png"}, rows(1)[0]]
+    code, said = check([*rows(9), *more], 'reward.kind="exact"')
+    assert code == 0 and "2 prompts have the same tokens as an earlier one, but another row" in said
+    assert "columns that no prompt shows: image" in said
 
 
-def test_every_bad_row_is_found_and_the_first_are_named(check):
-    bad = [{"prompt": "x"}, {"prompt": "x", "answer": None}, {"prompt": "", "answer": 1}, [1], {"answer": 1}]
-    code, said = check([*rows(4), *bad * 6, *rows(4)])
-    assert code == 1
-    for line, what in ((5, "no column 'answer'"), (6, "answer must be"), (7, "prompt must be"), (8, "got list")):
-        assert f"p.jsonl, line {line}: " in said and what in said
-    assert "WRONG: and 5 more rows that cannot be used" in said
+def test_of_many_bad_rows_the_first_of_each_kind_are_named(check):
+    code, said = check([*rows(4), *[{"prompt": "x"}, {"answer": 1}] * 6, *rows(4)])
+    assert code == 1 and said.count("no column 'answer'") == said.count("no column 'prompt'") == 5
+    assert "WRONG: and 2 more rows that cannot be used" in said
     assert "8 prompts, 4 of them repetitions" in said
 
 
@@ -88,13 +93,6 @@ def test_ten_kinds_of_faults_in_one_file_are_all_named(check):
         assert any(line.startswith("WRONG: ") and named in line for line in said.splitlines()), named
 
 
-def test_rows_that_no_token_tells_apart_and_columns_that_no_prompt_shows_are_told(check):
-    more = [{"prompt": "0 + 1 = ?", "answer": 7}, {"prompt": "1 + 1 = ?", "answer": 2, "image": "a.png"}, rows(1)[0]]
-    code, said = check([*rows(9), *more], 'reward.kind="exact"')
-    assert code == 0 and "2 prompts have the same tokens as an earlier one, but another row" in said
-    assert "columns that no prompt shows: image" in said
-
-
 @pytest.mark.parametrize(("kind", "form"), [("math", r"\boxed{{{}}}"), ("exact", "{}"), ("dapo", "Answer: {}")])
 def test_a_prompt_and_a_made_up_response_are_shown_with_its_score(check, kind, form):
     code, said = check(rows(20), kind=kind)
@@ -104,18 +102,13 @@ def test_a_prompt_and_a_made_up_response_are_shown_with_its_score(check, kind, f
     assert f"--- a response that is made up: score 1\n{response}\n" in said
 
 
-def test_a_file_that_ends_within_a_row(check):
-    code, said = check([*rows(3), '{"prompt": "1", "ans'])
-    assert code == 1 and "line 4 is not JSON" in said and "3 prompts" in said
-
-
 def test_answers_that_a_verifier_cannot_read(check):
     code, said = check([*rows(8), {"prompt": "word?", "answer": "$$"}])
     assert code == 1 and "line 9: the answer '$$' of prompt 'word?' cannot be parsed as mathematics" in said
-    code, said = check([*rows(8), {"prompt": "word?", "answer": "$$"}], kind="exact")
-    assert code == 0
-    code, said = check([*rows(8), {"prompt": "grids?", "answer": "0 1\n2 3\n\n4"}])
-    assert code == 0
+    assert check([*rows(8), {"prompt": "word?", "answer": "$$"}], kind="exact")[0] == 0
+    assert check([*rows(8), {"prompt": "grids?", "answer": "0 1\n2 3\n\n4"}])[0] == 0
+    code, said = check([*rows(8), {"prompt": "f", "tests": ["assert f()"]}], kind="exact")
+    assert code == 1 and "line 9: prompt 'f' has no answer to compare with" in said
 
 
 @pytest.mark.parametrize(
@@ -181,6 +174,53 @@ def test_mistakes_that_a_start_would_refuse_are_reported(check):
     assert code == 1 and "needs data.source" in said
 
 
-def test_exact_needs_an_answer_in_every_row(check):
-    code, said = check([*rows(8), {"prompt": "f", "tests": ["assert f()"]}], kind="exact")
-    assert code == 1 and "line 9: prompt 'f' has no answer to compare with" in said
+def sentence(seed, words):
+    return " ".join(f"w{random.Random(f'{seed}/{n}').randrange(10**6)}" for n in range(words))
+
+
+def test_prompts_are_the_same_whatever_their_case_and_spaces():
+    assert repeated(["What is 2+2?", "what is  2+2?\n", "What is 2-2?", "WHAT IS 2+2?"]) == 2
+    assert overlapping(["a + b", "c", "A  + B", "a - b"], ["a + b"]) == ([0, 2], [])
+
+
+def test_thirteen_consecutive_words_are_an_overlap_and_twelve_are_not():
+    asked = sentence("exam", 30)
+    words = asked.split()
+    twelve = " ".join(["before", *words[4:16], "after"])
+    thirteen = " ".join(["before", *words[4:17], "after"])
+    turned = " ".join(reversed(words))
+    assert overlapping([twelve, thirteen, turned, asked, asked.upper()], [asked]) == ([3, 4], [1])
+    assert overlapping([asked + " more"], [asked]) == ([], [0])
+    assert overlapping(["short one"], ["a short one"]) == ([], [])
+
+
+def test_overlaps_equal_those_found_by_comparing_every_pair_of_windows():
+    """The texts are parts of one text; two of them are equal, share a window, or share fewer than 13 words."""
+    rng = random.Random(0)
+    whole = [rng.choice("ab") for _ in range(80)]
+    texts = [whole[start : start + rng.randrange(10, 20)] for start in (rng.randrange(60) for _ in range(40))]
+    train, exam = texts[:20], texts[20:]
+
+    def windows(words):
+        return [tuple(words[n : n + 13]) for n in range(len(words)) if n + 13 <= len(words)]
+
+    expected = [
+        n
+        for n, words in enumerate(train)
+        if words not in exam
+        and any(x == y for other in exam for x, y in itertools.product(windows(words), windows(other)))
+    ]
+    exact, shared = overlapping([" ".join(words) for words in train], [" ".join(words) for words in exam])
+    assert exact == [n for n, words in enumerate(train) if words in exam]
+    assert shared == [n for n in expected if train[n] not in train[:n]]
+    assert (len(exact), len(shared), len(expected)) == (3, 5, 6), "some of every kind, and one is repeated"
+
+
+def test_an_instruction_that_many_prompts_share_is_no_overlap():
+    instruction = sentence("instruction", 20)
+    exam = [f"{instruction} {sentence('exam', 20)}"]
+    for count, found in ((10, 10), (11, 0)):
+        train = [f"{instruction} {sentence(n, 5)}" for n in range(count)]
+        assert len(overlapping(train * 3, exam)[1]) == found, "repetitions count once"
+    copied = f"{instruction} {sentence('exam', 13)}"
+    assert overlapping([*train, copied], exam)[1] == [11]

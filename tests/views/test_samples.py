@@ -9,12 +9,13 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
+from megarl.cli import main
 from megarl.errors import UserError
 from megarl.storage.rollouts import Group
 from megarl.views.responses.select import Filter, decoder, select
 from megarl.views.responses.show import show_samples
 from tests.helpers import megarl
-from tests.views.stored_run import HOSTILE, WORDS, make_stored_run, random_groups, response, store, two_stages
+from tests.views.stored_run import HOSTILE, WORDS, make_stored_run, random_groups, response, two_stages
 
 
 @pytest.fixture(scope="module")
@@ -26,61 +27,56 @@ def text_of(tokens):
     return "".join(WORDS[token] for token in tokens.tolist())
 
 
-def test_responses_are_selected_by_columns_of_their_prompts(tmp_path, capsys):
+def test_responses_are_selected_by_columns_of_their_prompts(tmp_path):
     rows = [{"level": 1, "kind": "a"}, {"level": 2, "kind": "a"}, {"level": 1, "kind": "b"}, None]
     groups = [
         replace(group, row=row and json.dumps(row)) for group, row in zip(random_groups(range(4)), rows, strict=True)
     ]
     root = make_stored_run(tmp_path / "run", [[groups]])
-    for conditions, prompts in {"level=1": {0, 2}, "kind=a": {0, 1}, "level=1 kind=b": {2}, "level=3": set()}.items():
-        options = [part for condition in conditions.split() for part in ("--column", condition)]
-        printed = megarl("samples", root, "--json", "--limit", 100, *options).stdout.splitlines()
-        assert {json.loads(line)["prompt"] for line in printed} == prompts
-        assert len(printed) == 4 * len(prompts)
-        assert all(json.loads(line)["row"] == rows[json.loads(line)["prompt"]] for line in printed)
-    refused = megarl("samples", root, "--column", "kind=a", "--column", "lvl=1")
-    assert refused.returncode == 2 and "no prompt has a column 'lvl'; the columns are: kind, level" in refused.stderr
+    level, kind = ("level", "1"), ("kind", "a")
+    for columns, prompts in {
+        (level,): [0, 2],
+        (kind,): [0, 1],
+        (level, ("kind", "b")): [2],
+        (("level", "3"),): [],
+    }.items():
+        found = list(select(root, Filter(columns=columns), decoder(root)))
+        assert [one.prompt for one in found] == [prompt for prompt in prompts for _ in range(4)]
+        assert all(one.columns == rows[one.prompt] for one in found)
+    with pytest.raises(UserError, match="no prompt has a column 'lvl'; the columns are: kind, level"):
+        list(select(root, Filter(columns=(kind, ("lvl", "1"))), decoder(root)))
+    told = megarl("samples", root, "--json", "--limit", 100, "--column", "level=1", "--column", "kind=b").stdout
+    assert [json.loads(line)["row"] for line in told.splitlines()] == [rows[2]] * 4
 
 
-FILTERS = {
-    "all": (Filter(), lambda s, g, n, r: True),
-    "stage": (Filter(stage=1), lambda s, g, n, r: s == 1),
-    "prompt": (Filter(prompt=7), lambda s, g, n, r: g == 7),
-    "sample": (Filter(sample=2), lambda s, g, n, r: n == 2),
-    "reward": (Filter(reward=(0.25, 0.5)), lambda s, g, n, r: r.reward == 0.25),
-    "finish": (Filter(finish="length"), lambda s, g, n, r: r.finish_reason == "length"),
-    "longer": (Filter(longer=10), lambda s, g, n, r: len(r.tokens) > 10),
-    "shorter": (Filter(shorter=4), lambda s, g, n, r: len(r.tokens) < 4),
-    "text": (Filter(pattern=re.compile("a b.*answer")), lambda s, g, n, r: re.search("a b.*answer", text_of(r.tokens))),
-    "several": (
+FILTERS = (
+    (Filter(), lambda s, g, n, r: True),
+    (Filter(stage=1), lambda s, g, n, r: s == 1),
+    (Filter(prompt=7), lambda s, g, n, r: g == 7),
+    (Filter(sample=2), lambda s, g, n, r: n == 2),
+    (Filter(reward=(0.25, 0.5)), lambda s, g, n, r: r.reward == 0.25),
+    (Filter(finish="length"), lambda s, g, n, r: r.finish_reason == "length"),
+    (Filter(longer=10), lambda s, g, n, r: len(r.tokens) > 10),
+    (Filter(shorter=4), lambda s, g, n, r: len(r.tokens) < 4),
+    (Filter(pattern=re.compile("a b.*answer")), lambda s, g, n, r: re.search("a b.*answer", text_of(r.tokens))),
+    (
         Filter(stage=0, reward=(1, 1), finish="stop", longer=3),
         lambda s, g, n, r: s == 0 and r.reward == 1 and r.finish_reason == "stop" and len(r.tokens) > 3,
     ),
-}
+)
 
 
-@pytest.mark.parametrize("name", FILTERS)
-def test_a_filter_selects_the_responses_that_meet_its_condition(stored, name):
+def test_a_filter_selects_the_responses_that_meet_its_condition(stored):
     root, groups = stored
-    wanted, condition = FILTERS[name]
-    expected = [
-        (stage, group.group_id, sample, r.tokens.tolist())
-        for stage, group in groups
-        for sample, r in enumerate(group.responses)
-        if condition(stage, group.group_id, sample, r)
-    ]
-    found = [(f.stage, f.prompt, f.sample, f.response.tokens.tolist()) for f in select(root, wanted, decoder(root))]
-    assert found == expected and found
-
-
-def test_only_shards_that_the_ledger_names_are_read_during_a_run(tmp_path):
-    """A shard counts once a whole line of the ledger names it; here the second line is torn."""
-    root = make_stored_run(tmp_path / "run", [[random_groups([0, 1])]])
-    folder = root / "stages/001/rollouts"
-    store(folder, [random_groups([2]), random_groups([3])], sealed=False)
-    last = (folder / "ledger.jsonl").read_bytes().splitlines(keepends=True)
-    (folder / "ledger.jsonl").write_bytes(last[0] + last[1][:30])
-    assert sorted({one.prompt for one in select(root, Filter(), decoder(root))}) == [0, 1, 2]
+    for wanted, condition in FILTERS:
+        expected = [
+            (stage, group.group_id, sample, r.tokens.tolist())
+            for stage, group in groups
+            for sample, r in enumerate(group.responses)
+            if condition(stage, group.group_id, sample, r)
+        ]
+        found = [(f.stage, f.prompt, f.sample, f.response.tokens.tolist()) for f in select(root, wanted, decoder(root))]
+        assert found == expected and found, wanted
 
 
 def shown(root, width=100, terminal=False, **options):
@@ -141,8 +137,9 @@ def test_options_and_json_of_the_command(stored):
     assert result.returncode == 0, result.stderr
     records = [json.loads(line) for line in result.stdout.splitlines()]
     expected = groups[6][1].responses[:2]
-    assert [record["text"] for record in records] == [text_of(r.tokens) for r in expected]
-    assert [record["reward"] for record in records] == [r.reward for r in expected]
+    assert [(record["text"], record["reward"]) for record in records] == [
+        (text_of(r.tokens), r.reward) for r in expected
+    ]
     assert {(record["stage"], record["prompt"]) for record in records} == {(1, 6)}
     result = megarl("samples", root, "--reward", ":0.25", "--finish", "stop", "--limit", "1000")
     some = [r for _, g in groups for r in g.responses if r.reward <= 0.25 and r.finish_reason == "stop"]
@@ -150,19 +147,28 @@ def test_options_and_json_of_the_command(stored):
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("wanted", "said"),
     [
-        (["--stage", "2"], "stage 2 of .* has no rollouts; those that have: stages 0, 1"),
-        (["--prompt", "12"], "no stage of .* has prompt 12"),
-        (["--finish", "end"], "does not end with 'end', but with stop, length, timeout"),
-        (["--reward", "much"], "'much' is neither a number nor a range"),
-        (["--grep", "("], "is not a regular expression"),
-        (["--policy", "final"], "give --tokens with them"),
+        (Filter(stage=2), "stage 2 of .* has no rollouts; those that have: stages 0, 1"),
+        (Filter(prompt=12), "no stage of .* has prompt 12"),
+        (Filter(finish="end"), "does not end with 'end', but with stop, length, timeout"),
     ],
 )
-def test_wrong_options_are_refused(stored, options, said):
-    result = megarl("samples", stored[0], *options)
-    assert result.returncode == 2 and re.search(said, result.stderr), result.stderr
+def test_conditions_that_no_response_can_meet_are_refused(stored, wanted, said):
+    with pytest.raises(UserError, match=said):
+        list(select(stored[0], wanted, decoder(stored[0])))
+
+
+def test_wrong_options_are_refused(stored, capsys):
+    for options, said in (
+        (("--reward", "much"), "'much' is neither a number nor a range"),
+        (("--grep", "("), "is not a regular expression"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["samples", str(stored[0]), *options])
+        assert said in capsys.readouterr().err
+    with pytest.raises(UserError, match="give --tokens with them"):
+        show_samples(stored[0], Filter(), 1, as_json=True, policy="final")
 
 
 def test_a_shard_that_does_not_agree_with_its_ledger_is_refused(tmp_path):

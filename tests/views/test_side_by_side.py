@@ -1,4 +1,4 @@
-"""The report on branches and on runs with several seeds, and the warning of a run that learns nothing."""
+"""The report on branches, seeds and paired gains, and the warning of a run that learns nothing."""
 
 import json
 
@@ -10,7 +10,7 @@ from megarl.phases.generation import SAME_REWARDS
 from megarl.recipe.tables import Recipe
 from megarl.storage.metrics import UPDATES, LearningWatch, find
 from megarl.storage.run_dir import RunDir
-from megarl.views.report import summary
+from megarl.views.report import render, summary
 from megarl.views.report.pairs import pair_charts
 from megarl.views.run_reader import read_run
 from tests.helpers import events, five_letters, megarl, read_lines, write_recipe
@@ -79,13 +79,12 @@ def test_several_seeds_are_averaged_with_a_band(tmp_path):
 def test_a_cause_is_found_only_if_every_update_shows_it(values, kind):
     records = [GOOD | values for _ in range(UPDATES)]
     assert list(find(records)) == [kind]
+    records = [record | {"reward/mean": 0.1 * n} for n, record in enumerate(records)]
+    assert list(find(records)) == [
+        {"equal_rewards": "no_variance"}.get(kind, kind)
+    ]  # although updates differ in reward
     for record in (GOOD, {"skipped_update": 1.0}):
         assert find([*records[1:], record]) == {}
-
-
-def test_groups_without_variance_are_found_although_updates_differ_in_reward():
-    records = [GOOD | {"zero_variance_fraction": 1.0, "reward/mean": 0.1 * n, "grad_norm": 0.0} for n in range(UPDATES)]
-    assert list(find(records)) == ["no_variance"]
 
 
 def test_a_cause_is_logged_once_per_stage(tmp_path):
@@ -117,3 +116,26 @@ def test_a_run_that_learns_nothing_says_so_on_the_screen_in_events_and_in_the_re
     notes = (run.root / "report.html").read_text().partition('<ul class="notes">')[2].partition("</ul>")[0]
     assert said in notes
     assert json.dumps(read_run(run.root, "run").notes).count("learns nothing") == 1
+
+
+def test_the_last_line_and_the_report_have_the_paired_interval_of_compare(recipe, tmp_path):
+    root = tmp_path / "run"
+    settings = ("schedule.stages=1", "schedule.updates_per_stage=4", "optimizer.lr=0.01", "run.seed=1")
+    said = megarl("train", recipe, "--run-dir", root, *(part for text in settings for part in ("--set", text)))
+    (compared,) = json.loads(megarl("compare", f"{root}:0", f"{root}:4", "--json").stdout)
+    estimate = compared["estimates"][0]
+    low, high = estimate["ci95"]
+    text = f"{estimate['mean']:+.3f} [{low:+.3f}, {high:+.3f}]"
+    assert f": {text} (95 %, paired over 16 prompts)" in said.stdout
+    assert text in (root / "report.html").read_text()
+
+
+def test_a_report_without_a_common_update_says_so_and_draws_no_empty_chart(tmp_path):
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b")
+    lines = read_lines(b / "events.jsonl")
+    write_lines(b / "events.jsonl", [line for line in lines if line["event"] != "evaluation" or line["stage"] == 0])
+    page = render([read_run(a, "a"), read_run(b, "b")])
+    assert "were never evaluated after the same number of updates" in page
+    assert "Held-out accuracy minus that of a" not in page
+    same = render([read_run(a, "a"), read_run(make_run(tmp_path / "c"), "c")])
+    assert "other prompts, or their responses are gone" in same

@@ -91,16 +91,6 @@ def test_decode_turns_tokens_into_text(stored):
     assert rows(root, "select decode(null), decode([])") == [(None, "")]
 
 
-def test_columns_that_a_shard_leaves_out_are_null_or_the_reward(tmp_path):
-    plain = random_groups([0], samples=2)
-    versions = np.array([0, 1, 2], np.int32)
-    special = response([1, 2, 3], 0.5, correct=1.0, answer="x", policy_versions=versions)
-    full = [Group(1, plain[0].prompt_tokens, (special,))]
-    root = make_stored_run(tmp_path / "run", [[plain, full]])
-    found = rows(root, "select correct, answer, policy_versions from responses order by prompt, sample")
-    assert found == [(r.reward, None, None) for r in plain[0].responses] + [(1.0, "x", [0, 1, 2])]
-
-
 def test_metrics_events_and_evaluations(stored):
     root, groups = stored
     lines = [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
@@ -117,24 +107,26 @@ def test_metrics_events_and_evaluations(stored):
     seconds = rows(root, "select sum((fields->>'seconds')::double) from events where event = 'phase_end'")
     assert seconds == [(100.0,)]
     assert rows(root, "select suite, update, count(*) from evaluation_responses group by all") == [("heldout", 96, 4)]
-    total = sum(
-        g.responses[0].reward + g.responses[1].reward + g.responses[2].reward + g.responses[3].reward for _, g in groups
-    )
+    total = sum(sum(r.reward for r in g.responses) for _, g in groups)
     assert rows(root, "select sum(responses), sum(reward_sum) from ledger") == [(48, total)]
 
 
-def test_only_shards_that_the_ledger_names_are_read_during_a_run(tmp_path):
+def test_columns_that_a_shard_leaves_out_are_null_or_the_reward_during_a_run(tmp_path):
     """Before the stage is sealed, a shard counts once a whole line of the ledger names it."""
     root = make_stored_run(tmp_path / "run", [])
     assert rows(root, "select count(*) from responses") == [(0,)]
-    folder = root / "stages/000/rollouts"
-    store(folder, [random_groups([0]), random_groups([1])], sealed=False)
-    ledger = folder / "ledger.jsonl"
+    plain = random_groups([0], samples=2)
+    versions = np.array([0, 1, 2], np.int32)
+    special = response([1, 2, 3], 0.5, correct=1.0, answer="x", policy_versions=versions)
+    store(root / "stages/000/rollouts", [plain, [Group(1, plain[0].prompt_tokens, (special,))]], sealed=False)
+    ledger = root / "stages/000/rollouts/ledger.jsonl"
     last = ledger.read_bytes().splitlines(keepends=True)
+    text = "select correct, answer, policy_versions from responses order by prompt, sample"
+    of_plain = [(r.reward, None, None) for r in plain[0].responses]
     ledger.write_bytes(last[0] + last[1][:40])
-    assert rows(root, "select distinct prompt from responses") == [(0,)]
+    assert rows(root, text) == of_plain
     ledger.write_bytes(b"".join(last))
-    assert rows(root, "select distinct prompt from responses order by 1") == [(0,), (1,)]
+    assert rows(root, text) == [*of_plain, (1.0, "x", [0, 1, 2])]
     (root / "metrics.jsonl").unlink()
     (root / "events.jsonl").unlink()
     assert rows(root, "select count(*) from metrics, events, evaluations") == [(0,)]
@@ -144,21 +136,13 @@ def test_only_shards_that_the_ledger_names_are_read_during_a_run(tmp_path):
     "text",
     [
         "select * from read_csv('{file}')",
-        "select * from read_text('{file}')",
         "select * from '{file}'",
-        "select * from glob('{folder}/*')",
-        "select * from read_json('{run}/metrics.jsonl')",
-        "copy (select 1) to '{folder}/new.csv'",
         "copy metrics to '{run}/metrics.jsonl'",
-        "export database '{folder}/new'",
         "attach '{folder}/new.db'",
         "install httpfs",
-        "load httpfs",
         "select * from 'https://example.com/x.csv'",
         "set enable_external_access = true",
         "set memory_limit = '100GB'",
-        "reset memory_limit",
-        "set allow_community_extensions = true",
         "select * from table_of_this_process",
     ],
 )
@@ -175,9 +159,7 @@ def test_a_query_reaches_nothing_but_the_run(stored, tmp_path, monkeypatch, text
 
 def test_memory_is_limited(stored):
     """The limit is 1 GB, or the given one; a query that needs more fails with DuckDB's message."""
-    setting = "select current_setting('memory_limit')"
-    assert rows(stored[0], setting)[0][0] == "953.6 MiB"
-    assert [row["x"] for row in query(stored[0], f"select ({setting}) as x", "100MB")] == ["95.3 MiB"]
+    assert rows(stored[0], "select current_setting('memory_limit')") == [("953.6 MiB",)]
     text = "select string_agg(repeat('x', 1000)) from range(1000000)"
     with pytest.raises(UserError, match="^SQL: Out of Memory Error"):
         list(query(stored[0], text, "20MB"))
@@ -196,16 +178,13 @@ def test_sorting_more_than_the_limit_spills_to_disk(stored, monkeypatch):
     [
         ("selec 1", 'SQL: Parser Error: syntax error at or near "selec"'),
         ("select nope from responses", 'SQL: Binder Error: Referenced column "nope" not found'),
-        (
-            "select * from response",
-            'SQL: Catalog Error: Table with name response does not exist! Did you mean "responses"?',
-        ),
+        ("select * from response", "SQL: Catalog Error: Table with name response does not exist! Did you mean"),
     ],
 )
 def test_a_wrong_query_is_an_error_of_one_line(stored, text, said):
-    result = megarl("sql", stored[0], text)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith(f"megarl: {said}") and result.stderr.count("\n") == 1
+    with pytest.raises(UserError) as refused:
+        rows(stored[0], text)
+    assert str(refused.value).startswith(said) and "\n" not in str(refused.value)
 
 
 def test_json_and_table_of_the_command(stored):
@@ -219,8 +198,8 @@ def test_json_and_table_of_the_command(stored):
         assert row == {"stage": stage, "n": 24, "mean": pytest.approx(sum(rewards) / 24)}
     result = megarl("sql", root, text)
     assert result.stdout.splitlines()[0].split() == ["stage", "n", "mean"] and len(result.stdout.splitlines()) == 3
-    result = megarl("sql", root.parent, "select 1")
-    assert result.returncode == 2 and "is not a run directory" in result.stderr
+    with pytest.raises(UserError, match="is not a run directory"):
+        rows(root.parent, "select 1")
 
 
 def test_a_table_is_harmless_to_a_terminal(tmp_path):

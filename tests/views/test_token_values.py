@@ -7,9 +7,10 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from megarl.errors import UserError
 from megarl.storage.run_dir import RunDir
 from megarl.views.responses.select import Filter, decoder, select
-from megarl.views.responses.tokens import annotate, with_objective
+from megarl.views.responses.tokens import annotate, find_policy, with_objective
 from tests.helpers import megarl, metrics
 from tests.views.test_samples import shown
 
@@ -88,18 +89,16 @@ def test_values_of_another_objective_at_the_default_policy(trained):
     assert clipped
 
 
-def test_json_and_errors_of_the_command(trained):
-    some = ("--limit", "3", "--tokens", "kept")
-    result = megarl("samples", trained.root, *some, "--policy", "2", "--json")
+def test_json_of_the_command_and_refused_settings(trained):
+    result = megarl("samples", trained.root, "--limit", "3", "--tokens", "kept", "--policy", "2", "--json")
     assert result.returncode == 0, result.stderr
     for record in map(json.loads, result.stdout.splitlines()):
         assert "".join(token["text"] for token in record["tokens"]) == record["text"]
         assert {token["ratio"] != 1 for token in record["tokens"]} == {True}
-    result = megarl("samples", trained.root, *some, "--policy", "9")
-    assert result.returncode == 2
-    assert "exported ones: after update 0, 1, 2, 3, 4; final, best" in result.stderr
-    result = megarl("samples", trained.root, *some, "--set", "rollout.temperature=1")
-    assert result.returncode == 2 and "may change only [objective]" in result.stderr
+    with pytest.raises(UserError, match="exported ones: after update 0, 1, 2, 3, 4; final, best"):
+        find_policy(trained, "9", trained.stage(0))
+    with pytest.raises(UserError, match=r"may change only \[objective\]"):
+        with_objective(trained.recipe, ["rollout.temperature=1"])
 
 
 def test_tokens_without_gradient_are_red_on_a_terminal(trained):

@@ -12,8 +12,8 @@ from pathlib import Path
 from megarl.commands.sweep.figure import write_figure
 from megarl.commands.sweep.plan import Job, SweepPlan, plan_sweep, remaining
 from megarl.commands.sweep.results import as_records, read_finished, rows, runs_csv, table_csv, table_text
-from megarl.commands.sweep.workers import JobOutcome, Workers
-from megarl.errors import PhaseFailed, UserError
+from megarl.commands.sweep.workers import Workers
+from megarl.errors import Busy, PhaseFailed, UserError
 from megarl.foreign import escape, quoted
 from megarl.recipe.sweep import load_sweep
 from megarl.storage.files import write_atomic
@@ -65,11 +65,11 @@ def sweep(path: Path, output: Path, jobs: int, as_json: bool = False) -> str:
     """
     plan = plan_sweep(load_sweep(path), output)
     _say(_count(plan))
-    failed: list[tuple[Job, JobOutcome]] = []
+    failed: dict[str, BaseException] = {}
     if missing := [job for job in plan.all if not job.is_done()]:
         with Workers(jobs, plan.output / "logs") as workers:
             _check(workers, missing)
-            _make(workers, missing, failed)
+            failed = _make(workers, missing)
     with _exclusive(plan.output):  # of several sweeps at once, the last to write includes the runs of all
         finished = read_finished(plan)
         found = rows(plan, finished)
@@ -80,8 +80,8 @@ def sweep(path: Path, output: Path, jobs: int, as_json: bool = False) -> str:
     if failed:
         print(table_text(plan, found))
         lines = [f"{len(failed)} runs failed; start the same command again to retry them:"]
-        lines += [f"  {job.name}: {outcome.cause.splitlines()[0]}" for job, outcome in failed]
-        mistakes = all(outcome.kind == "mistake" for _, outcome in failed)
+        lines += [f"  {name}: {_first_line(error)}" for name, error in failed.items()]
+        mistakes = all(isinstance(error, UserError) for error in failed.values())
         raise (UserError if mistakes else PhaseFailed)("\n".join(lines))
     return json.dumps(as_records(found)) if as_json else table_text(plan, found)
 
@@ -98,23 +98,30 @@ def _say(line: str) -> None:
     print(escape(line), file=sys.stderr, flush=True)
 
 
+def _first_line(error: BaseException) -> str:
+    return str(error).splitlines()[0]
+
+
 def _check(workers: Workers, missing: list[Job]) -> None:
     """`UserError` if the settings of a point cannot run; one replicate of each point is checked."""
     first = {job.point_name: job for job in reversed(missing)}
-    wrong = [f"  {job.name}: {found.cause}" for job, found in workers.check(list(first.values())) if found.cause]
+    wrong = [f"  {job.name}: {error}" for job, error in workers.check(list(first.values())) if error]
     if wrong:
         raise UserError("the sweep cannot start, since these runs have mistakes:\n" + "\n".join(wrong))
 
 
-def _make(workers: Workers, missing: list[Job], failed: list[tuple[Job, JobOutcome]]) -> None:
-    """Make the missing runs, print a line for each that ends, and append those that fail to ``failed``."""
-    for ended, (job, outcome) in enumerate(workers.make(missing), 1):
-        text = f"done in {outcome.seconds:.0f} s" if outcome.kind == "done" else outcome.kind
-        if outcome.kind in ("failed", "mistake"):
-            failed.append((job, outcome))
-            text = f"failed: {outcome.cause.splitlines()[0]}"
-        elif outcome.kind == "busy":
+def _make(workers: Workers, missing: list[Job]) -> dict[str, BaseException]:
+    """Make the missing runs and print a line for each that ends; returns the errors of those that fail, by name."""
+    failed: dict[str, BaseException] = {}
+    for ended, (job, error) in enumerate(workers.make(missing), 1):
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        if isinstance(error, Busy):
             text = "is being made by another process"
-        elif outcome.kind == "stopped":
-            raise KeyboardInterrupt
+        elif error:
+            failed[job.name] = error
+            text = f"failed: {_first_line(error)}"
+        else:
+            text = f"done in {job.seconds:.0f} s"
         _say(f"[{ended}/{len(missing)}] {job.name}  {text}")
+    return failed

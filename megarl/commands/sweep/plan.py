@@ -6,10 +6,10 @@ runs.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean
 
 from megarl.commands.one_phase import changed_recipe
 from megarl.errors import UserError
@@ -124,12 +124,12 @@ def plan_sweep(table: SweepTable, output: Path) -> SweepPlan:
 
 def _bases(table: SweepTable, output: Path) -> list[Job]:
     """One run per seed that generates the rollouts which all points share."""
-    assert table.recipe is not None
+    path = _recipe(table)
     assert table.stage is not None
     jobs = []
-    for seed in seeds_of(table, load_recipe(table.recipe)):
+    for seed in seeds_of(table, load_recipe(path)):
         common = [(f"{section}.{key}", value) for section, keys in table.set.items() for key, value in keys.items()]
-        recipe = load_recipe(table.recipe, [*common, ("run.seed", seed)])
+        recipe = load_recipe(path, [*common, ("run.seed", seed)])
         if table.stage >= recipe.schedule.stages:
             raise UserError(f"stage = {table.stage}: the recipe has stages 0 to {recipe.schedule.stages - 1}")
         jobs.append(Job(output / BASE / f"seed_{seed}", recipe, f"seed_{seed}", until=table.stage))
@@ -183,21 +183,17 @@ def _sources(table: SweepTable, bases: list[Job]) -> dict[str, Stage]:
 def remaining(plan: SweepPlan, jobs: int) -> str:
     """A sentence with the mean time of a finished run and the time that the others will take, ``jobs`` at a time.
 
-    A run is assumed to take as long as finished runs of its point; if there are none, the mean time per update of all
-    finished runs counts. Empty if no run with updates is finished.
+    A run is assumed to take as long as the mean finished one of its kind, a base run or one with updates. Empty if no
+    run with updates is finished.
     """
-    seconds: dict[str, list[float]] = defaultdict(list)
-    updates = 0
+    took = {bool(job.updates): list[float]() for job in plan.all}
     for job in plan.all:
         if job.is_done():
-            seconds[job.point_name].append(job.seconds)
-            updates += job.updates
-    if not updates:
+            took[bool(job.updates)].append(job.seconds)
+    if not took[True]:
         return ""
-    finished = [s for point in seconds.values() for s in point]
-    per_update = sum(finished) / updates
-    means = {point: sum(values) / len(values) for point, values in seconds.items()}
-    left = sum(means.get(job.point_name, per_update * job.updates) for job in plan.all if not job.is_done())
+    finished = [s for seconds in took.values() for s in seconds]
+    left = sum(mean(took[bool(job.updates)] or took[True]) for job in plan.all if not job.is_done())
     minutes = left / jobs / 60
     text = f"{minutes:.1f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
-    return f"a finished run took {sum(finished) / len(finished):.0f} s; the others take about {text}"
+    return f"a finished run took {mean(finished):.0f} s; the others take about {text}"

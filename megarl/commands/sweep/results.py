@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +50,10 @@ class Row:
     gain: Estimate | None  # of the results over the policies that the runs began with
     difference: Estimate | None  # from the baseline, over the replicates that both have
 
+    def texts(self) -> list[str]:
+        """Accuracy, gain and difference as text."""
+        return [self.accuracy.text(), *(one.text("+") if one else "-" for one in (self.gain, self.difference))]
+
 
 @dataclass(frozen=True)
 class FinishedRun:
@@ -88,7 +92,7 @@ def _row(point: Point, suite: str, runs: list[FinishedRun], reference: dict[str,
     gain = _differences(with_start) if len(with_start) == len(runs) else None
     pairs = [(reference[f.job.replicate], f) for f in runs if f.job.replicate in reference]
     differences = [(_Result.of(a, suite), _Result.of(b, suite)) for a, b in pairs if suite in a.run.suites]
-    accuracy = _estimate([result.accuracy for result in last], lambda: _over_prompts(last))
+    accuracy = _estimate([result.accuracy for result in last], _over_prompts(last))
     low, high = accuracy.ci95  # Student's of two replicates is wider than what is possible
     accuracy = Estimate(accuracy.mean, [max(low, 0.0), min(high, 1.0)])
     return Row(point, suite, len(runs), accuracy, gain, _differences(differences))
@@ -115,22 +119,22 @@ class _Result:
     def accuracy(self) -> float:
         return float(self.event["accuracy"])
 
-    def scores(self) -> np.ndarray:
-        """[prompts, samples] of 1 for right and 0."""
-        return Side(str(self.root), self.root, self.update).correct(self.suite)[1]
 
-    def check_same_prompts(self, other: _Result) -> None:
-        check_same_prompts(SuiteResponses.of(self.root, self.suite), SuiteResponses.of(other.root, other.suite))
+def _scores(results: list[_Result]) -> list[np.ndarray]:
+    """Of each policy [prompts, samples] of 1 for right and 0; `UserError` unless their prompts are the same."""
+    suites = [SuiteResponses.of(result.root, result.suite) for result in results]
+    for other in suites[1:]:
+        check_same_prompts(suites[0], other)
+    return [Side(str(r.root), r.root, r.update).correct(r.suite)[1] for r in results]
 
 
-def _estimate(values: list[float], over_prompts: Callable[[], Interval]) -> Estimate:
-    """The mean over replicates. Its interval covers other replicates, by Student's t, and other prompts, as
-    ``over_prompts`` says; if the replicates have different prompts, Student's t covers both."""
+def _estimate(values: list[float], over_prompts: Interval) -> Estimate:
+    """The mean over replicates. Its interval covers other replicates, by Student's t, and other prompts, by
+    ``over_prompts``; if that is NaN, since the replicates have different prompts, Student's t covers both."""
     if len(values) == 1:
-        return Estimate(values[0], list(over_prompts()))
+        return Estimate(values[0], over_prompts)
     mean, (low, high) = mean_of_replicates(np.array(values))
-    prompts = over_prompts()
-    below, above = mean - prompts[0], prompts[1] - mean
+    below, above = mean - over_prompts[0], over_prompts[1] - mean
     if math.isnan(below):
         return Estimate(mean, [low, high])
     return Estimate(mean, [mean - math.hypot(mean - low, below), mean + math.hypot(high - mean, above)])
@@ -141,7 +145,7 @@ def _differences(pairs: list[tuple[_Result, _Result]]) -> Estimate | None:
     if not pairs:
         return None
     values = [second.accuracy - first.accuracy for first, second in pairs]
-    return _estimate(values, lambda: _difference_over_prompts(pairs))
+    return _estimate(values, _difference_over_prompts(pairs))
 
 
 def _over_prompts(results: list[_Result]) -> Interval:
@@ -149,23 +153,20 @@ def _over_prompts(results: list[_Result]) -> Interval:
     if len(results) == 1:
         return list(interval(results[0].event))
     try:
-        for other in results[1:]:
-            results[0].check_same_prompts(other)
-        scores = [result.scores() for result in results]
-        return estimates.interval(np.mean([x.mean(1) for x in scores], axis=0), sum(x.shape[1] for x in scores))
+        scores = _scores(results)
     except UserError:
         return [math.nan, math.nan]
+    return estimates.interval(np.mean([x.mean(1) for x in scores], axis=0), sum(x.shape[1] for x in scores))
 
 
 def _difference_over_prompts(pairs: list[tuple[_Result, _Result]]) -> Interval:
     """The paired interval over prompts of the mean difference of the replicates; NaN if any prompts differ."""
     try:
-        for result in [result for pair in pairs for result in pair][1:]:
-            pairs[0][0].check_same_prompts(result)
-        one, other = (np.mean([pair[side].scores().mean(1) for pair in pairs], axis=0) for side in (0, 1))
-        return estimates.paired(one, other).ci95
+        scores = _scores([result for pair in pairs for result in pair])
     except UserError:
         return [math.nan, math.nan]
+    one, other = (np.mean([x.mean(1) for x in scores[side::2]], axis=0) for side in (0, 1))
+    return estimates.paired(one, other).ci95
 
 
 # ------------------------------------------------------------------------------------------------------------- files
@@ -232,9 +233,8 @@ def table_text(plan: SweepPlan, found: Sequence[Row]) -> str:
         lines += [suite, head]
         for row in found:
             if row.suite == suite:
-                gain = row.gain.text("+") if row.gain else "-"
-                difference = row.difference.text("+") if row.difference else "-"
-                text = f"{row.accuracy.text():23}  {gain:26}  {difference}"
+                accuracy, gain, difference = row.texts()
+                text = f"{accuracy:23}  {gain:26}  {difference}"
                 lines.append(f"{row.point.name:{width}}  {row.replicates:2}  {text}")
         lines += _verdict([row for row in found if row.suite == suite], plan.table.reference)
     return "\n".join(lines)

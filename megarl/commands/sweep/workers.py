@@ -11,11 +11,9 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Literal
 
 from megarl.commands.one_phase import optimize_branch
 from megarl.commands.sweep.plan import Job
@@ -30,108 +28,86 @@ from megarl.workers.preflight import check
 
 POLL_SECONDS = 2.0  # how often to look whether rollouts that another sweep generates are ready
 
-Kind = Literal["done", "busy", "mistake", "failed", "stopped"]
+# a job with the error that ended it: `Busy` if another process works on the run, KeyboardInterrupt if it was stopped
+Ended = tuple[Job, BaseException | None]
 
 
-@dataclass(frozen=True)
-class JobOutcome:
-    """The result of an order to a worker."""
-
-    kind: Kind  # "busy": another process works on the run; "mistake": a `UserError`; "stopped": interrupted
-    cause: str = ""
-    seconds: float = 0.0
-
-
-@dataclass
-class Worker:
-    """A worker process as the sweep sees it; ``job`` is what it works on, None if it is idle."""
-
-    process: ForkProcess
-    connection: Connection
-    job: Job | None = None
-
-
-@dataclass
 class Workers:
-    """A pool of worker processes; leaving the context stops them."""
+    """A pool of worker processes; leaving the context stops them.
 
-    number: int  # of workers at most
-    logs: Path  # the directory for what the runs print
-    _workers: list[Worker] = field(default_factory=list)
+    number: of workers at most. logs: the directory for what the runs print.
+    """
+
+    def __init__(self, number: int, logs: Path) -> None:
+        self._number, self._logs = number, logs
+        self._processes: dict[Connection, ForkProcess] = {}
+        self._busy: dict[Connection, Job] = {}  # what a worker works on
+        make_directory(logs)
 
     def __enter__(self) -> Workers:
-        make_directory(self.logs)
         return self
 
     def __exit__(self, *_: object) -> None:
         """Ask workers that are busy to save and stop, as Ctrl-C does, and wait for all."""
-        for worker in self._workers:
-            if worker.job is not None:
-                worker.process.terminate()
-            worker.connection.close()  # no more orders
-        for worker in self._workers:
-            worker.process.join()
+        for connection, process in self._processes.items():
+            if connection in self._busy:
+                process.terminate()
+            connection.close()  # no more orders
+        for process in self._processes.values():
+            process.join()
 
-    def check(self, jobs: list[Job]) -> Iterator[tuple[Job, JobOutcome]]:
-        """Make for each run the checks that a run begins with, and yield their outcomes."""
+    def check(self, jobs: list[Job]) -> Iterator[Ended]:
+        """Make for each run the checks that a run begins with."""
         return self._process(_check, jobs, lambda job: True)
 
-    def make(self, jobs: list[Job]) -> Iterator[tuple[Job, JobOutcome]]:
-        """Make or continue runs, each once the rollouts that it needs exist, and yield their outcomes."""
+    def make(self, jobs: list[Job]) -> Iterator[Ended]:
+        """Make or continue runs, each once the rollouts that it needs exist."""
         return self._process(_make, jobs, Job.is_possible)
 
     def _process(
         self, order: Callable[[Nodes, Job], None], jobs: list[Job], is_possible: Callable[[Job], bool]
-    ) -> Iterator[tuple[Job, JobOutcome]]:
-        """Give ``order`` for every job to the workers and yield each job's outcome when it ends.
+    ) -> Iterator[Ended]:
+        """Give ``order`` for every job to the workers and yield each job when it ends.
 
         Jobs that are still not possible when all others have ended are left out.
         """
         waiting, elsewhere = list(jobs), list[Job]()
         while True:
-            for worker in self._idle(len(waiting)):
+            while len(self._processes) < min(self._number, len(waiting)):
+                self._start()
+            for connection in [each for each in self._processes if each not in self._busy]:
                 if (job := next(filter(is_possible, waiting), None)) is not None:
                     waiting.remove(job)
-                    worker.job = job
-                    worker.connection.send((order, job))
-            working = [worker for worker in self._workers if worker.job is not None]
-            if not working:
+                    self._busy[connection] = job
+                    connection.send((order, job))
+            if not self._busy:
                 if not (waiting and any(base.until is not None and not base.is_done() for base in elsewhere)):
                     return
                 time.sleep(POLL_SECONDS)
-            wait([worker.connection for worker in working])
-            for worker in working:
-                if worker.job is not None and worker.connection.poll():
-                    job, worker.job = worker.job, None
-                    outcome = self._outcome(worker)
-                    if outcome.kind == "busy":
-                        elsewhere.append(job)
-                    yield job, outcome
+            ready = wait(list(self._busy))
+            for connection in [each for each in self._busy if each in ready]:
+                job, error = self._busy.pop(connection), self._receive(connection)
+                if isinstance(error, Busy):
+                    elsewhere.append(job)
+                yield job, error
 
-    def _idle(self, wanted: int) -> list[Worker]:
-        """The idle workers; first starts workers until there are ``wanted``, or ``number``, in all."""
-        while len(self._workers) < min(self.number, wanted):
-            self._workers.append(self._start())
-        return [worker for worker in self._workers if worker.job is None]
-
-    def _outcome(self, worker: Worker) -> JobOutcome:
-        """Receive a worker's outcome; "failed" if the process has ended instead."""
-        try:
-            found: JobOutcome = worker.connection.recv()
-        except EOFError:
-            worker.process.join()
-            self._workers.remove(worker)
-            return JobOutcome("failed", f"its process ended with exit code {worker.process.exitcode}")
-        return found
-
-    def _start(self) -> Worker:
+    def _start(self) -> None:
         context = multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
-        others = [ours, *(worker.connection for worker in self._workers)]
-        process = context.Process(target=_work, args=(theirs, others, os.getpid(), self.logs))
-        process.start()
+        others = [ours, *self._processes]
+        self._processes[ours] = context.Process(target=_work, args=(theirs, others, os.getpid(), self._logs))
+        self._processes[ours].start()
         theirs.close()
-        return Worker(process, ours)
+
+    def _receive(self, connection: Connection) -> BaseException | None:
+        """The error with which a job has ended, also if the worker itself has ended."""
+        try:
+            error: BaseException | None = connection.recv()
+        except EOFError:
+            process = self._processes.pop(connection)
+            process.join()
+            return PhaseFailed(f"its process ended with exit code {process.exitcode}")
+        return error
 
 
 def _work(orders: Connection, others: list[Connection], parent: int, logs: Path) -> None:
@@ -148,9 +124,9 @@ def _work(orders: Connection, others: list[Connection], parent: int, logs: Path)
             while True:
                 order, job = orders.recv()
                 _print_to(logs / f"{job.name.replace('/', ',')}.log")
-                outcome = _attempt(order, nodes, job)
-                orders.send(outcome)
-                if outcome.kind == "stopped":
+                error = _attempt(order, nodes, job)
+                orders.send(error)
+                if isinstance(error, KeyboardInterrupt):
                     return
     except (EOFError, KeyboardInterrupt, BrokenPipeError):
         return
@@ -164,20 +140,16 @@ def _print_to(log: Path) -> None:
     os.close(output)
 
 
-def _attempt(order: Callable[[Nodes, Job], None], nodes: Nodes, job: Job) -> JobOutcome:
-    start = time.monotonic()
+def _attempt(order: Callable[[Nodes, Job], None], nodes: Nodes, job: Job) -> BaseException | None:
     try:
         order(nodes, job)
-    except Busy as error:
-        return JobOutcome("busy", str(error))
-    except KeyboardInterrupt:
-        return JobOutcome("stopped")
+    except (Busy, KeyboardInterrupt) as error:
+        return error
     except Exception as error:
-        kind: Kind = "mistake" if isinstance(error, UserError) else "failed"
-        cause = str(error) if isinstance(error, UserError | PhaseFailed) else repr(error)
+        cause = error if isinstance(error, UserError | PhaseFailed) else PhaseFailed(repr(error))
         print(cause, flush=True)
-        return JobOutcome(kind, cause)
-    return JobOutcome("done", seconds=time.monotonic() - start)
+        return cause
+    return None
 
 
 def _check(nodes: Nodes, job: Job) -> None:

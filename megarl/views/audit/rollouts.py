@@ -128,15 +128,10 @@ def check_shard(stage: Stage, directory: Path, entry: LedgerEntry) -> Iterator[s
     sums = {"groups": tuple(shard.rows), "responses": len(responses), "tokens": sum(len(r.tokens) for r in responses)}
     for name, held in (sums | {"reward_sum": sum(r.reward for r in responses)}).items():
         if (expected := getattr(entry, name)) != held:
-            yield f"{path} has {name} {_short(held)}, but its line in the ledger says {_short(expected)}"
+            yield f"{path} has {name} {held!s:.60}, but its line in the ledger says {expected!s:.60}"
     for group in groups:
         problems = [*_check_end(stage, directory, group), *_check_group(stage, group)]
         yield from (f"{path}, group {group.group_id}: {problem}" for problem in problems)
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) < 60 else f"{text[:57]}..."
 
 
 def _check_end(stage: Stage, directory: Path, group: Group) -> Iterator[str]:

@@ -42,18 +42,20 @@ def short_names(run_dirs: list[Path]) -> list[str]:
 def render(runs: list[Run], samples: str = "") -> str:
     """The page as HTML text. samples: HTML of `samples_section`."""
     first, *others = make_charts(runs)
+    names, pairs = ", ".join(run.name for run in runs), pair_charts(runs)
     notes = [(run.name, note) for run in runs for note in run.notes]
-    notes += [(", ".join(run.name for run in runs), why) for why in [why_no_differences(runs)] if why]
+    if len(runs) > 1 and not pairs[0].traces:
+        notes.append((names, why_no_differences(runs)))
     recipes = "".join(
         f"<details{' open' * (len(runs) == 1)}><summary>{html.escape(run.name)}/recipe.toml</summary>"
         f"<pre>{html.escape(run.recipe)}</pre></details>"
         for run in runs
     )
     return page(
-        title=html.escape(", ".join(run.name for run in runs)),
+        title=html.escape(names),
         notes="".join(f"<li><b>{html.escape(name)}</b>: {html.escape(note)}</li>" for name, note in notes),
         summary=_summary_table(runs),
-        charts=[first, *pair_charts(runs), *others],
+        charts=[first, *pairs, *others],
         below=f"{samples}\n<h3>Recipe</h3>\n{_settings_table(runs)}\n{recipes}",
     )
 

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import html
 import re
+from math import log10
 from typing import Any
 
 from megarl.storage.checked_json import Record
 from megarl.views.report.curves import BY_COLUMN, CURVES, LOGARITHMIC, PERCENT
-from megarl.views.report.detail import detail_charts
-from megarl.views.report.pages import COLOURS, Chart, colour, error_bars, line
+from megarl.views.report.pages import COLOURS, Chart, colour, line, with_bars
 from megarl.views.run_reader import Run, interval, muted_by
 
 DASHES = ("solid", "dash", "dashdot", "longdash")  # tell suites and values apart if the page has several runs
 PHASE_COLOURS = {"rollout": "#4c8bd6", "optimize": "#e0803a", "evaluate": "#3fa37a"}
 POINTS = 1000  # of a curve at most; longer runs are averaged in bins, still finer than a screen shows
-BARS = 100  # in the chart of times at most; if there are more stages, neighbours share a bar
+BARS = 100  # stages with bars of their own in the chart of times, at most; more share one
 SMOOTHING, SHORT_SMOOTHING = 15, 5  # updates in the moving average of the reward; the second for short runs
 FEW_UPDATES = 100  # updates of a short run, at most
+TOKENS = 30  # bars in the chart of muted tokens
+# columns and rows as in `megarl.objectives.parts.detail`, which the report does not import, since it loads torch
+COLUMNS, ROWS = 32, 16
 
 
 def make_charts(runs: list[Run]) -> list[Chart]:
@@ -52,24 +55,12 @@ def _accuracy(runs: list[Run]) -> Chart:
     )
     for number, run in enumerate(runs):
         for order, (suite, evaluations) in enumerate(run.suites.items()):
-            chart.traces.append(_accuracy_curve(number, run, _some(evaluations)))
-            names = [run.name] if len(runs) > 1 else []
-            names += [suite] if len(run.suites) > 1 else []
-            chart.traces[-1]["name"] = html.escape(" ".join(names)) or "held-out accuracy"
-            chart.traces[-1]["line"] = _suite_line(runs, number, order)
+            name = " ".join([run.name] * (len(runs) > 1) + [suite] * (len(run.suites) > 1)) or "held-out accuracy"
+            found = _some(evaluations)
+            x, y = [e["update"] for e in found], [e["accuracy"] for e in found]
+            trace = with_bars(number, x, y, map(interval, found), name)
+            chart.traces.append(trace | {"line": _suite_line(runs, number, order)})
     return chart
-
-
-def _accuracy_curve(number: int, run: Run, evaluations: list[Record]) -> dict[str, Any]:
-    bounds = [interval(e) for e in evaluations]
-    accuracies = [e["accuracy"] for e in evaluations]
-    return line(number, [e["update"] for e in evaluations], accuracies) | {
-        "mode": "lines+markers",
-        "marker": {"size": 7},
-        "error_y": error_bars(accuracies, bounds),
-        "customdata": [[e.get("prompts", "?"), low, high] for e, (low, high) in zip(evaluations, bounds, strict=True)],
-        "hovertemplate": "%{y:.3f}  [%{customdata[1]:.3f}, %{customdata[2]:.3f}], %{customdata[0]} prompts",
-    }
 
 
 def _pass_at(runs: list[Run]) -> Chart:
@@ -118,12 +109,7 @@ def _reward(runs: list[Run]) -> Chart:
     for number, run in enumerate(runs):
         x, y = run.column("reward/mean")
         if x:
-            faint = {
-                "opacity": 0.25,
-                "showlegend": False,
-                "hoverinfo": "skip",
-                "line": {"width": 1, "color": colour(number)},
-            }
+            faint = {"opacity": 0.25, "showlegend": False, "hoverinfo": "skip"}
             smooth = smoothed(x, y, run.updates_per_stage, window)
             chart.traces += [line(number, *_thin(x, y)) | faint, line(number, *_thin(x, smooth))]
             chart.traces[-1]["name"] = html.escape(run.name) if len(runs) > 1 else "reward"
@@ -225,7 +211,7 @@ def _lines(
     chart = Chart(title, hint, layout=layout)
     for number, run in enumerate(runs):
         for order, (metric, (label, dash)) in enumerate(metrics.items()):
-            x, y = _effective_sample_size(run) if metric == "ess" else run.column(metric)
+            x, y = run.column(metric)
             if x:
                 y = smoothed(x, y, run.updates_per_stage, window) if window > 1 else y
                 curve = line(number, *_thin(x, y))
@@ -238,16 +224,6 @@ def _lines(
     return chart
 
 
-def _effective_sample_size(run: Run) -> tuple[list[int], list[float]]:
-    """mean(rho)^2 / mean(rho^2), as logged or from the two means."""
-    x, y = run.column("ess")
-    if x:
-        return x, y
-    means, squares = (dict(zip(*run.column(f"ratio/{name}"), strict=True)) for name in ("mean", "square_mean"))
-    x = [update for update in means if squares.get(update)]
-    return x, [means[update] ** 2 / squares[update] for update in x]
-
-
 def _phase_times(runs: list[Run]) -> Chart:
     chart = Chart(
         "Time per phase",
@@ -255,34 +231,26 @@ def _phase_times(runs: list[Run]) -> Chart:
         "machine helps most.",
         layout={"barmode": "stack", "bargap": 0.4, "yaxis": {"title": {"text": "seconds"}}, "hovermode": "closest"},
     )
-    width = -(-max(run.stages for run in runs) // BARS)
-    seconds: dict[tuple[int, int, str], float] = {}
-    for number, run in enumerate(runs):
+    few = max(run.stages for run in runs) <= BARS
+    seconds: dict[str, dict[tuple[str, str], float]] = {}  # {phase: {(run, its stage): seconds}}
+    for run in runs:
         for (stage, phase), s in sorted(run.phase_seconds.items()):
-            place = (number, stage // width if stage < run.stages else BARS, phase)
-            seconds[place] = seconds.get(place, 0.0) + s
-    bars = [(runs[number], stage, phase, s) for (number, stage, phase), s in seconds.items()]
-    for phase in sorted({bar[2] for bar in bars}, key=lambda phase: [*PHASE_COLOURS, phase].index(phase)):
-        mine = [bar for bar in bars if bar[2] == phase]
-        stages = [_stages_of_bar(stage, width, run.stages) for run, stage, _, _ in mine]
-        x = [[html.escape(run.name) for run, *_ in mine], stages] if len(runs) > 1 else stages
+            place = "end" if stage >= run.stages else f"stage {stage + 1}" if few else "all stages"
+            bars = seconds.setdefault(phase, {})
+            bars[run.name, place] = bars.get((run.name, place), 0.0) + s
+    for phase in sorted(seconds, key=lambda phase: [*PHASE_COLOURS, phase].index(phase)):
+        names, places = map(list, zip(*seconds[phase], strict=True))
         chart.traces.append(
             {
                 "type": "bar",
                 "name": html.escape(phase),
-                "x": x,
-                "y": [seconds for *_, seconds in mine],
+                "x": [list(map(html.escape, names)), places] if len(runs) > 1 else places,
+                "y": list(seconds[phase].values()),
                 "marker": {"color": PHASE_COLOURS.get(phase, "#888888")},
                 "hovertemplate": "%{x}: %{y:.1f} s",
             }
         )
     return chart
-
-
-def _stages_of_bar(bar: int, width: int, stages: int) -> str:
-    if bar * width >= stages:
-        return "end"
-    return f"stage {bar + 1}" if width == 1 else f"stages {bar * width + 1}-{min(stages, (bar + 1) * width)}"
 
 
 def _stages(runs: list[Run]) -> dict[str, Any]:
@@ -293,15 +261,9 @@ def _stages(runs: list[Run]) -> dict[str, Any]:
     if count > BARS:
         return {}  # a stage would be narrower than a line
     shade = {"type": "rect", "yref": "paper", "y0": 0, "y1": 1, "line": {"width": 0}, "layer": "below"}
-    edge = {
-        "type": "line",
-        "yref": "paper",
-        "y0": 0,
-        "y1": 1,
-        "line": {"width": 1, "dash": "dot", "color": "#88888888"},
-    }
+    edge = shade | {"type": "line", "line": {"width": 1, "dash": "dot", "color": "#88888888"}}
     shapes = [shade | {"x0": k * size, "x1": (k + 1) * size, "fillcolor": "#88888812"} for k in range(1, count, 2)]
-    shapes += [edge | {"x0": k * size, "x1": k * size, "layer": "below"} for k in range(1, count)]
+    shapes += [edge | {"x0": k * size, "x1": k * size} for k in range(1, count)]
     label = {"yref": "paper", "y": 1, "yanchor": "bottom", "showarrow": False, "font": {"size": 10}, "opacity": 0.7}
     labels = [label | {"x": (k + 0.5) * size, "text": f"stage {k + 1}"} for k in range(count)] if count <= 8 else []
     return {"shapes": shapes, "annotations": labels}
@@ -337,3 +299,90 @@ def _thin(x: list[int], y: list[float]) -> tuple[list[int], list[float]]:
     width = -(-len(x) // POINTS) or 1
     bins = [slice(i, i + width) for i in range(0, len(x), width)]
     return [x[b][-1] for b in bins], [float(f"{sum(y[b]) / len(y[b]):.6g}") for b in bins]
+
+
+# --------------------------------------------- the last update with detailed metrics (``metrics.detail``)
+
+
+def detail_charts(runs: list[Run]) -> list[Chart]:
+    """Charts of the first run that has such metrics; none if no run has them."""
+    for run in runs:
+        if record := _last(run):
+            of = f" {run.name}, update {record['update']}."
+            return [
+                _by_ratio(
+                    record, "entropy_by_ratio", "Entropy against importance ratio", "nats per token",
+                    [f"{row / 4:g}" for row in range(ROWS)],
+                    "Log of the number of tokens, by the distance of their ratio from 1 and by the entropy at their "
+                    "position. The rare tokens far from 1 are those that a clip mutes." + of,
+                ),
+                _by_ratio(
+                    record, "probability_by_ratio", "Probability against importance ratio", "probability",
+                    [f"2^-{row}" for row in range(ROWS)],
+                    "Log of the number of tokens, by the distance of their ratio from 1 and by their present "
+                    "probability." + of,
+                ),
+                _muted_tokens(record, of),
+                _loads(record, of),
+            ]  # fmt: skip
+    return []
+
+
+def _last(run: Run) -> Record | None:
+    return next((r for r in reversed(run.updates) if isinstance(r.get("probability_by_ratio"), dict)), None)
+
+
+def column_labels() -> list[str]:
+    """Label of each column: rho - 1 at the edge that is nearer to rho = 1."""
+    octaves = ["0", *(f"{2.0 ** (k - 11):.2g}" for k in range(1, COLUMNS // 2))]
+    return [*(f"-{edge}" for edge in reversed(octaves)), *(f"+{edge}" for edge in octaves)]
+
+
+def _by_ratio(record: Record, name: str, title: str, axis: str, rows: list[str], hint: str) -> Chart:
+    counts = record.get(name, {}).get("counts") or []
+    logarithms = [[round(log10(n), 3) if n else None for n in row] for row in counts]
+    hover = "ratio - 1 from %{x}, " + axis + " from %{y}: %{customdata} tokens<extra></extra>"
+    shown = {"x": column_labels(), "y": rows, "showscale": False, "hovertemplate": hover}
+    return _heat_map(Chart(title, hint), ("ratio - 1", axis), logarithms, counts, shown)
+
+
+def _loads(record: Record, of: str) -> Chart:
+    """How often each expert was chosen, for a model with experts."""
+    loads = record.get("experts_load") or {"layers": [], "counts": []}
+    chart = Chart("Choices of each expert", "Share of a layer's choices by trained tokens, times the experts." + of)
+    shares = [[round(n * len(row) / sum(row), 3) for n in row] for row in loads["counts"]]
+    hover = "layer %{y}, expert %{x}: %{z:.2f} (%{customdata} choices)<extra></extra>"
+    shown = {"y": list(map(str, loads["layers"])), "zmin": 0, "hovertemplate": hover}
+    return _heat_map(chart, ("expert", "layer"), shares, loads["counts"], shown)
+
+
+def _heat_map(chart: Chart, axes: tuple[str, str], z: list[Any], counts: list[Any], shown: dict[str, Any]) -> Chart:
+    if counts:
+        chart.traces.append({"type": "heatmap", "z": z, "customdata": counts, "colorscale": "Viridis"} | shown)
+        # categories, because the steps of the axes are not equal
+        x, y = ({"type": "category", "title": {"text": text, "standoff": 6}} for text in axes)
+        chart.layout = {"xaxis": x, "yaxis": y, "hovermode": "closest"}
+    return chart
+
+
+def _muted_tokens(record: Record, of: str) -> Chart:
+    chart = Chart(
+        "Tokens that lose their gradient",
+        "The tokens that most often lose their gradient to clip, veto or mask, with counts." + of,
+    )
+    tokens = record.get("muted_tokens", {})
+    bars = [(t, n) for t, n in zip(tokens.get("text", []), tokens.get("muted", []), strict=False) if n][:TOKENS]
+    if bars:
+        chart.traces.append(
+            {
+                "type": "bar",
+                "x": list(range(len(bars))),
+                "y": [n for _, n in bars],
+                "customdata": [html.escape(repr(text)) for text, _ in bars],
+                "marker": {"color": "#4c8bd6"},
+                "hovertemplate": "%{customdata}: %{y}<extra></extra>",
+            }
+        )
+        ticks = {"tickvals": list(range(len(bars))), "ticktext": [html.escape(repr(text)[1:-1]) for text, _ in bars]}
+        chart.layout = {"xaxis": ticks | {"tickangle": -60}, "hovermode": "closest"}
+    return chart

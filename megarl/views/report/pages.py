@@ -54,15 +54,24 @@ def line(number: int, x: list[Any], y: list[float]) -> dict[str, Any]:
     }
 
 
-def error_bars(values: Sequence[float], bounds: Iterable[Sequence[float]]) -> dict[str, Any]:
-    """Plotly's ``error_y`` of points with these values and [low, high]."""
-    pairs = list(zip(values, bounds, strict=True))
-    return {
-        "type": "data",
-        "symmetric": False,
-        "array": [high - value for value, (_, high) in pairs],
-        "arrayminus": [value - low for value, (low, _) in pairs],
-        "thickness": 1.5,
+def with_bars(
+    number: int, x: list[Any], means: Sequence[float], bounds: Iterable[Sequence[float]], name: str = ""
+) -> dict[str, Any]:
+    """A line like `line`, through means with bars for their intervals [low, high]."""
+    pairs = [(mean, low, high) for mean, (low, high) in zip(means, bounds, strict=True)]
+    return line(number, x, list(means)) | {
+        "mode": "lines+markers",
+        "name": html.escape(name),
+        "marker": {"size": 7, "color": colour(number)},
+        "error_y": {
+            "type": "data",
+            "symmetric": False,
+            "array": [high - mean for mean, _, high in pairs],
+            "arrayminus": [mean - low for mean, low, _ in pairs],
+            "thickness": 1.5,
+        },
+        "customdata": [[low, high] for _, low, high in pairs],
+        "hovertemplate": "%{y:.3f}  [%{customdata[0]:.3f}, %{customdata[1]:.3f}]",
     }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -12,11 +11,16 @@ from megarl.errors import UserError
 from megarl.estimates import Difference, mean_of_replicates
 from megarl.views.comparison import difference
 from megarl.views.report.curves import PERCENT
-from megarl.views.report.pages import Chart, colour, error_bars, line
+from megarl.views.report.pages import Chart, colour, line, with_bars
 from megarl.views.run_reader import Run
 
+MEANS = {  # title of a chart of means over seeds -> metric
+    "Held-out accuracy": "accuracy",
+    "Training reward": "reward/mean",
+    "Entropy": "entropy",
+    "Gradient norm": "grad_norm",
+}
 POINTS = 8  # updates at which two runs are compared, at most; each one reads all responses of two evaluations
-Series = Callable[[Run], dict[int, float]]
 
 
 def equal_updates(runs: list[Run]) -> list[int]:
@@ -56,22 +60,31 @@ def pair_columns(runs: list[Run]) -> list[dict[str, str]]:
 
 
 def why_no_differences(runs: list[Run]) -> str:
-    """Why there is no chart of differences between several runs; "" if there is one."""
-    if len(runs) < 2 or _differences(runs).traces:
-        return ""
+    """Why several runs have no chart of differences."""
     if not equal_updates(runs):
         return "no differences in accuracy: the runs were never evaluated after the same number of updates of their own"
     return "no differences in accuracy: the runs were evaluated on other prompts, or their responses are gone"
 
 
 def pair_charts(runs: list[Run]) -> list[Chart]:
-    """Charts of differences from the first run and of means over seeds, if there are any."""
-    return [chart for chart in (_differences(runs), *_seeds(runs)) if chart.traces]
+    """The chart of differences from the first run and those of means over seeds; without traces if there are none."""
+    charts = [_differences(runs)]
+    for title, metric in MEANS.items():
+        chart = Chart(
+            f"{title}, mean over seeds",
+            "Runs that differ only in their seed; the band is the 95 % interval of their mean.",
+            layout={"xaxis": {"title": {"text": "update", "standoff": 6}}},
+        )
+        for number, group in enumerate(_of_seeds(runs)):
+            chart.traces += _band(number, group, metric)
+        chart.layout["showlegend"] = len(chart.traces) > 3
+        charts.append(chart)
+    return charts
 
 
 def _differences(runs: list[Run]) -> Chart:
     chart = Chart(
-        f"Held-out accuracy minus that of {html.escape(runs[0].name)}",
+        f"Held-out accuracy minus that of {runs[0].name}",
         "After equal numbers of updates, on the same prompts; bars are paired 95 % intervals over prompts. A "
         "difference whose bar crosses 0 may be noise.",
         layout={
@@ -82,17 +95,13 @@ def _differences(runs: list[Run]) -> Chart:
     updates = equal_updates(runs) if len(runs) > 1 else []
     step = -(-len(updates) // POINTS) or 1
     for number, by_update in differences(runs, updates[::-1][::step][::-1]).items():
-        values = list(by_update.values())
-        trace = line(number, list(by_update), [one.mean for one in values])
-        trace["name"] = html.escape(runs[number].name)
-        trace["mode"] = "lines+markers"
-        trace["error_y"] = error_bars(trace["y"], [one.ci95 for one in values])
-        chart.traces.append(trace)
+        means, bounds = zip(*((one.mean, one.ci95) for one in by_update.values()), strict=True)
+        chart.traces.append(with_bars(number, list(by_update), means, bounds, runs[number].name))
     chart.layout["showlegend"] = len(chart.traces) > 1
     return chart
 
 
-def of_seeds(runs: list[Run]) -> list[list[Run]]:
+def _of_seeds(runs: list[Run]) -> list[list[Run]]:
     """Groups of two or more runs that differ only in their seed and the path of their first policy."""
     kinds: dict[str, list[Run]] = {}
     for run in runs:
@@ -101,50 +110,21 @@ def of_seeds(runs: list[Run]) -> list[list[Run]]:
     return [kind for kind in kinds.values() if len(kind) > 1]
 
 
-def _seeds(runs: list[Run]) -> list[Chart]:
-    """Charts with the mean over seeds of each group of runs, with a band."""
-    kinds: tuple[tuple[str, Series, dict[str, Any]], ...] = (
-        (
-            "Held-out accuracy",
-            lambda run: {e["update"]: e["accuracy"] for e in run.evaluations},
-            {"tickformat": PERCENT},
-        ),
-        ("Training reward", _column("reward/mean"), {}),
-        ("Entropy", _column("entropy"), {"rangemode": "tozero"}),
-        ("Gradient norm", _column("grad_norm"), {"rangemode": "tozero"}),
-    )
-    charts = []
-    for title, series, yaxis in kinds:
-        chart = Chart(
-            f"{title}, mean over seeds",
-            "Runs that differ only in their seed; the band is the 95 % interval of their mean.",
-            layout={"yaxis": yaxis, "xaxis": {"title": {"text": "update", "standoff": 6}}},
-        )
-        for number, group in enumerate(of_seeds(runs)):
-            chart.traces += _band(number, group, series)
-        chart.layout["showlegend"] = len(chart.traces) > 3
-        charts.append(chart)
-    return charts
-
-
-def _column(name: str) -> Series:
-    return lambda run: dict(zip(*run.column(name), strict=True))
-
-
-def _band(number: int, runs: list[Run], series: Series) -> list[dict[str, Any]]:
+def _band(number: int, runs: list[Run], metric: str) -> list[dict[str, Any]]:
     """Traces of the bounds, filled between, and of the mean, for updates at which all runs have a value, in bins."""
-    values = [series(run) for run in runs]
-    shared = sorted(set.intersection(*(set(one) for one in values)))
-    if not shared:
-        return []
-    width = -(-len(shared) // 200)
+    values = [
+        {e["update"]: e["accuracy"] for e in run.evaluations}
+        if metric == "accuracy"
+        else dict(zip(*run.column(metric), strict=True))
+        for run in runs
+    ]
+    shared = sorted(set.intersection(*map(set, values)))
+    width = -(-len(shared) // 200) or 1
     bins = [shared[i : i + width] for i in range(0, len(shared), width)]
     means = [mean_of_replicates(np.array([np.mean([one[u] for u in bin]) for one in values])) for bin in bins]
     x = [bin[-1] for bin in bins]
     hidden = {"showlegend": False, "hoverinfo": "skip", "line": {"width": 0, "color": colour(number)}}
-    low = line(number, x, [bounds[0] for _, bounds in means]) | hidden
-    high = line(number, x, [bounds[1] for _, bounds in means]) | hidden
+    low, high = (line(number, x, [bounds[k] for _, bounds in means]) | hidden for k in (0, 1))
     high |= {"fill": "tonexty", "fillcolor": colour(number) + "33"}
-    middle = line(number, x, [mean for mean, _ in means])
-    middle["name"] = html.escape(f"{runs[0].name} and {len(runs) - 1} more")
-    return [low, high, middle]
+    name = html.escape(f"{runs[0].name} and {len(runs) - 1} more")
+    return [low, high, line(number, x, [mean for mean, _ in means]) | {"name": name}]

@@ -10,11 +10,9 @@ from __future__ import annotations
 import json
 import math
 import re
-import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -90,20 +88,9 @@ def stages(root: Path) -> dict[int, Path]:
 
 
 def decoder(root: Path) -> Decode:
-    """A function from tokens to text, by the tokenizer of the run's first policy or else of its recipe."""
-    place = root / "stages/000/policy"
-    if not place.is_dir():
-        place = _tokenizer_of_recipe(root / "recipe.toml")
-    decode = load_decoder(place)
+    """A function from tokens to text, by the tokenizer of the run's first policy."""
+    decode = load_decoder(root / "stages/000/policy")
     return lambda tokens: decode(tokens.tolist())
-
-
-def _tokenizer_of_recipe(path: Path) -> Path:
-    try:
-        model: dict[str, Any] = tomllib.loads(path.read_text())["model"]
-        return Path(model.get("tokenizer") or model["path"])
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path} names no tokenizer: {error}") from error
 
 
 def select(root: Path, wanted: Filter, decode: Decode) -> Iterator[StoredResponse]:

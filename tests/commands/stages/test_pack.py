@@ -1,4 +1,4 @@
-"""Packed stages: after unpacking they are optimized to the same bytes, and hostile ones are refused."""
+"""Packed stages: after unpacking they are optimized to the same bytes, and hostile ones are refused; branches."""
 
 import json
 import os
@@ -6,11 +6,12 @@ import shutil
 
 import pytest
 
+from megarl.commands.one_phase import branch, changed_recipe
 from megarl.commands.stages.pack import MANIFEST, Manifest, pack
 from megarl.commands.stages.unpack import unpack
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import UserError
-from megarl.storage.policies import INDEX_FILE, weight_files
+from megarl.storage.policies import INDEX_FILE, copy_policy, weight_files
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
@@ -77,11 +78,11 @@ def test_an_unpacked_stage_is_optimized_to_the_same_bytes(run, tmp_path, guessin
         assert (tmp_path / "b/stages/000/rollouts" / shard.name).read_bytes() == shard.read_bytes()
 
 
-def test_a_later_stage_becomes_the_first_of_a_run(run, tmp_path):
-    """With its policy as the model and a new optimizer, whose state is never packed."""
+def test_a_later_stage_becomes_the_first_of_a_run(run, tiny_model, tmp_path):
+    """With its policy as the model, here the untrained one, and a new optimizer, whose state is never packed."""
     root = shutil.copytree(run.root, tmp_path / "run")
-    optimize(root, "--stage", 0)
     stage = RunDir.open(root).stage(1)
+    copy_policy(tiny_model, tiny_model, stage.policy, version=stage.first_update)
     fill(stage)
     manifest = pack(root, 1, tmp_path / "packed", LICENCE, weights=False, prompts=False)
     assert manifest.has_weights and {name.split("/")[0] for name in manifest.files} == {"policy", "rollouts"}
@@ -202,3 +203,24 @@ def test_a_damaged_stage_is_not_packed(name, run, tmp_path):
     with pytest.raises(UserError, match="does not match (the|its) checksum"):
         pack(root, 0, tmp_path / "stage", LICENCE, weights=True, prompts=True)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_a_stage_with_a_token_budget_is_neither_packed_nor_scored_again(recipe, tmp_path):
+    run = make_run(recipe, tmp_path / "run", "rollout.token_budget=2", "rollout.oversample=2")
+    with pytest.raises(UserError, match="trains groups that earlier stages began"):
+        pack(run.root, 0, tmp_path / "stage", "apache-2.0", weights=False, prompts=True)
+    assert not (tmp_path / "stage").exists()
+    with pytest.raises(UserError, match="--set reward: not with rollout.token_budget"):
+        changed_recipe(run.stage(0), ["reward.require_stop=false"])
+    assert changed_recipe(run.stage(0), ["optimizer.lr=1e-3"]).optimizer.lr == 1e-3
+
+
+def test_the_optimizer_state_of_another_run_goes_into_branches(recipe, tmp_path):
+    run, checkpoint = make_run(recipe, tmp_path / "run"), tmp_path / "other/update_000002"
+    checkpoint.mkdir(parents=True)
+    run.start_from(checkpoint)
+    made = branch(run.stage(0), tmp_path / "branch", changed_recipe(run.stage(0), ["optimizer.lr=1e-3"]))
+    assert made.run.start() == checkpoint
+    checkpoint.rmdir()
+    with pytest.raises(UserError, match="put it back"):
+        made.run.start()

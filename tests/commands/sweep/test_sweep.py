@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from lab.collect import collect
 from lab.results import load, read
 from megarl.commands.sweep import describe, sweep
-from megarl.commands.sweep.plan import SweepPlan
+from megarl.commands.sweep.plan import SweepPlan, plan_sweep
 from megarl.commands.sweep.results import Estimate, Row, table_text
 from megarl.errors import UserError
 from megarl.estimates import interval, paired
@@ -119,20 +119,21 @@ def test_a_dry_run_estimates_the_time_of_the_missing_runs(swept):
         for point in ("base", "grpo", "mu_grpo")
         for seed in (3, 4)
     }
-    of_update = sum(took.values()) / 16  # four runs of four updates
-    left = sum(took.values()) / 2 + 3 * 4 * of_update  # seed 5, like the other seeds; a new point's three runs
+    with_updates = [seconds for (point, _), seconds in took.items() if point != "base"]
+    left = sum(took["base", seed] for seed in (3, 4)) / 2 + 5 * sum(with_updates) / 4  # seed 5, and a new point's runs
     expected = f"a finished run took {sum(took.values()) / 6:.0f} s; the others take about {left / 2 / 60:.1f} min"
     assert expected in describe(more, output, jobs=2)
 
 
 def test_existing_runs_take_the_place_of_a_recipe_and_seeds(swept, tmp_path):
-    _, output, *_ = swept
+    """The sweep plans the same branches of their stages."""
+    file, output, *_ = swept
     table = SWEEP.split("[set]")[1].split("mu_grpo")[0]
     (tmp_path / "sweep.toml").write_text(f'runs = ["{output}/base/seed_3"]\nstage = 0\n[set]{table.format()}')
-    done = megarl("sweep", "sweep.toml", "--json", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    ours, of_seed = (path / "grpo/seed_3/final/model.safetensors" for path in (tmp_path / "sweep", output))
-    assert ours.read_bytes() == of_seed.read_bytes()
+    (ours,) = plan_sweep(load_sweep(tmp_path / "sweep.toml"), tmp_path / "sweep").all
+    (of_seed,) = (job for job in plan_sweep(load_sweep(file), output).all if job.name == "grpo/seed_3")
+    assert (ours.name, ours.source.directory) == ("grpo/seed_3", output / "base/seed_3/stages/000")
+    assert (ours.recipe, ours.settings) == (of_seed.recipe, of_seed.settings)
 
 
 def test_the_lab_collects_what_the_runs_logged(swept, tmp_path, monkeypatch):
