@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
-import pyarrow as pa
-
 from megarl.errors import UserError
 from megarl.storage.checked_json import write_checked
 from megarl.storage.files import disk_errors, fsync_path, write_atomic
@@ -85,7 +83,8 @@ class RolloutWriter:
 
     def _recover(self) -> None:
         self._refuse_sealed()  # again: it may have been sealed before this writer got its lock
-        _, self._length = parse(Path(self._ledger.name))
+        path = Path(self._ledger.name)
+        _, self._length = parse(path.read_bytes(), path)
         os.ftruncate(self._ledger.fileno(), self._length)
         os.fsync(self._ledger.fileno())
         fsync_path(self.directory)
@@ -125,22 +124,9 @@ class RolloutWriter:
             logprob_mode=self.logprob_mode,
         )
         with disk_errors(self.directory):
-            self._write_shard(entry.shard, payload)
+            write_atomic(self.directory / entry.shard, memoryview(payload))
             self._write_line(to_line(entry))
         self._groups.update(ids)
-
-    def _write_shard(self, name: str, payload: pa.Buffer) -> None:
-        temporary = self.directory / f".{name}.tmp"
-        try:
-            with open(temporary, "wb") as file:
-                file.write(payload)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.directory / name)
-        except OSError:
-            temporary.unlink(missing_ok=True)  # on a full disk its space is needed
-            raise
-        fsync_path(self.directory)
 
     def _write_line(self, line: bytes) -> None:
         fd = self._ledger.fileno()

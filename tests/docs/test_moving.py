@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import io
 import json
@@ -14,7 +13,6 @@ import tomllib
 import typing
 from collections.abc import Iterator
 from dataclasses import fields
-from types import SimpleNamespace
 from typing import Annotated, Any
 
 import numpy as np
@@ -127,25 +125,17 @@ def problem(span: str) -> str | None:
 def test_every_key_is_one_of_recipes() -> None:
     assert [found for span in SPANS if (found := problem(span))] == []
     assert sum(bool(KEY.fullmatch(span)) for span in SPANS) > 60
+    wrong = ("schedule.gone", "[objective.gone] maximum", "[rollout] gone", 'data.overlong = "left"', "objective.gone")
+    assert [span for span in wrong if problem(span) is None] == []
 
 
-@pytest.mark.parametrize(
-    "span",
-    ["schedule.gone", "scedule.stages", "[objective.gone] maximum", "[objective.opsm] gone", "[rollout] gone",
-     "[[gone]]", "objective.gone", 'data.overlong = "left"', 'objective.aggregation = "mean"', "eval.suites.gone"],
-)  # fmt: skip
-def test_what_is_not_there_is_found(span: str) -> None:
-    assert problem(span) is not None
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_every_command_is_there(command: str) -> None:
-    words = shlex.split(command)[1:]
-    name = words[: 1 + (words[0] == "stage")]
-    with contextlib.redirect_stdout(io.StringIO()) as told, pytest.raises(SystemExit) as end:
-        main([*name, "--help"])
-    assert end.value.code == 0
-    assert [word for word in words if word.startswith("--") and word not in told.getvalue()] == []
+def test_every_command_is_there() -> None:
+    for command in COMMANDS:
+        words = shlex.split(command)[1:]
+        with contextlib.redirect_stdout(io.StringIO()) as told, pytest.raises(SystemExit) as end:
+            main([*words[: 1 + (words[0] == "stage")], "--help"])
+        assert end.value.code == 0, command
+        assert [word for word in words if word.startswith("--") and word not in told.getvalue()] == [], command
 
 
 def test_the_toml_is_of_recipes() -> None:
@@ -244,19 +234,3 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     verifier = build_verifier(recipe, prompts)
     for response, expected in (("a", (1.0, 1.0)), ("b", (-1.0, 0.0))):
         assert total(verifier.score(prompts.train(0), response), 1, recipe.reward, 6) == expected
-
-
-def test_the_calls_of_other_reward_functions_fit() -> None:
-    async def custom_rm(args: Any, sample: Any, **kwargs: Any) -> float:  # slime's
-        return float(sample.response == sample.label)
-
-    def reward_fn(
-        prompt: str, completions: str, prompt_ids: Any, completion_ids: Any, answer: str, **kwargs: Any
-    ) -> float:
-        return float(completions == answer)
-
-    calls = [span for span in SPANS if re.match(r"asyncio\.run\(custom_rm|reward_fn\(prompt, response", span)]
-    names = {"asyncio": asyncio, "SimpleNamespace": SimpleNamespace, "custom_rm": custom_rm, "reward_fn": reward_fn}
-    names |= {"prompt": "abc=", "row": {"answer": "a"}}
-    assert len(calls) == 2
-    assert [eval(call, names | {"response": text}) for call in calls for text in "ab"] == [1.0, 0.0, 1.0, 0.0]

@@ -82,9 +82,7 @@ class MetricsWriter:
                 file.truncate(before)
                 file.write(lines)
         self.sinks: list[Any] = [LearningWatch(path.with_name("events.jsonl"))]
-        if run.tensorboard:
-            self.sinks.append(_TensorBoard(path.parent / "tensorboard", update + 1))
-        self.sinks += open_trackers(path.parent, run)
+        self.sinks += open_trackers(path.parent, run, update + 1)
 
     @property
     def lines(self) -> bytes:
@@ -109,24 +107,6 @@ class MetricsWriter:
         self.sync()
         for sink in self.sinks:
             sink.close()
-
-
-class _TensorBoard:
-    def __init__(self, directory: Path, first_update: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(directory), purge_step=first_update)
-
-    def append(self, record: dict[str, Any]) -> None:
-        from torch.utils.tensorboard.summary import scalar
-
-        scalars = {k: v for k, v in record.items() if k != "update" and not isinstance(v, dict)}  # no histograms
-        values = [value for name, number in scalars.items() for value in scalar(name, number).value]
-        # one event with all numbers of the update: one event per number would take five times as long
-        self.writer._get_file_writer().add_summary(type(scalar("", 0.0))(value=values), record["update"])
-
-    def close(self) -> None:
-        self.writer.close()
 
 
 def find(records: list[dict[str, Any]]) -> dict[str, str]:

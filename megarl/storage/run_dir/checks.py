@@ -6,10 +6,7 @@ verified when the run is opened, and shards and checkpoints when they are read.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from megarl.errors import UserError
-from megarl.storage.checked_json import read_intact_lines
 from megarl.storage.checkpoints import Damaged, checkpoints, read_manifest, read_metrics
 from megarl.storage.files import write_atomic
 from megarl.storage.ledger import check_seal, is_sealed
@@ -57,19 +54,16 @@ def mend_metrics(run: RunDir) -> None:
     position = sealed.newest_position(run.root)
     if agrees(run.metrics, position):
         return
-    lines = [line for stage in _own_stages(run) for line in _lines_of(stage)]
+    # without the stages of the run that this one branched from
+    own = (stage for stage in run.stages() if not stage.checkpoints.is_symlink())
+    lines = [line for stage in own for line in _lines_of(stage)]
     if NOTHING.after(lines) != position:
         raise UserError(
-            f"{run.metrics} is damaged: {_what_is_wrong(run)}. The remaining checkpoints do not have copies of all its "
-            "lines: restore the file from a copy"
+            f"{run.metrics} is damaged: it lacks lines to which the newest checkpoint refers, and the remaining "
+            "checkpoints do not have copies of all its lines. Restore the file from a copy"
         )
     write_atomic(run.metrics, b"".join(lines))
     run.log_event("restored_metrics", updates=len(lines))
-
-
-def _own_stages(run: RunDir) -> Iterator[Stage]:
-    """The stages whose updates this run has made itself, without those of the run that it branched from."""
-    return (stage for stage in run.stages() if stage.checkpoints.exists() and not stage.checkpoints.is_symlink())
 
 
 def _lines_of(stage: Stage) -> list[bytes]:
@@ -80,17 +74,3 @@ def _lines_of(stage: Stage) -> list[bytes]:
         except Damaged:
             continue
     return []
-
-
-def _what_is_wrong(run: RunDir) -> str:
-    try:
-        records, damaged = read_intact_lines(run.metrics)
-    except FileNotFoundError:
-        return "it is gone"
-    if damaged:
-        return f"{damaged} of its lines cannot be read"
-    updates = [record.get("update") for record in records]
-    expected = range(updates[0] if updates and isinstance(updates[0], int) else 1, len(updates) + 1)
-    if wrong := [update for update, right in zip(updates, expected, strict=False) if update != right]:
-        return f"update {wrong[0]} is in the place of another update"
-    return "lines are missing at its end, or differ from what was written"
