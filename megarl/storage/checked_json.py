@@ -91,7 +91,7 @@ def _parse_lines(lines: list[bytes], path: Path, first: int = 1, needs_checksum:
     records = []
     for number, line in enumerate(lines, first):
         try:
-            records.append(decode(line, needs_checksum))
+            records.append(decode(line, needs_checksum=needs_checksum))
         except (ValueError, RecursionError) as error:
             raise UserError(
                 f"{path}, line {number} is damaged: {error}. Restore the file from a copy, or delete that line"

@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from megarl.errors import UserError
-from megarl.storage.run_dir.sealed import check, damages
+from megarl.storage.run_dir.checks import check, damages
 from megarl.views.audit import audit
 from tests.helpers import megarl
 
