@@ -16,6 +16,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Self
 
+import pyarrow as pa
+
 from megarl.errors import UserError
 from megarl.storage.checked_json import write_checked
 from megarl.storage.files import disk_errors, fsync_path, write_atomic
@@ -124,9 +126,12 @@ class RolloutWriter:
             logprob_mode=self.logprob_mode,
         )
         with disk_errors(self.directory):
-            write_atomic(self.directory / entry.shard, memoryview(payload))
+            self._write_shard(entry.shard, payload)
             self._write_line(to_line(entry))
         self._groups.update(ids)
+
+    def _write_shard(self, name: str, payload: pa.Buffer) -> None:
+        write_atomic(self.directory / name, memoryview(payload))
 
     def _write_line(self, line: bytes) -> None:
         fd = self._ledger.fileno()

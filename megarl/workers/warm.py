@@ -178,7 +178,7 @@ def imports_of(recipe: Recipe) -> list[Iterator[None]]:
     if recipe.actor.backend == "cpu":
         training += ["megarl.actor.cpu_backend"]
     if recipe.run.tensorboard:
-        training += ["torch.utils.tensorboard"]
+        training += ["tensorboard.summary.writer.event_file_writer"]
     engine = import_builtin_engine(recipe.model.path) if recipe.rollout.engine == "builtin" else iter(())
     return [
         import_prompts(recipe),

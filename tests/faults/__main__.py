@@ -52,18 +52,9 @@ FILES = (
     f"{CHECKPOINT}/manifest.json",
     f"{CHECKPOINT}/metrics.jsonl",
 )
-# where a live run differs: rollouts that are not sealed, its trainer reads checkpoints, policies between stages
+# where a live run differs: rollouts that are not sealed, and its trainer reads checkpoints
 LIVE_CHECKPOINT = "stages/001/checkpoints/update_000002"
 LIVE_FILES = ("metrics.jsonl", f"{ROLLOUTS}/*.arrow", f"{ROLLOUTS}/ledger.jsonl", f"{LIVE_CHECKPOINT}/__0_0.distcp")
-PUBLISHED = "stages/001/policies/000008"
-PUBLISHED_FILES = (f"{PUBLISHED}/model.safetensors", f"{PUBLISHED}/megarl.json")
-LIVE_CALLS = [
-    *itertools.product(
-        ["write"], ["/metrics.jsonl", ".arrow", "rollouts/ledger.jsonl"], [errno.EIO, errno.ENOSPC], [2]
-    ),
-    *itertools.product(["write"], ["policies/.", ".distcp"], [errno.EIO, errno.ENOSPC], [1]),
-    *itertools.product(["rename"], ["policies/", "SEALED"], [errno.EIO], [1]),
-]
 
 
 def flip(path: Path) -> None:
@@ -142,11 +133,7 @@ class Trial:
     name: str
     damage: Callable[[Path], object] | None = None
     call: tuple[str, str, int, int] | None = None
-    stopped: str = ""  # which run of `Laboratory`; by default "4", or "0" for a call that occurs early
-
-    @property
-    def live(self) -> bool:
-        return self.stopped.startswith("live")
+    live: bool = False  # in a live run
 
 
 def trials() -> list[Trial]:
@@ -156,13 +143,11 @@ def trials() -> list[Trial]:
     whole = [Trial(name, damage) for name, damage in (WHOLE_RUNS | MORE).items()]
     calls = [Trial(describe(call), None, call) for call in CALLS]
     live = [
-        Trial(f"live: {file}: {kind}", lambda run, f=file, d=KINDS[kind]: d(min(run.glob(f))), stopped=stopped)
-        for stopped, files in (("live", LIVE_FILES), ("live loading", PUBLISHED_FILES))
-        for file in files
+        Trial(f"live: {file}: {kind}", lambda run, f=file, d=KINDS[kind]: d(min(run.glob(f))), live=True)
+        for file in LIVE_FILES
         for kind in KINDS
     ]
-    live += [Trial(f"live: {name}", damage, stopped="live") for name, damage in MORE.items()]
-    live += [Trial(f"live: {describe(call)}", None, call, stopped="live begun") for call in LIVE_CALLS]
+    live += [Trial(f"live: {name}", damage, live=True) for name, damage in MORE.items()]
     return [*at_rest, *whole, *calls, *live]
 
 
@@ -197,15 +182,13 @@ class Laboratory:
     """Undisturbed runs, staged and live, and the same runs stopped in their second stage, each with a name.
 
     "0" has no rollouts of the stage yet. "4" has made its updates, with the newest checkpoint at update 4. "live" has
-    its newest at update 2, "live begun" no updates yet, and in "live loading" an engine was loading a policy.
+    its newest at update 2.
     """
 
     MOMENTS: ClassVar = {
         "0": r"open .*logs/001_rollout/attempt_0/rank_0000.log",
         "4": r"open .*stages/001/checkpoints/\.update_000006\..*\.tmp/.",
         "live": r"open .*stages/001/checkpoints/\.update_000004\..*\.tmp/.",
-        "live begun": r"open .*logs/001_live/attempt_0/rank_0000.log",
-        "live loading": f"open .*{PUBLISHED}/megarl.json",
     }
 
     def __init__(self, folder: Path) -> None:
@@ -222,7 +205,7 @@ class Laboratory:
     def stopped(self, name: str) -> Path:
         run = self.folder / f"stopped_{name}"
         if not run.exists():
-            kill_at(self.MOMENTS[name], 1, self.recipe, run, *settings("live" in name))
+            kill_at(self.MOMENTS[name], 1, self.recipe, run, *settings(name == "live"))
         return run
 
     def attempt(self, trial: Trial) -> tuple[bool, str]:
@@ -231,7 +214,7 @@ class Laboratory:
         run = self.folder / "run"
         shutil.rmtree(run, ignore_errors=True)
         (self.folder / "prompts.jsonl").write_bytes(self.prompts)
-        shutil.copytree(self.stopped(trial.stopped or ("0" if early else "4")), run)
+        shutil.copytree(self.stopped("live" if trial.live else "0" if early else "4"), run)
         counter = self.folder / "counter"
         counter.unlink(missing_ok=True)
         environment = dict(os.environ)

@@ -2,7 +2,7 @@
 
 The processes of a run log one after another, so ``trackers.json`` in the run directory remembers the tracker's id of
 the run. An update that is made again after a kill is logged twice; on the same machine and layout with equal numbers.
-The package tensorboard is used directly, since importing torch.utils.tensorboard would delay the engine process.
+The package tensorboard is used directly, since importing torch's writer for it would delay the engine process.
 """
 
 from __future__ import annotations

@@ -42,16 +42,6 @@ _CONTENTS = ("stages", "metrics.jsonl", "events.jsonl", "final", "evaluations", 
 _Evaluations = dict[tuple[int, str], dict[str, Any]]  # by version (number of updates) and name of the suite
 
 
-class _Below:
-    """A path in the directory ``root`` of a run."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, run: RunDir, _: type) -> Path:
-        return run.root / self.name
-
-
 @dataclass(frozen=True)
 class RunDir:
     """A run directory with its newest recipe, or with an earlier one, for the stages that were made with that."""
@@ -60,12 +50,6 @@ class RunDir:
     recipe: Recipe
     _newest: RunDir | None = field(default=None, repr=False, compare=False)  # set if ``recipe`` is an earlier one
     _evaluations: _Evaluations = field(default_factory=dict, init=False, repr=False, compare=False)
-
-    metrics, events, logs, final = (_Below(name) for name in ("metrics.jsonl", "events.jsonl", "logs", "final"))
-    prompts = _Below("prompts.json")  # checksums of the prompt files, the user's own Python files, a judge's question
-    non_finite = _Below("non_finite.jsonl")  # the sequences that made an update's loss or gradient non-finite
-    best = _Below("best")  # the policy with the highest accuracy so far
-    rehearsal = _Below("rehearsal")  # the scratch directory of the rehearsal, removed after it
 
     @classmethod
     def create(cls, root: Path, recipe: Recipe) -> RunDir:
@@ -128,13 +112,31 @@ class RunDir:
             raise UserError(f"{root} is not a run directory: it has no recipe.toml")
         return cls(root, load(root / "recipe.toml"))
 
+    @property
+    def prompts(self) -> Path:
+        """The file with the checksums of the prompt files, the user's own Python files and a judge's question."""
+        return self.root / "prompts.json"
+
     def check_prompts(self) -> None:
         """`UserError` if one of these files has changed since the run began."""
         check_files(self.prompts, self.recipe)
 
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.root / "events.jsonl"
+
     @functools.cached_property
     def _new_events(self) -> JsonTail:
         return JsonTail(self.events, strict=True)
+
+    @property
+    def non_finite(self) -> Path:
+        """The file with one object for each sequence that made an update's loss or gradient non-finite."""
+        return self.root / "non_finite.jsonl"
 
     @property
     def base(self) -> Path:
@@ -142,6 +144,24 @@ class RunDir:
 
         Actors and other policies have its configuration and tokenizer; adapters are trained on top of its weights."""
         return self.stage(0).policy
+
+    @property
+    def final(self) -> Path:
+        return self.root / "final"
+
+    @property
+    def best(self) -> Path:
+        """The policy with the highest accuracy so far."""
+        return self.root / "best"
+
+    @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    @property
+    def rehearsal(self) -> Path:
+        """The scratch directory of the rehearsal, removed after it."""
+        return self.root / "rehearsal"
 
     def stage(self, number: int) -> Stage:
         """Stage ``number``; ``schedule.stages`` stands for the end of the run, whose policy is the result."""
