@@ -165,8 +165,9 @@ def check_files(path: Path, recipe: Recipe) -> None:
             kind, why = f"{own[name].partition('.')[0]} file", ""
             remedy = (
                 f"give the new one another name and branch: megarl optimize {quoted(path.parent)} --stage 0 "
-                f"--output NEW --set {own[name]}=NEW_FILE{'' if own[name] == 'reward.service.prompt' else '.py:NAME'}"
+                f"--output NEW --set {own[name]}=NEW_FILE"
             )
+            remedy += "" if own[name] == "reward.service.prompt" else ".py:NAME"
         raise UserError(
             f"the {kind} {name} has changed since {path.parent} began{why}: put the old file back, or {remedy}"
         )
