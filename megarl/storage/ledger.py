@@ -61,13 +61,13 @@ def lock(path: Path) -> FileIO:
     return file
 
 
-def parse(data: bytes, path: Path, first: int = 1) -> tuple[list[LedgerEntry], int]:
+def parse(path: Path, data: bytes | None = None, first: int = 1) -> tuple[list[LedgerEntry], int]:
     """(entries of a ledger, bytes of the intact part). A last line that a crash has torn is left out.
 
-    data: the part of the ledger ``path`` that begins with line number ``first``.
+    data: the part of the ledger that begins with line number ``first``; by default all of it.
     `UserError` for any other damaged line.
     """
-    lines, torn = split_lines(data)
+    lines, torn = split_lines(path.read_bytes() if data is None else data)
     entries, length = [], 0
     for number, line in enumerate(lines, first):
         try:
@@ -115,7 +115,7 @@ class Ledgers:
             if status.st_ino != inode or status.st_size < size:  # replaced by sealing
                 size = lines = 0
             file.seek(size)
-            entries, length = parse(file.read(), path, lines + 1)
+            entries, length = parse(path, file.read(), lines + 1)
         self._read[path.name] = status.st_ino, size + length, lines + len(entries)
         return entries
 

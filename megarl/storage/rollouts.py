@@ -85,8 +85,7 @@ class RolloutWriter:
 
     def _recover(self) -> None:
         self._refuse_sealed()  # again: it may have been sealed before this writer got its lock
-        path = Path(self._ledger.name)
-        _, self._length = parse(path.read_bytes(), path)
+        _, self._length = parse(Path(self._ledger.name))
         os.ftruncate(self._ledger.fileno(), self._length)
         os.fsync(self._ledger.fileno())
         fsync_path(self.directory)
