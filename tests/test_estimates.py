@@ -18,6 +18,8 @@ def test_interval_is_wilsons_for_one_sample_per_prompt():
     expected = [(centre - half) / (1 + z * z / n), (centre + half) / (1 + z * z / n)]
     assert interval(scores) == pytest.approx(expected, rel=1e-5)
     assert interval(np.zeros(100))[0] == 0.0 < interval(np.zeros(100))[1] < 0.05
+    low, high = interval(np.array([0.25]), 32)  # of one prompt: the whole range
+    assert low < 1e-6 and high > 1 - 1e-6
 
 
 def test_interval_covers_the_truth_as_often_as_it_says():
@@ -31,8 +33,8 @@ def test_interval_covers_the_truth_as_often_as_it_says():
         assert 0.91 < hits / 400 < 0.985
 
 
-@pytest.mark.parametrize("prompts", [2, 3, 5, 8, 12, 20, 30])
-@pytest.mark.parametrize("difficulty", [(2, 3), (0.3, 0.3), (0.5, 4), (5, 0.5), (0.2, 2), (20, 20)])
+@pytest.mark.parametrize("prompts", [2, 5, 12, 30])
+@pytest.mark.parametrize("difficulty", [(2, 3), (0.3, 0.3), (0.5, 4), (20, 20)])
 def test_interval_covers_the_truth_for_few_prompts_with_many_samples(prompts, difficulty):
     """The share of right responses is Beta-distributed over prompts: mostly 0 or 1, similar for all, or in between."""
     rng = np.random.default_rng(0)
@@ -44,14 +46,9 @@ def test_interval_covers_the_truth_for_few_prompts_with_many_samples(prompts, di
         assert all(0 <= low < high <= 1 for low, high in bounds)
 
 
-def test_interval_of_one_prompt_is_the_whole_range():
-    low, high = interval(np.array([0.25]), 32)
-    assert low < 1e-6 and high > 1 - 1e-6
-
-
-@pytest.mark.parametrize("n", [1, 2, 5, 8])
-def test_pass_at_k_agrees_with_the_closed_form_and_with_counting_all_draws(n):
+def test_pass_at_k_agrees_with_the_closed_form_and_with_counting_all_draws():
     """1 - C(n - c, k) / C(n, k), for every number c of right responses and every k."""
+    n = 6
     correct = np.array([[1.0] * c + [0.0] * (n - c) for c in range(n + 1)])
     found = pass_at(correct)
     for c, k in itertools.product(range(n + 1), range(1, n + 1)):
@@ -67,15 +64,7 @@ def test_pass_at_k_of_many_samples_is_the_closed_form_where_factorials_would_ove
         assert found[k - 1] == pytest.approx(1 - math.comb(n - c, k) / math.comb(n, k), rel=1e-9)
 
 
-def test_pass_at_k_is_unbiased():
-    """Its mean over all outcomes of n = 4 responses, each right with probability p, is exactly 1 - (1 - p)^k."""
-    p, n = 0.3, 4
-    outcomes = np.array(list(itertools.product([0.0, 1.0], repeat=n)))
-    weights = (p**outcomes * (1 - p) ** (1 - outcomes)).prod(1)
-    np.testing.assert_allclose(weights @ pass_at(outcomes), [1 - (1 - p) ** k for k in range(1, n + 1)], rtol=1e-12)
-
-
-@pytest.mark.parametrize("k", [2, 3, 8])
+@pytest.mark.parametrize("k", [2, 8])
 def test_intervals_of_pass_at_k_cover_the_truth(k):
     rng, n, prompts = np.random.default_rng(k), 8, 40
     difficulty = rng.beta(1, 3, 200_000)
@@ -117,6 +106,7 @@ def test_a_summary_has_every_estimate_with_its_interval():
 
 # scipy.stats.binomtest(better, better + worse).pvalue of scipy 1.17.1, which is no dependency of megarl
 SIGN_TESTS = {
+    (0, 0): 1.0,
     (1, 0): 1.0,
     (9, 1): 0.021484375,
     (5, 5): 1.0,
@@ -131,12 +121,8 @@ def test_the_sign_test_agrees_with_scipy_and_the_binomial_sum(better, worse):
     n, fewer = better + worse, min(better, worse)
     assert sign_test(better, worse) == sign_test(worse, better) == pytest.approx(SIGN_TESTS[better, worse], rel=1e-10)
     if n < 1000:
-        exact = Fraction(sum(math.comb(n, k) for k in range(fewer + 1)), 2 ** (n - 1))
+        exact = 2 * Fraction(sum(math.comb(n, k) for k in range(fewer + 1)), 2**n)
         assert sign_test(better, worse) == pytest.approx(float(min(exact, 1)), rel=1e-10)
-
-
-def test_the_p_value_without_differences_is_one():
-    assert sign_test(0, 0) == 1.0
 
 
 def test_the_paired_bootstrap_agrees_with_scipy():
@@ -160,13 +146,6 @@ def test_the_bootstrap_agrees_with_all_possible_resamples():
     assert (paired(a, b).better, paired(a, b).worse, paired(a, b).p_value) == (2, 1, 1.0)
 
 
-def test_differences_between_prompts_cancel_in_paired_differences():
-    rng = np.random.default_rng(1)
-    a = rng.random(200)
-    low, high = paired(a, a + 0.01).ci95
-    assert low == pytest.approx(0.01) and high == pytest.approx(0.01)
-
-
 @pytest.mark.parametrize(
     ("kind", "response", "expected"),
     [
@@ -183,7 +162,7 @@ def test_the_final_answer_of_a_response_is_extracted(kind, response, expected):
     assert answer_of(kind, response) == expected
 
 
-@pytest.mark.parametrize("text", [r"\boxed{" * 50_000, "{" * 10**6, "1" * 10**6, "1," * 10**6, r"\boxed{}" * 10**5])
-def test_hostile_text_gives_a_short_answer_without_taking_long(text):
+def test_hostile_text_gives_a_short_answer_without_taking_long():
     """Braces are followed only from the last few boxes, and numbers are looked for only at the end of the text."""
-    assert len(answer_of("math", text) or "") <= LONGEST and BOXES < 10
+    for text in (r"\boxed{" * 50_000, "{" * 10**6, "1" * 10**6, "1," * 10**6, r"\boxed{}" * 10**5):
+        assert len(answer_of("math", text) or "") <= LONGEST and BOXES < 10

@@ -36,9 +36,8 @@ def suite(tmp_path, monkeypatch):
     return add
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_what_passes_alone_is_said_to_be_flaky(suite, capfd, jobs):
-    file = suite(FAILS_ONCE, jobs)
+def test_what_passes_alone_is_said_to_be_flaky(suite, capfd):
+    file = suite(FAILS_ONCE, jobs=2)
     assert run("small", retry=True)
     assert [line for line in capfd.readouterr().out.splitlines() if line.startswith("FLAKY")] == [
         "FLAKY test_small.py::test_fails_once"
@@ -58,10 +57,11 @@ def test_without_a_retry_one_failure_is_enough(suite):
 
 
 @pytest.mark.parametrize(
-    "text", ["import does_not_exist_anywhere\n", "def test_crashes():\n    import os; os._exit(9)\n"]
+    ("text", "jobs"),
+    [("import does_not_exist_anywhere\n", 1), ("def test_crashes():\n    import os; os._exit(9)\n", 2)],
 )
-def test_neither_a_broken_file_nor_a_crash_passes(suite, text):
-    suite(text, jobs=2)
+def test_neither_a_broken_file_nor_a_crash_passes(suite, text, jobs):
+    suite(text, jobs)
     assert not run("small", retry=True)
 
 

@@ -19,7 +19,7 @@ from megarl.storage.checkpoints import checkpoints
 from megarl.storage.files import make_directory
 from megarl.storage.metrics.trackers import NONE as NO_TRACKERS
 from megarl.storage.policies import INFO_FILE
-from megarl.storage.run_dir import RunDir, Stage, sealed
+from megarl.storage.run_dir import RunDir, Stage, checks
 from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
 from megarl.workers.preflight import check
@@ -93,7 +93,7 @@ def evaluate_model(
     else:
         raise UserError(f"{target} is not a run directory: use --recipe to say which data and reward to use")
     if (policy / INFO_FILE).exists():  # else it is a model that megarl did not write
-        sealed.check(policy, "Restore it from a copy")
+        checks.check(policy, "Restore it from a copy")
     recipe = override_recipe(_with_suites(before, suites), overrides)
     recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update=NO_TRACKERS)})
     heldout = max((suite.prompts for suite in before.suites if not suite.own), default=0)

@@ -25,7 +25,7 @@ from megarl.storage.checkpoints import checkpoints
 from megarl.storage.files import make_directory
 from megarl.storage.policies import PolicyInfo, Reference, cut_text, read_reference, write_reference
 from megarl.storage.rollouts import Group, Response
-from megarl.storage.run_dir import Stage, sealed
+from megarl.storage.run_dir import Stage, checks
 
 
 def export(stage: Stage) -> None:
@@ -55,7 +55,7 @@ def load_policy(actor: Actor, stage: Stage, updates: int) -> None:
         checkpoint.load(actor, path)
     else:  # the stage's first policy, or its last one if its checkpoints are gone; new adapters do not change either
         policy = stage.next.policy if updates else stage.policy
-        sealed.check(policy, "Restore it from a copy")
+        checks.check(policy, "Restore it from a copy")
         hf.load_hf(actor.models, policy)
     gather_parameters(actor.replicas)
 

@@ -15,7 +15,7 @@ import os
 import re
 import zlib
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from megarl.errors import UserError
 from megarl.storage.files import disk_errors, fsync_path, write_atomic
@@ -28,12 +28,9 @@ _CHECKSUM = re.compile(rb',(?: |\n +)"crc": "([0-9a-f]{8})"(?:}\n?|\n}\n)')
 
 def encode(record: Record, indent: int | None = None) -> bytes:
     """JSON, on one line or indented, whose last field ``crc`` is the CRC-32 of all bytes before it."""
-    text = json.dumps(record, indent=indent).encode()
-    if indent is None:
-        body = text.removesuffix(b"}")
-        return body + b', "crc": "%08x"}\n' % zlib.crc32(body)
-    body = text.removesuffix(b"\n}")
-    return body + b',\n%s"crc": "%08x"\n}\n' % (b" " * indent, zlib.crc32(body))
+    gap, end = (b" ", b"}") if indent is None else (b"\n" + b" " * indent, b"\n}")
+    body = json.dumps(record, indent=indent).encode().removesuffix(end)
+    return body + b',%s"crc": "%08x"%s\n' % (gap, zlib.crc32(body), end)
 
 
 def decode(data: bytes, needs_checksum: bool = True) -> Record:
@@ -78,8 +75,7 @@ def append_line(path: Path, line: bytes) -> None:
         fcntl.flock(file, fcntl.LOCK_EX)  # ranks of several nodes append, and not every file system does so atomically
         if created:
             fsync_path(path.parent)
-        end = file.seek(0, os.SEEK_END)
-        if end and _last_byte(file, end) != b"\n":
+        if file.seek(0, os.SEEK_END) and os.pread(file.fileno(), 1, file.tell() - 1) != b"\n":
             file.seek(0)
             file.truncate(file.read().rfind(b"\n") + 1)
         file.write(line)
@@ -90,12 +86,12 @@ def read_json_lines(path: Path) -> list[Record]:
     return _parse_lines(split_lines(path.read_bytes())[0], path)
 
 
-def _parse_lines(lines: list[bytes], path: Path, first: int = 1) -> list[Record]:
+def _parse_lines(lines: list[bytes], path: Path, first: int = 1, needs_checksum: bool = False) -> list[Record]:
     """Decode complete lines of ``path``, the first of which is line number ``first``; `UserError` for a damaged one."""
     records = []
     for number, line in enumerate(lines, first):
         try:
-            records.append(decode(line, needs_checksum=False))
+            records.append(decode(line, needs_checksum=needs_checksum))
         except (ValueError, RecursionError) as error:
             raise UserError(
                 f"{path}, line {number} is damaged: {error}. Restore the file from a copy, or delete that line"
@@ -106,13 +102,9 @@ def _parse_lines(lines: list[bytes], path: Path, first: int = 1) -> list[Record]
 def check_json_lines(path: Path) -> None:
     """`UserError` with the line's number unless every line has its checksum, and the last one ends with a newline."""
     lines, torn = split_lines(path.read_bytes())
-    for number, line in enumerate([*lines, torn] if torn else lines, 1):
-        try:
-            decode(line)
-            if number > len(lines):
-                raise ValueError("it does not end with a newline")
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{path}, line {number} is damaged: {error}") from error
+    _parse_lines(lines, path, needs_checksum=True)
+    if torn:
+        raise UserError(f"{path}, line {len(lines) + 1} is damaged: it does not end with a newline")
 
 
 def with_checksum(text: str, comment: str) -> str:
@@ -183,8 +175,3 @@ def _object_or_none(line: bytes) -> Record | None:
         return decode(line, needs_checksum=False)
     except (ValueError, RecursionError):
         return None
-
-
-def _last_byte(file: IO[bytes], end: int) -> bytes:
-    file.seek(end - 1)
-    return file.read(1)

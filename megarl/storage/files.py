@@ -25,17 +25,21 @@ def fsync_path(path: Path) -> None:
         os.close(fd)
 
 
-def write_atomic(path: Path, data: str | bytes, mode: int = 0o666) -> None:
+def write_atomic(path: Path, data: str | bytes | memoryview, mode: int = 0o666) -> None:
     """Replace ``path`` by ``data`` through a synced temporary file and a rename. mode: 0o600 for secrets."""
     payload = data.encode() if isinstance(data, str) else data
     temporary = path.with_name(f".{path.name}.tmp")
     with disk_errors(path):
         temporary.unlink(missing_ok=True)
-        with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(payload)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
+        try:
+            with open(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+                file.write(payload)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            temporary.unlink(missing_ok=True)  # on a full disk its space is needed
+            raise
         fsync_path(path.parent)
 
 
@@ -85,19 +89,10 @@ def remove_directory(path: Path) -> None:
     name. Raises OSError if it cannot be renamed; the directory is then unchanged.
     """
     leftover = path.with_name(leftover_name(path.name))
-    discard(leftover)
+    shutil.rmtree(leftover, ignore_errors=True)
     path.rename(leftover)
     fsync_path(path.parent)
-    discard(leftover)
-
-
-def discard(leftover: Path) -> None:
-    """Remove a file or directory as far as possible, without errors: NFS keeps files that a process has open."""
-    if leftover.is_dir() and not leftover.is_symlink():
-        shutil.rmtree(leftover, ignore_errors=True)
-    else:
-        with contextlib.suppress(OSError):
-            leftover.unlink()
+    shutil.rmtree(leftover, ignore_errors=True)  # NFS keeps files that a process has open
 
 
 def leftover_name(name: str) -> str:

@@ -39,15 +39,6 @@ def to_line(entry: LedgerEntry) -> bytes:
     return encode(asdict(entry))
 
 
-def from_line(line: bytes) -> LedgerEntry | None:
-    """Decode a line; None if its checksum is wrong or missing."""
-    try:
-        fields = decode(line)
-    except (ValueError, RecursionError):
-        return None
-    return LedgerEntry(**{**fields, "groups": tuple(fields["groups"])})
-
-
 def is_sealed(directory: Path) -> bool:
     """Whether the rollouts in a directory are complete and closed to writers."""
     return (Path(directory) / SEALED).exists()
@@ -70,28 +61,25 @@ def lock(path: Path) -> FileIO:
     return file
 
 
-def parse(path: Path) -> tuple[list[LedgerEntry], int]:
-    """(entries of one ledger, bytes of its intact part). A last line that a crash has torn is left out.
+def parse(path: Path, data: bytes | None = None, first: int = 1) -> tuple[list[LedgerEntry], int]:
+    """(entries of a ledger, bytes of the intact part). A last line that a crash has torn is left out.
 
+    data: the part of the ledger that begins with line number ``first``; by default all of it.
     `UserError` for any other damaged line.
     """
-    return _parse(path.read_bytes(), path, 1)
-
-
-def _parse(data: bytes, path: Path, first: int) -> tuple[list[LedgerEntry], int]:
-    """`parse` for ``data``, a part of ``path`` that begins with line number ``first``."""
-    lines, torn = split_lines(data)
+    lines, torn = split_lines(path.read_bytes() if data is None else data)
     entries, length = [], 0
     for number, line in enumerate(lines, first):
-        entry = from_line(line)
-        if entry is None:
+        try:
+            fields = decode(line)
+        except (ValueError, RecursionError) as error:
             if number == first + len(lines) - 1 and not torn:
                 break
             raise UserError(
                 f"line {number} of {path} is damaged: its checksum does not match. Restore the file from a copy, or "
                 "delete that line and start again: only its groups are generated again"
-            )
-        entries.append(entry)
+            ) from error
+        entries.append(LedgerEntry(**{**fields, "groups": tuple(fields["groups"])}))
         length += len(line) + 1
     return entries, length
 
@@ -127,18 +115,13 @@ class Ledgers:
             if status.st_ino != inode or status.st_size < size:  # replaced by sealing
                 size = lines = 0
             file.seek(size)
-            entries, length = _parse(file.read(), path, lines + 1)
+            entries, length = parse(path, file.read(), lines + 1)
         self._read[path.name] = status.st_ino, size + length, lines + len(entries)
         return entries
 
     def _add(self, entry: LedgerEntry) -> bool:
         """Whether the entry is new: after a sealing that was killed, the same line may be in two ledgers."""
         known = self._by_shard.setdefault(entry.shard, entry)
-        if known != entry:
-            raise UserError(
-                f"two ledgers in {self._directory} have different lines about {entry.shard}: "
-                "delete one of these lines and start again"
-            )
         for group in entry.groups:
             if self._owner.setdefault(group, entry.shard) != entry.shard:
                 raise UserError(
@@ -162,7 +145,7 @@ def check_equal(entries: Sequence[LedgerEntry], directory: Path, field: str, exp
 def check_seal(directory: Path) -> None:
     """`UserError` unless the ledger of a sealed directory has the checksum in its seal."""
     seal, ledger = directory / SEALED, directory / LEDGER
-    expected = _read_seal(seal).get("ledger_sha256")
+    expected = _read_seal(directory).get("ledger_sha256")
     try:
         intact = hashlib.sha256(ledger.read_bytes()).hexdigest() == expected
     except (FileNotFoundError, IsADirectoryError):
@@ -174,11 +157,10 @@ def check_seal(directory: Path) -> None:
         )
 
 
-def _read_seal(path: Path) -> Record:
-    return read_checked(
-        path,
-        "Restore it from a copy, or delete it and start again: the stage's rollouts are then sealed again",
-    )
+def _read_seal(directory: Path) -> Record:
+    """What `SEALED` says; {} if there is none."""
+    remedy = "Restore it from a copy, or delete it and start again: the stage's rollouts are then sealed again"
+    return read_checked(directory / SEALED, remedy) if is_sealed(directory) else {}
 
 
 def sealed_groups(directory: Path, which: str) -> list[int] | None:
@@ -186,14 +168,12 @@ def sealed_groups(directory: Path, which: str) -> list[int] | None:
 
     None if there is no seal or it has no such list: then all groups are trained, and none is carried.
     """
-    path = directory / SEALED
-    return _read_seal(path).get(which) if path.exists() else None
+    return _read_seal(directory).get(which)
 
 
 def sealed_external(directory: Path) -> bool:
     """Whether a sealed stage was filled from outside, with prompts and rewards that the recipe does not know."""
-    path = directory / SEALED
-    return path.exists() and _read_seal(path).get("external") is True
+    return _read_seal(directory).get("external") is True
 
 
 def check_size(path: Path, entry: LedgerEntry) -> None:

@@ -197,13 +197,7 @@ def decode_reference(fields: dict[str, Any]) -> Reference:
         name: fields[name] and [np.array(values, dtype) for values in fields[name]] for name, dtype in _ARRAYS.items()
     }
     known = {name: value for name, value in (fields | arrays).items() if name in Reference.__dataclass_fields__}
-    reference = Reference(**known)
-    lengths = [(len(sequence) - 1,) for sequence in reference.sequences]
-    for name in ("logprobs", "previous"):
-        values = getattr(reference, name)
-        if values is not None and [value.shape for value in values] != lengths:
-            raise ValueError(f"{name} does not have a value for each token but the first of each sequence")
-    return reference
+    return Reference(**known)
 
 
 def write_reference(directory: Path, reference: Reference) -> None:

@@ -130,17 +130,7 @@ class RolloutWriter:
         self._groups.update(ids)
 
     def _write_shard(self, name: str, payload: pa.Buffer) -> None:
-        temporary = self.directory / f".{name}.tmp"
-        try:
-            with open(temporary, "wb") as file:
-                file.write(payload)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, self.directory / name)
-        except OSError:
-            temporary.unlink(missing_ok=True)  # on a full disk its space is needed
-            raise
-        fsync_path(self.directory)
+        write_atomic(self.directory / name, memoryview(payload))
 
     def _write_line(self, line: bytes) -> None:
         fd = self._ledger.fileno()

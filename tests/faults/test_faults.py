@@ -12,10 +12,10 @@ from tests.helpers import ROOT
 pytestmark = pytest.mark.crash
 
 ALL = (
-    "distcp: one bit flipped",  # continues from the checkpoint before
+    "live: .*distcp: one bit flipped",  # continues from the checkpoint before
     "all checkpoints of the stage",  # continues from the beginning of the stage
     "the stage before damaged too",  # reported
-    "metrics.jsonl: emptied",  # restored from the copy in a checkpoint
+    "^metrics.jsonl: emptied",  # restored from the copy in a checkpoint
     "metrics and their copy",
     "policy/config.json: one bit",
     "rows appended",

@@ -43,26 +43,11 @@ def with_experts(group: Group, shape: tuple[int, int] = (3, 2), dtype: type = np
 def as_bytes(group: Group) -> tuple:
     """A value that is equal for two groups only if they are equal bit for bit."""
 
-    def experts(response: Response) -> tuple | None:
-        found = response.routed_experts
-        return None if found is None else (found.dtype.str, found.shape, found.tobytes())
+    def exact(value: object) -> object:
+        return (value.dtype.str, value.shape, value.tobytes()) if isinstance(value, np.ndarray) else repr(value)
 
-    return (
-        group.group_id,
-        group.prompt_tokens.dtype.str,
-        group.prompt_tokens.tobytes(),
-        [
-            (
-                r.tokens.dtype.str,
-                r.tokens.tobytes(),
-                r.rollout_logprobs.dtype.str,
-                r.rollout_logprobs.tobytes(),
-                r.reward.hex(),
-            )
-            + (r.finish_reason, r.policy_version, experts(r))
-            for r in group.responses
-        ],
-    )
+    responses = [[exact(value) for value in vars(response).values()] for response in group.responses]
+    return group.group_id, exact(group.prompt_tokens), responses
 
 
 def contents(directory: Path) -> dict[str, bytes]:

@@ -27,16 +27,14 @@ def test_an_incomplete_last_line_is_ignored_by_readers_and_removed_by_the_next_w
     assert read_json_lines(path) == [{"a": 5}]
 
 
-@pytest.mark.parametrize("damage", ["not json", "[4]", "", '"\udcff"'])
-def test_a_damaged_line_is_named_counted_or_skipped_as_the_reader_promises(tmp_path, damage):
+def test_a_damaged_line_is_named_counted_or_skipped_as_the_reader_promises(tmp_path):
     path = tmp_path / "x.jsonl"
-    path.write_bytes(b'{"a": 1}\n' + damage.encode(errors="surrogateescape") + b'\n{"a": 3}\n')
-    before = path.read_bytes()
-    with pytest.raises(UserError, match=r"x\.jsonl, line 2 is damaged"):
-        read_json_lines(path)
-    assert read_intact_lines(path) == ([{"a": 1}, {"a": 3}], len(damage) > 0)
-    assert JsonTail(path).read() == (False, [{"a": 1}, {"a": 3}])
-    assert path.read_bytes() == before
+    for damage in (b"not json", b"[4]", b"", b'"\xff"'):
+        path.write_bytes(b'{"a": 1}\n' + damage + b'\n{"a": 3}\n')
+        with pytest.raises(UserError, match=r"x\.jsonl, line 2 is damaged"):
+            read_json_lines(path)
+        assert read_intact_lines(path) == ([{"a": 1}, {"a": 3}], len(damage) > 0)
+        assert JsonTail(path).read() == (False, [{"a": 1}, {"a": 3}])
 
 
 @pytest.mark.parametrize("indent", [None, 1])
@@ -66,8 +64,13 @@ def test_tail_reads_only_what_was_appended(tmp_path):
     assert tail.read() == (False, [])
     append(tail.path, torn="3}\nnot json\n[4]\n")
     assert tail.read() == (False, [{"a": 3}])
-    before = tail._offset
-    assert before == os.path.getsize(tail.path)
+    append(tail.path, torn='{"a": 44444')
+    assert tail.read() == (False, [])
+    os.truncate(tail.path, tail.path.stat().st_size - 11)  # by the next writer
+    append(tail.path, {"a": 5})
+    assert tail.read() == (False, [{"a": 5}])
+    last = JsonTail(tail.path, last=19)  # two lines and a part of one
+    assert last.read() == (False, [{"a": 5}])
 
 
 def test_tail_starts_over_when_the_file_is_truncated_or_replaced(tmp_path):
@@ -80,21 +83,3 @@ def test_tail_starts_over_when_the_file_is_truncated_or_replaced(tmp_path):
     os.replace(tmp_path / "y", tail.path)
     assert tail.read() == (True, [{"a": 1}, {"a": 5}, {"a": 6}])
     assert tail.read() == (False, [])
-
-
-def test_tail_of_a_long_file_begins_near_its_end(tmp_path):
-    path = tmp_path / "x.jsonl"
-    append(path, *({"a": number} for number in range(100)))
-    tail = JsonTail(path, last=35)  # three lines and a part of one
-    assert tail.read() == (False, [{"a": 97}, {"a": 98}, {"a": 99}])
-    append(path, {"a": 100})
-    assert tail.read() == (False, [{"a": 100}])
-
-
-def test_tail_reads_a_line_that_replaces_an_incomplete_one_exactly_once(tmp_path):
-    tail = JsonTail(tmp_path / "x.jsonl")
-    append(tail.path, {"a": 1}, torn='{"a": 22222')
-    assert tail.read()[1] == [{"a": 1}]
-    os.truncate(tail.path, len('{"a": 1}\n'))
-    append(tail.path, {"a": 2})
-    assert tail.read() == (False, [{"a": 2}])

@@ -4,10 +4,8 @@ import contextlib
 import itertools
 import multiprocessing
 import os
-import random
 import signal
 import subprocess
-import time
 
 import pytest
 
@@ -54,29 +52,6 @@ def test_a_stage_survives_a_kill_at_every_system_call(tmp_path):
         write_stage(directory, 6, 2)
         assert contents(directory) == undisturbed
     assert call > 20  # 3 appends of 5 calls each, recovery and sealing: the kills reached the end of the stage
-    assert contents(directory) == undisturbed
-
-
-def test_a_stage_survives_repeated_kills_at_random_moments(tmp_path):
-    write_stage(tmp_path / "undisturbed", 120, 2)
-    undisturbed = contents(tmp_path / "undisturbed")
-    moments = random.Random(0)
-    directory, acknowledged, sizes = tmp_path / "rollouts", tmp_path / "acknowledged.txt", []
-    acknowledged.touch()
-    for attempt in range(24):
-        writer = processes.Process(target=write_stage, args=(directory, 120, 2, acknowledged))
-        before = acknowledged.stat().st_size
-        writer.start()
-        if attempt % 2:  # every other attempt gets as far as its first append, however busy the machine is
-            while acknowledged.stat().st_size == before and writer.is_alive():
-                time.sleep(0.001)
-        time.sleep(moments.uniform(0.0, 0.02))
-        writer.kill()
-        writer.join()
-        check_acknowledged(directory, acknowledged, 2)
-        sizes.append(len(RolloutStore(directory).group_ids) if directory.exists() else 0)
-    write_stage(directory, 120, 2)
-    assert sizes == sorted(sizes)
     assert contents(directory) == undisturbed
 
 
@@ -143,7 +118,8 @@ def test_full_disk_while_sealing_or_starting(small_disk):
             (small_disk / f"{number}").touch()  # use up the inodes
     with pytest.raises(UserError, match="no space left"):
         RolloutWriter(small_disk / "another", **POLICY)
-    (small_disk / "0").unlink()
+    for name in ("0", "1"):  # of the ledger and of SEALED
+        (small_disk / name).unlink()
     seal(directory, range(30))
     assert [as_bytes(g) for g in RolloutStore(directory).read(range(30))] == [
         as_bytes(make_group(i)) for i in range(30)

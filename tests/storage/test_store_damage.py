@@ -26,22 +26,14 @@ def lines(stage):
 def test_an_incomplete_last_ledger_line_is_dropped_with_its_shard(stage, tmp_path):
     first, second, third = lines(stage)
     whole = contents(stage)
-    for cut in range(len(third)):
-        (stage / "ledger.jsonl").write_bytes(first + second + third[:cut])
+    for last in (third.replace(b"w00000", b"w00009"), *(third[:cut] for cut in range(len(third)))):
+        (stage / "ledger.jsonl").write_bytes(first + second + last)
         assert RolloutStore(stage).group_ids == [0, 1, 2, 3]
     with RolloutWriter(stage, **POLICY) as writer:
         assert (stage / "ledger.jsonl").read_bytes() == first + second
         assert len(list(stage.glob("*.arrow"))) == 2
         writer.append([make_group(4), make_group(5)])
     assert contents(stage) == whole
-
-
-def test_a_last_ledger_line_with_a_wrong_checksum_counts_as_incomplete(stage):
-    first, second, third = lines(stage)
-    (stage / "ledger.jsonl").write_bytes(first + second + third.replace(b"w00000", b"w00009"))
-    assert RolloutStore(stage).missing(range(6)) == [4, 5]
-    RolloutWriter(stage, **POLICY).close()
-    assert lines(stage) == [first, second]
 
 
 def test_leftovers_are_removed_by_their_own_writer_and_by_sealing(stage):
@@ -108,12 +100,11 @@ def test_a_sealed_ledger_that_was_truncated_or_edited_is_refused(stage):
         seal(stage, range(6))
 
 
-@pytest.mark.parametrize("damaged", [b"", b"[]", b"{}", bytes(16)])
-def test_a_damaged_seal_is_named_and_can_be_made_again(stage, damaged):
+def test_a_damaged_seal_is_named_and_can_be_made_again(stage):
     seal(stage, range(6))
     path = stage / "SEALED"
     mark = path.read_bytes()
-    for data in (damaged, mark[:10], mark.replace(b'"groups": 6', b'"groups": 7')):
+    for data in (b"", b"[]", b"{}", bytes(16), mark[:10], mark.replace(b'"groups": 6', b'"groups": 7')):
         path.write_bytes(data)
         with pytest.raises(UserError, match=r"SEALED is damaged: .* delete it and start again"):
             RolloutStore(stage)

@@ -88,12 +88,9 @@ def trained(run: Command, wheel: Path) -> Command:
     return run
 
 
-def test_the_wheel_is_for_many_distributions_and_the_sources_are_beside_it(wheel: Path) -> None:
+def test_the_wheel_is_for_many_distributions_and_its_links_lead_somewhere(wheel: Path, tmp_path: Path) -> None:
     assert re.fullmatch(r"megarl_core-[\d.]+-py3-none-manylinux_2_\d+_x86_64\.whl", wheel.name)
     assert len(list((ROOT / "dist").glob("megarl_core-*.tar.gz"))) == 1
-
-
-def test_the_links_of_its_pages_lead_somewhere(wheel: Path, tmp_path: Path) -> None:
     zipfile.ZipFile(wheel).extractall(tmp_path)
     assert broken_links(list(tmp_path.rglob("*.md"))) == []
 

@@ -22,7 +22,7 @@ from megarl.storage.checkpoints import FileSum
 from megarl.storage.files import atomic_directory, check_new, file_sha256, make_directory
 from megarl.storage.policies import copy_auxiliary, copy_weights, read_info
 from megarl.storage.rollouts import Group, RolloutStore
-from megarl.storage.run_dir import Stage, sealed
+from megarl.storage.run_dir import Stage, checks
 from megarl.storage.run_dir.retention import require_policy
 from megarl.storage.shards import write_parquet
 
@@ -119,7 +119,7 @@ def pack(run_dir: Path, number: int, output: Path, licence: str, weights: bool, 
     require_policy(stage)
     stage.run.check_prompts()
     for directory in (stage.rollouts, stage.policy):
-        sealed.check(directory, "Restore it from a copy before it is packed")
+        checks.check(directory, "Restore it from a copy before it is packed")
     with atomic_directory(output.resolve()) as folder:
         return _pack(stage, folder, licence, weights or number > 0, prompts)
 

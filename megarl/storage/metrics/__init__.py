@@ -60,31 +60,21 @@ def agrees(path: Path, position: Position) -> bool:
 class MetricsWriter:
     """Continues ``path`` at ``position``. Lines after it, of updates that a kill has undone, are removed.
 
-    lines: the stage's lines before the position; they are written again if the file does not have them.
-    update: the last update before the position.
-    Raises `UserError` if the file is too short to contain the lines of the stages before.
+    lines: the stage's lines before the position. update: the last update before the position.
+    Raises `UserError` if the file is too short, which every start of a run repairs before.
     """
 
     def __init__(self, path: Path, position: Position, lines: bytes, update: int, run: RunTable) -> None:
         self.path, self.position, self._lines = path, position, bytearray(lines)
-        before = position.size - len(lines)
-        with disk_errors(path), open(path, "ab+") as file:
-            size = file.seek(0, os.SEEK_END)
-            if size < before:
+        with disk_errors(path), open(path, "ab") as file:
+            if (size := file.tell()) < position.size:
                 raise UserError(
-                    f"{path} has {size} bytes, but the lines of earlier stages take {before}: restore it from a copy, "
-                    "or start again to have it restored from their checkpoints"
+                    f"{path} has {size} bytes, but had {position.size} at the checkpoint: start again to have it "
+                    "restored from the checkpoints"
                 )
-            file.seek(before)
-            if file.read(len(lines)) == lines:
-                file.truncate(position.size)
-            else:
-                file.truncate(before)
-                file.write(lines)
+            file.truncate(position.size)
         self.sinks: list[Any] = [LearningWatch(path.with_name("events.jsonl"))]
-        if run.tensorboard:
-            self.sinks.append(_TensorBoard(path.parent / "tensorboard", update + 1))
-        self.sinks += open_trackers(path.parent, run)
+        self.sinks += open_trackers(path.parent, run, update + 1)
 
     @property
     def lines(self) -> bytes:
@@ -109,24 +99,6 @@ class MetricsWriter:
         self.sync()
         for sink in self.sinks:
             sink.close()
-
-
-class _TensorBoard:
-    def __init__(self, directory: Path, first_update: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        self.writer = SummaryWriter(str(directory), purge_step=first_update)
-
-    def append(self, record: dict[str, Any]) -> None:
-        from torch.utils.tensorboard.summary import scalar
-
-        scalars = {k: v for k, v in record.items() if k != "update" and not isinstance(v, dict)}  # no histograms
-        values = [value for name, number in scalars.items() for value in scalar(name, number).value]
-        # one event with all numbers of the update: one event per number would take five times as long
-        self.writer._get_file_writer().add_summary(type(scalar("", 0.0))(value=values), record["update"])
-
-    def close(self) -> None:
-        self.writer.close()
 
 
 def find(records: list[dict[str, Any]]) -> dict[str, str]:

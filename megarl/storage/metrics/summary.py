@@ -75,20 +75,11 @@ def ages(stage: Stage, update: int, groups: Sequence[Group]) -> dict[str, Any]:
     """
     schedule = stage.run.recipe.schedule
     repeated = {"pass": schedule.batch_of(update)[1]} if schedule.passes > 1 else {}
-    if stage.run.recipe.mixes_policies:
-        return repeated | lags(groups, stage.first_update + update)
-    return repeated | {"staleness": update} | older_lags(groups, stage.first_update, update)
-
-
-def older_lags(groups: Sequence[Group], first: int, update: int) -> dict[str, Any]:
-    """`lags` at update number ``update``, from 0, of a stage that begins with policy version ``first``.
-
-    Empty if that policy sampled all tokens.
-    """
+    first, mixed = stage.first_update, stage.run.recipe.mixes_policies
     responses = [response for group in groups for response in group.responses]
-    if all(r.policy_version == first and r.policy_versions is None for r in responses):
-        return {}
-    return lags(groups, first + update)
+    if not mixed and all(r.policy_version == first and r.policy_versions is None for r in responses):
+        return repeated | {"staleness": update}
+    return repeated | lags(groups, first + update)
 
 
 def lags(groups: Sequence[Group], version: int) -> dict[str, Any]:

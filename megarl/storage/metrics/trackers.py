@@ -1,8 +1,8 @@
-"""Sends evaluations and samples to TensorBoard, and all metrics to Weights & Biases and MLflow (trackers), if asked to.
+"""Sends metrics, evaluations and samples to the trackers asked for: TensorBoard, Weights & Biases and MLflow.
 
 The processes of a run log one after another, so ``trackers.json`` in the run directory remembers the tracker's id of
 the run. An update that is made again after a kill is logged twice; on the same machine and layout with equal numbers.
-The package tensorboard is used directly, since importing torch.utils.tensorboard would delay the engine process.
+The package tensorboard is used directly, since importing torch's writer for it would delay the engine process.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LONGEST = 2000  # characters of a prompt or response that are logged
 
 
 class Tracker(Protocol):
-    """A connection to the run in one tracker; only one process at a time has it open."""
+    """A connection to the run in one tracker."""
 
     def append(self, record: dict[str, Any]) -> None:
         """Log the metrics of an update."""
@@ -43,9 +43,14 @@ class Tracker(Protocol):
         """Wait until everything is sent, as far as the server accepts it."""
 
 
-def open_trackers(root: Path, table: RunTable) -> list[Tracker]:
-    """The trackers that the recipe asks for, for the run directory ``root``. Their failures never stop the run."""
-    return [_FailSafe(make, root) for wanted, make in ((table.wandb, _Wandb), (table.mlflow, _Mlflow)) if wanted]
+def open_trackers(root: Path, table: RunTable, first_update: int | None = None) -> list[Tracker]:
+    """The trackers that the recipe asks for, for the run directory ``root``. Failing servers never stop the run.
+
+    first_update: the first one that this process logs, if it logs any.
+    """
+    found: list[Tracker] = [_TensorBoard(root, first_update)] if table.tensorboard else []
+    servers = ((table.wandb, _Wandb), (table.mlflow, _Mlflow))
+    return found + [_FailSafe(make, root) for wanted, make in servers if wanted]
 
 
 def check_trackers(table: RunTable) -> None:
@@ -107,6 +112,45 @@ class _FailSafe:
             self._try(self._tracker.close)
 
 
+class _TensorBoard:
+    """Appends to ``tensorboard/``; what a killed process logged of ``first_update`` and later ones is hidden."""
+
+    def __init__(self, root: Path, first_update: int | None) -> None:
+        from tensorboard.compat.proto.event_pb2 import SessionLog
+        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+        self._writer = EventFileWriter(str(root / "tensorboard"))
+        if first_update is not None:
+            self._add(first_update, session_log=SessionLog(status=SessionLog.START))
+
+    def _add(self, step: int, **content: Any) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+
+        self._writer.add_event(Event(wall_time=time.time(), step=step, **content))
+
+    def _add_values(self, step: int, numbers: dict[str, float], *others: Any) -> None:
+        """One event with all numbers: one event per number would take five times as long."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
+        self._add(step, summary=Summary(value=[*values, *others]))
+
+    def append(self, record: dict[str, Any]) -> None:
+        self._add_values(record["update"], scalars(record))
+
+    def evaluation(self, suite: str, update: int, result: dict[str, Any], samples: list[tuple[str, str]]) -> None:
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.plugins.text.metadata import create_summary_metadata
+        from tensorboard.util.tensor_util import make_tensor_proto
+
+        tensor = make_tensor_proto([_markdown(*sample).encode() for sample in samples])
+        text = Summary.Value(tag=f"samples/{suite}", metadata=create_summary_metadata("", ""), tensor=tensor)
+        self._add_values(update, numbers_of(suite, result), text)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
 class _Wandb:
     def __init__(self, root: Path) -> None:
         import wandb
@@ -124,9 +168,8 @@ class _Wandb:
     def evaluation(self, suite: str, update: int, result: dict[str, Any], samples: list[tuple[str, str]]) -> None:
         import wandb
 
-        numbers = {f"evaluation/{suite}/{name}": value for name, value in numbers_of(result).items()}
         table = wandb.Table(columns=["prompt", "response"], data=[list(sample) for sample in samples])
-        self._run.log({"update": update, **numbers, f"samples/{suite}": table})
+        self._run.log({"update": update, **numbers_of(suite, result), f"samples/{suite}": table})
 
     def close(self) -> None:
         self._run.finish()
@@ -146,11 +189,10 @@ class _Mlflow:
         return str(self._client.create_run(experiment, run_name=name).info.run_id)
 
     def append(self, record: dict[str, Any]) -> None:
-        numbers = {name: value for name, value in record.items() if name != "update" and not isinstance(value, dict)}
-        self._log(record["update"], numbers)
+        self._log(record["update"], scalars(record))
 
     def evaluation(self, suite: str, update: int, result: dict[str, Any], samples: list[tuple[str, str]]) -> None:
-        self._log(update, {f"evaluation/{suite}/{name}": value for name, value in numbers_of(result).items()})
+        self._log(update, numbers_of(suite, result))
         shown = {"samples": [{"prompt": prompt, "response": response} for prompt, response in samples]}
         self._client.log_dict(self._run, shown, f"samples/{suite}/update_{update:06d}.json")
 
@@ -201,45 +243,21 @@ def log_evaluation(
     samples: (prompt, response) texts.
     """
     trackers = open_trackers(root, table)
-    texts = list(samples) if trackers or table.tensorboard else []
-    if table.tensorboard:
-        _log_to_tensorboard(root, suite, update, result, texts)
+    texts = list(samples) if trackers else []
     for tracker in trackers:
         tracker.evaluation(suite, update, result, texts)
         tracker.close()
 
 
-def _log_to_tensorboard(
-    root: Path, suite: str, update: int, result: dict[str, Any], samples: Iterable[tuple[str, str]]
-) -> None:
-    """Append an evaluation to ``tensorboard/`` in the run directory ``root``."""
-    from tensorboard.compat.proto.event_pb2 import Event
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-    numbers = numbers_of(result).items()
-    values = [Summary.Value(tag=f"evaluation/{suite}/{name}", simple_value=value) for name, value in numbers]
-    values.append(_text(f"samples/{suite}", [_markdown(*sample) for sample in samples]))
-    writer = EventFileWriter(str(root / "tensorboard"), filename_suffix=".evaluation")
-    writer.add_event(Event(wall_time=time.time(), step=update, summary=Summary(value=values)))
-    writer.close()
+def scalars(record: dict[str, Any]) -> dict[str, float]:
+    """The metrics of an update without its number and histograms."""
+    return {name: value for name, value in record.items() if name != "update" and not isinstance(value, dict)}
 
 
-def numbers_of(result: dict[str, Any]) -> dict[str, float]:
-    """{name: value} of those `NUMBERS` that an evaluation has."""
-    return {name: result[name] for name in NUMBERS if isinstance(result.get(name), int | float)}
-
-
-def _text(tag: str, texts: list[str]) -> Any:
-    """A summary value for TensorBoard's text plugin: a tensor of strings."""
-    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto
-    from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
-
-    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=len(texts))])
-    tensor = TensorProto(dtype="DT_STRING", string_val=[text.encode() for text in texts], tensor_shape=shape)
-    plugin = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name="text"))
-    return Summary.Value(tag=tag, metadata=plugin, tensor=tensor)
+def numbers_of(suite: str, result: dict[str, Any]) -> dict[str, float]:
+    """{evaluation/SUITE/name: value} of those `NUMBERS` that an evaluation has."""
+    found = {name: result.get(name) for name in NUMBERS}
+    return {f"evaluation/{suite}/{name}": value for name, value in found.items() if isinstance(value, int | float)}
 
 
 def _markdown(prompt: str, response: str) -> str:

@@ -157,12 +157,12 @@ def check_files(path: Path, recipe: Recipe) -> None:
     for name, found in _sums(recipe).items():
         if began.get(name, found) == found:
             continue
-        kind = "chat template" if name in recipe.template_files() else "prompt file"
-        kind, why = f"{own[name].partition('.')[0]} file" if name in own else kind, ""
-        if kind == "prompt file":
-            why = ", which would change the held-out prompts"
+        kind, why = "prompt file", ", which would change the held-out prompts"
         remedy = "use another --run-dir for the new one"
+        if name in recipe.template_files():
+            kind, why = "chat template", ""
         if name in own:
+            kind, why = f"{own[name].partition('.')[0]} file", ""
             remedy = (
                 f"give the new one another name and branch: megarl optimize {quoted(path.parent)} --stage 0 "
                 f"--output NEW --set {own[name]}=NEW_FILE"

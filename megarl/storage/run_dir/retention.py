@@ -18,7 +18,7 @@ from megarl.errors import UserError
 from megarl.foreign import quoted
 from megarl.storage.checked_json import read_checked, write_checked
 from megarl.storage.checkpoints import checkpoints
-from megarl.storage.files import atomic_directory, discard, leftover_name, remove_directory
+from megarl.storage.files import atomic_directory, leftover_name, remove_directory
 from megarl.storage.policies import INFO_FILE, PolicyInfo, read_info
 from megarl.storage.run_dir import RunDir, Stage
 
@@ -110,60 +110,36 @@ def remove_policies(stage: Stage) -> None:
     the policies of the run that this one branched from.
     """
     if stage.number == 0:  # every start of a run passes through stage 0: remove what killed removals have left
-        for directory in stage.run.root.glob("stages/*"):
-            discard(directory / leftover_name("policy"))
-    for old in reversed(list(_removable(stage))):  # oldest first, so that a kill leaves no gap between kept policies
-        if (info := _recordable(old)) is not None:
-            write_checked(old.removed_policy, asdict(info))
-            try:
-                remove_directory(old.policy)
-            except OSError as error:  # costs disk space, but need not stop the run
-                print(f"cannot remove {old.policy} ([actor] keep_policies): {error.strerror}", flush=True)
-
-
-def _recordable(stage: Stage) -> PolicyInfo | None:
-    """The version and hashes of the stage's policy, to be recorded before it is removed.
-
-    None if ``megarl.json`` is missing, damaged or of another version: the policy is then kept, for `megarl audit`.
-    """
-    try:
-        info = read_info(stage.policy) if (stage.policy / INFO_FILE).exists() else None
-    except UserError:
-        return None
-    return info if info is not None and info.version == stage.first_update else None
-
-
-def _removable(stage: Stage) -> Iterator[Stage]:
-    """The stages before ``stage`` whose policies may be removed now, newest first."""
-    for number in may_be_removed(stage.run.recipe.actor.keep_policies, stage.number):
+        for leftover in stage.run.root.glob(f"stages/*/{leftover_name('policy')}"):
+            shutil.rmtree(leftover, ignore_errors=True)
+    removable = may_be_removed(stage.run.recipe.actor.keep_policies, stage.number)
+    for number in reversed(removable):  # oldest first, so that a kill leaves no gap between kept policies
         old = stage.run.stage(number)
-        if not old.policy.exists():
-            discard(old.directory / leftover_name("policy"))
-            continue
         needed = old.run.lacks_evaluation(old.first_update) or old.first_update >= stage.oldest_needed
-        if not needed and _is_own(old):
-            yield old
+        if needed or not _is_own(old):
+            continue
+        try:
+            info = read_info(old.policy)
+        except UserError:
+            continue  # megarl.json is damaged: the policy is kept, for `megarl audit`
+        write_checked(old.removed_policy, asdict(info))
+        try:
+            remove_directory(old.policy)
+        except OSError as error:  # costs disk space, but need not stop the run
+            print(f"cannot remove {old.policy} ([actor] keep_policies): {error.strerror}", flush=True)
 
 
 def _is_own(stage: Stage) -> bool:
-    """Whether the policy belongs to this run: one behind a link may be another run's."""
-    return stage.policy.resolve() == stage.run.root.resolve() / stage.policy.relative_to(stage.run.root)
+    """Whether this run has the policy with its ``megarl.json``: one behind a link may be another run's."""
+    own = stage.run.root.resolve() / stage.policy.relative_to(stage.run.root)
+    return stage.policy.resolve() == own and (own / INFO_FILE).exists()
 
 
 def removed(stage: Stage) -> PolicyInfo | None:
     """The record of the stage's policy if that was removed, else None; `UserError` if the record is damaged."""
     if not stage.policy_was_removed():
         return None
-    remedy = "Restore it from a copy"
-    record = read_checked(stage.removed_policy, remedy)
-    try:
-        info = PolicyInfo(**record)
-    except TypeError as error:
-        raise UserError(f"{stage.removed_policy} is damaged: {error}. {remedy}") from error
-    hashes = [info.weights_hash, *info.files.values()] if isinstance(info.files, dict) else [None]
-    if type(info.version) is not int or not all(isinstance(value, str) for value in hashes):
-        raise UserError(f"{stage.removed_policy} is damaged: it has no version with its checksums. {remedy}")
-    return info
+    return PolicyInfo(**read_checked(stage.removed_policy, "Restore it from a copy"))
 
 
 def may_be_removed(keep: int | None, begun: int) -> range:

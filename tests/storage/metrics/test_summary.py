@@ -52,17 +52,14 @@ def test_every_value_of_a_column_has_its_own_means():
 
 
 def test_metrics_of_a_run_agree_with_its_responses(recipe, tmp_path):
-    """On two data-parallel ranks: accuracy and length as ``megarl sql`` gives them, muted tokens as over all values."""
+    """On two data-parallel ranks: accuracy and length as ``megarl sql`` gives them, muted tokens as over all values.
+
+    TensorBoard has them too, and the evaluations with samples of their responses."""
     words = tmp_path / "words.csv"
     lines = (f"{word},{word[0]},{word.count('a')}" for word in five_letters())
     words.write_text("\n".join(["prompt,answer,level", *lines]))
-    settings = (
-        "schedule.stages=1",
-        "eval.every=0",
-        "run.tensorboard=true",
-        "actor.processes_per_node=2",
-        "optimizer.lr=0.01",
-    )
+    settings = ("schedule.stages=1", "eval.every=1", "run.tensorboard=true", "actor.processes_per_node=2")
+    settings += ("optimizer.lr=0.01",)
     settings += (f"data.train='{words}'", "metrics.by=['level', 'source']", "objective.veto_threshold=0.3")
     root = tmp_path / "run"
     result = megarl("train", recipe, "--run-dir", root, *(part for s in settings for part in ("--set", s)))
@@ -85,6 +82,13 @@ def test_metrics_of_a_run_agree_with_its_responses(recipe, tmp_path):
     assert "Training accuracy by level" in write_report([root], tmp_path / "report.html").read_text()
     events = EventAccumulator(str(root / "tensorboard")).Reload()
     assert events.Scalars("by/source/words.csv/accuracy")[-1].value == pytest.approx(line["reward/mean"])
+    logged = [event for event in read_lines(root / "events.jsonl") if event["event"] == "evaluation"]
+    found = [(point.step, point.value) for point in events.Scalars("evaluation/heldout/accuracy")]
+    assert found == [(event["update"], pytest.approx(event["accuracy"])) for event in logged] and len(found) == 2
+    texts = events.Tensors("samples/heldout")
+    assert [text.step for text in texts] == [point[0] for point in found]
+    shown = [value.decode() for value in texts[0].tensor_proto.string_val]
+    assert len(shown) == 4 and all(text.startswith("    ") and "=" in text for text in shown)
 
 
 def test_only_the_most_frequent_values_of_a_column_have_metrics():
