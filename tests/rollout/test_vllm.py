@@ -122,8 +122,7 @@ def test_stages_have_the_same_key_in_vllms_cache_of_compiled_code(models, tmp_pa
 
 @pytest.mark.parametrize(
     ("responses", "options", "graphs"),
-    [(96, {}, 192), (512, {}, 512), (600, {}, 608), (1024, {}, 1024), (4096, {}, 1024)]
-    + [(1024, {"max_cudagraph_capture_size": 256}, 256), (1024, {"cudagraph_capture_sizes": [8, 64]}, 64)],
+    [(96, {}, 192), (600, {}, 608), (4096, {}, 1024), (1024, {"cudagraph_capture_sizes": [8, 64]}, 64)],
 )
 def test_every_number_of_responses_that_decode_together_has_a_cuda_graph(models, responses, options, graphs):
     """As vLLM chooses the sizes for a GPU (on a CPU it captures none, so the choice is repeated with capturing on)."""
