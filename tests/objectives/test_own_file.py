@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -188,13 +189,16 @@ def test_a_changed_file_is_refused_after_updates_and_taken_before_them(
     assert "has changed since" in megarl("audit", root, code=1).stdout
 
 
-def test_objective_new_writes_a_file_whose_test_passes(recipe: Path, tmp_path: Path) -> None:
+def test_objective_new_writes_a_file_whose_test_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = megarl("objective", "new", "soft_weight", cwd=tmp_path).stdout
     assert "--set objective.path=soft_weight.py:SoftWeight" in said
-    subprocess.run([sys.executable, "test_soft_weight.py"], cwd=tmp_path, check=True, capture_output=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    runpy.run_path(f"{tmp_path}/test_soft_weight.py", run_name="__main__")
     written = (tmp_path / "soft_weight.py").read_text()
     (tmp_path / "soft_weight.py").write_text(written.replace("clamp(t.ratio, 0.0, highest)", "t.ratio"))
-    assert subprocess.run([sys.executable, "test_soft_weight.py"], cwd=tmp_path, capture_output=True).returncode
+    del sys.modules["soft_weight"]
+    with pytest.raises(AssertionError):
+        runpy.run_path(f"{tmp_path}/test_soft_weight.py", run_name="__main__")
     again = megarl("objective", "new", "soft_weight", cwd=tmp_path, code=2)
     assert "exists already" in again.stderr
     for taken in ("class", "torch"):

@@ -164,6 +164,22 @@ def test_invalid_requests_are_refused():
             check_request(prompts, Sampling(1.0, 10, 1, (), (0, 0)), 39, 16)
 
 
+def test_a_request_is_taken_while_fewer_responses_run_than_may_and_the_cache_has_room():
+    engine = object.__new__(vllm.VllmEngine)
+    engine.settings, engine.cache_tokens = Settings("cpu", context=100, responses=6), 250
+
+    def room(done, tokens):
+        engine._done, engine._done_tokens, rooms = done, tokens, []
+        for running in range(8):
+            engine._running = dict.fromkeys(range(running))
+            rooms.append(engine.has_room())
+        return rooms.count(True)
+
+    assert room(0, 0) == 2, "each may become as long as the context"
+    assert room(90, 900) == 6, "most were short: the limit of the recipe is reached first"
+    assert room(90, 9000) == 2
+
+
 def test_an_attempt_too_many_is_an_engine_fault(capfd):
     discarded = 0
     for _ in range(MOST_DISCARDED):

@@ -14,9 +14,9 @@ import torch
 
 from megarl.errors import UserError
 from megarl.phases.rollout_worker import RolloutWorker
-from megarl.rollout.continuous import Running, Settings
+from megarl.rollout.continuous import Settings
 from megarl.rollout.drift import measure_drift
-from megarl.rollout.engine import EngineFault, Request, fault, response_seed
+from megarl.rollout.engine import EngineFault, Request, fault
 from megarl.storage.policies import write_reference
 from megarl.storage.run_dir import RunDir
 from tests.helpers import children
@@ -45,33 +45,6 @@ def test_temperatures_that_vllm_would_change_or_refuse_are_an_error(engine):
     for temperature in (0.009, 2.5):
         with pytest.raises(UserError, match=rf"temperature {temperature}: vLLM samples at temperatures 0.01 to 2.0"):
             generate(engine, [[8]], sampling([[8]], temperature=temperature))
-
-
-def test_response_seeds_fit_into_the_sampling_states_of_vllms_gpu_runner(monkeypatch):
-    """Uses a class of the model runner that vLLM has only on GPUs, with plain CPU memory for its pinned buffers."""
-    from vllm.v1.worker.gpu.sample import states
-
-    from megarl.rollout.vllm import _parameters
-
-    monkeypatch.setattr(states, "UvaBackedTensor", PlainBuffer)
-    kept = states.SamplingStates(64, vocab_size=39)
-    for row in range(64):  # half of them continue a response after one token
-        response = Running(0, 0, row, [8], response_seed(0, 7, row), done=row % 2, limit=4, timeout=1.0)
-        parameters = _parameters(sampling([[8]], stop=(1,)), response)
-        assert not kept.add_request(row, parameters), "no parameter changes the model's distribution"
-        assert parameters.seed is not None and kept.seeds.np[row] == parameters.seed
-    assert len(set(kept.seeds.np)) == 64
-
-
-class PlainBuffer:
-    """CPU memory in place of memory that a GPU can read."""
-
-    def __init__(self, size, dtype):
-        self.cpu = torch.zeros(size, dtype=dtype)
-        self.np = self.cpu.numpy()
-
-    def copy_to_uva(self):
-        return self.cpu
 
 
 @pytest.mark.parametrize(("float32_head", "error"), [(True, 0.0), (False, 2**-9)])
