@@ -125,7 +125,7 @@ def expert_type(experts: int) -> np.dtype[Any]:
 class RolloutEngine(Protocol):
     """One engine replica, with the weights of one policy, as a rollout phase uses it: submit, step, submit ...
 
-    Engines derive from it. Methods with a body are those of an engine that always loads its weights anew.
+    Engines derive from it. Methods with a body are for engines of which a restart would change no weights.
     repeats_chunks: whether the same request always gives the same bytes. If so, a resumed phase repeats whole requests.
     Engines that decode several requests together cannot promise it; for them only the missing groups are regenerated.
     """

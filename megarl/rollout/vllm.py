@@ -126,7 +126,7 @@ class VllmEngine(ContinuousEngine):
     """A `RolloutEngine` on vLLM's `LLMEngine`.
 
     ``policy_dir`` is a local directory with config.json and safetensors. If memory runs out, a `UserError` names the
-    settings to change.
+    settings to change. There is no checksum: vLLM 0.32 would copy all weights to the host for it.
     """
 
     def __init__(self, policy_dir: Path, version: int, settings: Settings) -> None:
