@@ -47,11 +47,11 @@ class Objective:
         batch = batch.floored()
         if statistics is None and self.needs_statistics:
             statistics = self.statistics(batch.detach(), batch.shard.group if batch.shard else None, backend)
+        for name in self.requires:
+            require(batch, name, type(self).__name__)
         rule = self.rule(statistics) if self.fused and backend != "torch" else None
         if rule is None or not has_rule(rule.function, backend):
             return self.terms(batch, statistics)
-        for name in self.requires:
-            require(batch, name, type(self).__name__)
         return fused_terms(rule, batch, self.aggregation, self.dampened_below, backend)
 
     @property
@@ -67,8 +67,6 @@ class Objective:
     def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
         """The objective in torch: its rule, or what a subclass defines instead. statistics: None unless
         `needs_statistics`."""
-        for name in self.requires:
-            require(batch, name, type(self).__name__)
         return rule_terms(self, self.rule(statistics), batch)
 
     def rule(self, statistics: Any) -> Rule:

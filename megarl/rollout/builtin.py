@@ -47,7 +47,7 @@ def build(recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_exp
     )
 
 
-class BuiltinEngine:
+class BuiltinEngine(RolloutEngine):
     """A `RolloutEngine` on transformers. On one machine the same request always gives the same bytes.
 
     ``policy_dir`` is a local directory with config.json and safetensors; `UserError` if it is incomplete.
@@ -74,12 +74,6 @@ class BuiltinEngine:
         self._model = _load(self.policy_dir, self.dtype)
         self._model.to(self.device)  # type: ignore[arg-type]
 
-    def restart(self) -> bool:
-        return False
-
-    def checksum(self) -> str | None:
-        return None  # each load builds a new model, so no previous weights can be left in it
-
     def sleep(self) -> None:
         """Free the weights; `wake` reads them from ``policy_dir`` again."""
         self._model = None
@@ -87,9 +81,6 @@ class BuiltinEngine:
     def wake(self) -> None:
         if self._model is None:
             self.load_weights(self.policy_dir, self.version)
-
-    def close(self) -> None:
-        self.sleep()
 
     @property
     def decoding(self) -> int:
@@ -236,7 +227,8 @@ class _Decoder:
         """
         cache = _empty_cache(self.model)
         logits = self._forward(torch.tensor(starts), cache).repeat_interleave(self.fanout, 0)
-        _take_rows(cache, torch.arange(len(starts)).repeat_interleave(self.fanout))
+        # the only method that takes rows of transformers' recurrent layers, too; one may occur several times
+        cache.reorder_cache(torch.arange(len(starts)).repeat_interleave(self.fanout))
         if len(self.rows):
             for new_layer, layer in zip(cache.layers, self.cache.layers, strict=True):
                 _prepend(new_layer, layer)
@@ -268,7 +260,7 @@ class _Decoder:
             keep = np.flatnonzero(~finished)
             self.rows, sampled = self.rows[keep], sampled[keep]
             if len(keep):
-                _take_rows(self.cache, torch.from_numpy(keep))
+                self.cache.reorder_cache(torch.from_numpy(keep))
         self.position += 1
         self.logits = self._forward(torch.from_numpy(sampled)[:, None], self.cache) if len(sampled) else self.logits[:0]
 
@@ -279,21 +271,13 @@ class _Decoder:
         return output.logits[:, -1].float()
 
 
-def _take_rows(cache: Any, rows: torch.Tensor) -> None:
-    """Keep only these rows in all layers of the cache, in this order; a row may occur several times."""
-    cache.reorder_cache(rows)  # the only method for this that transformers' recurrent layers have, too
-
-
 def _prepend(layer: Any, before: Any) -> None:
     """Insert the rows of ``before``, the same layer of another cache, before those of ``layer``."""
     if hasattr(layer, "keys"):
         layer.keys, layer.values = torch.cat([before.keys, layer.keys]), torch.cat([before.values, layer.values])
         return
-    for states, others in (
-        (layer.conv_states, before.conv_states),
-        (layer.recurrent_states, before.recurrent_states),
-    ):
-        states[0] = torch.cat([others[0], states[0]])
+    for states in ("conv_states", "recurrent_states"):
+        getattr(layer, states)[0] = torch.cat([getattr(before, states)[0], getattr(layer, states)[0]])
 
 
 class _Uniforms:
@@ -321,7 +305,7 @@ class _Uniforms:
         return self._block[rows, steps % DRAWS]
 
 
-def _empty_cache(model: PreTrainedModel) -> DynamicCache:
+def _empty_cache(model: PreTrainedModel) -> Any:
     from transformers import DynamicCache  # imported late, here and below: it takes seconds that `check` can do without
 
     return DynamicCache(config=model.config)

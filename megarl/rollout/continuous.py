@@ -10,18 +10,20 @@ from __future__ import annotations
 import itertools
 import math
 import re
+import sys
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe
-from megarl.rollout.engine import Completion, Request, Sampling, expert_type, section
+from megarl.rollout.engine import Completion, Request, RolloutEngine, Sampling, expert_type, section
 
 # A record with more ids than this that all name the same expert was not filled in: chance does not route tokens so.
 CHANCE = 256
@@ -45,20 +47,22 @@ class Settings:
     float32_head: bool = True  # compute logits in float32 instead of the precision of the weights
     routed_experts: bool = False  # record them; only for a model with experts
     options: Mapping[str, Any] = field(default_factory=dict)  # [rollout.vllm] or [rollout.sglang] of the recipe
+    python: Path = Path(sys.executable)  # the interpreter in which the engine is installed
 
-    @classmethod
-    def of(cls, recipe: Recipe, stage: int, **more: Any) -> Self:
-        """The settings of a stage's engine; ``more``: fields that do not come from the recipe's tables."""
+    @staticmethod
+    def of(recipe: Recipe, stage: int, routed_experts: bool = False) -> Settings:
+        """The settings of a stage's engine."""
         table = recipe.rollout_of(stage)
-        return cls(
+        return Settings(
             device=recipe.actor.backend,
             context=recipe.longest,
             responses=table.groups_per_chunk * table.responses_per_prompt,
             memory_fraction=table.memory_fraction,
             tensor_parallel=table.tensor_parallel,
             float32_head=table.float32_head,
+            routed_experts=routed_experts,
             options=table.options(table.engine),
-            **more,
+            python=recipe.rollout.interpreter(table.engine) or Path(sys.executable),
         )
 
 
@@ -80,23 +84,27 @@ def check_table(recipe: Recipe, stage: int, temperatures: tuple[float, float]) -
             raise UserError(f"{place} temperature = {value}: {table.engine} samples at temperatures {low} to {high}")
 
 
-def check_memory(engine: str, doing: str, error: Exception, settings: Settings, share: str, remedy: str) -> None:
-    """Raise a `UserError`, which names the settings that a person can change, if a replica ran out of memory.
+@contextmanager
+def memory_errors(
+    doing: str, settings: Settings, kinds: tuple[type[Exception], ...], engine: str, share: str, remedy: str
+) -> Iterator[None]:
+    """Turn errors of these kinds that say that memory ran out into a `UserError`, which names the settings to change.
 
-    error: of the engine; any other one is no mistake of the recipe, and nothing is raised.
     share: explains what ``memory_fraction`` means to this engine; remedy: what helps besides lowering a limit.
     """
-    lines = [*str(error).splitlines(), type(error).__name__]
-    cause = next((line.strip() for line in lines if _SHORT_OF_MEMORY.search(line)), None)
-    if cause is None:
-        return
-    fraction = "(not set)" if settings.memory_fraction is None else f"= {settings.memory_fraction}"
-    raise UserError(
-        f"{engine} ran out of memory while {doing}: {cause}. [rollout] memory_fraction {fraction} is "
-        f"{share}; groups_per_chunk * responses_per_prompt = {settings.responses} responses decode together, each of "
-        f"up to data.max_prompt_tokens + max_response_tokens = {settings.context} tokens: lower one of these, or "
-        f"{remedy}"
-    ) from error
+    try:
+        yield
+    except kinds as error:
+        lines = [*str(error).splitlines(), type(error).__name__]
+        cause = next((line.strip() for line in lines if _SHORT_OF_MEMORY.search(line)), None)
+        if cause is None:
+            raise
+        fraction = "(not set)" if settings.memory_fraction is None else f"= {settings.memory_fraction}"
+        raise UserError(
+            f"{engine} ran out of memory while {doing}: {cause}. [rollout] memory_fraction {fraction} is {share}; "
+            f"groups_per_chunk * responses_per_prompt = {settings.responses} responses decode together, each of up to "
+            f"data.max_prompt_tokens + max_response_tokens = {settings.context} tokens: lower one of these, or {remedy}"
+        ) from error
 
 
 def checked_experts(found: np.ndarray | None, length: int, hf: dict[str, Any], cut_off: bool) -> np.ndarray | str:
@@ -153,7 +161,7 @@ class Running:
         self.cut_off, self.deadline = self.cut_off or why, math.inf
 
 
-class ContinuousEngine(ABC):
+class ContinuousEngine(RolloutEngine):
     """The part of a `RolloutEngine` that decides which responses run: submission, timeouts, interruption.
 
     A subclass defines how responses are submitted, decoded and ended early. Weights are float32 on a CPU and bfloat16
@@ -173,14 +181,11 @@ class ContinuousEngine(ABC):
         # begin with the given one, and does so once more two seconds after it has answered.
         self._names = (f"{number}/" for number in itertools.count())
         self._running: dict[str, Running] = {}
+        self._hf: dict[str, Any] = {}  # config.json of the policy, once it is loaded
 
     @property
     def decoding(self) -> int:
         return len(self._running)
-
-    @property
-    def decoding_tokens(self) -> int:
-        return 0
 
     def has_room(self) -> bool:
         """Whether fewer responses run than the recipe allows, and the KV cache has room.
@@ -226,6 +231,14 @@ class ContinuousEngine(ABC):
             )
         self._send(submitted, sampling)
         self._running |= submitted
+
+    def _experts(
+        self, found: np.ndarray | None, response: Running, tokens: int, cut_off: bool
+    ) -> np.ndarray | str | None:
+        """`checked_experts` of a response of ``tokens`` tokens, the last of which no forward pass has processed."""
+        if not self.settings.routed_experts:
+            return None
+        return checked_experts(found, len(response.tokens) + tokens - 1, self._hf, cut_off)
 
     def _completion(
         self,

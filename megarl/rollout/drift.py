@@ -79,10 +79,7 @@ def measure_drift(engine: RolloutEngine, reference: Reference, before: str | Non
     """
     checksum = engine.checksum()
     if checksum is not None and checksum == before:
-        raise EngineFault(
-            "the engine's weights are not the policy's: loading the policy left the engine's previous weights "
-            "unchanged, bit for bit. Nothing was generated with them"
-        )
+        raise _wrong_weights(": loading the policy left the engine's previous weights unchanged, bit for bit")
     drift = judge(engine.score(reference.sequences), reference, engine.precision)
     prompts = [sequence[: max(1, len(sequence) // 2)] for sequence in reference.sequences[:SAMPLES]]
     tokens = min([SAMPLED_TOKENS, *(len(s) - len(p) for s, p in zip(reference.sequences, prompts, strict=False))])
@@ -114,36 +111,33 @@ def judge(scored: Sequence[np.ndarray], reference: Reference, precision: str) ->
     elif reference.base:
         mean = WIDE[precision]
     elif reference.previous is not None and any(map(len, reference.stored or ())):
-        usual = _distances(
-            _where_stored(reference.stored or (), reference), _where_stored(reference.previous, reference)
-        )
+        stored = _where_stored(reference.stored or (), reference)
+        usual = _distances(stored, _where_stored(reference.previous, reference))
         distances = _distances(_where_stored(scored, reference), _where_stored(reference.logprobs, reference))
         mean = min(mean, max(LEAST_NOISE, NOISES * float(usual.mean())))
     place: dict[str, Any] = _place(scored, reference)
     drift = Drift(float(distances.max()), float(distances.mean()), len(distances), precision, **place)
     if not _tolerable(distances, (largest, mean)):
-        raise EngineFault(
-            f"the engine's weights are not the policy's: its log-probs of {drift.tokens} tokens are "
-            f"{drift.mean:.3g} nats off in the mean and up to {drift.max:.3g} at a token; the limits for {precision} "
-            f"are {mean:.3g} and {largest:g} here. Nothing was generated with them"
+        raise _wrong_weights(
+            f": its log-probs of {drift.tokens} tokens are {drift.mean:.3g} nats off in the mean and up to "
+            f"{drift.max:.3g} at a token; the limits for {precision} are {mean:.3g} and {largest:g} here"
         )
     if not _tolerable(everywhere, (math.inf, WIDE[precision])):
         left_out = "prompts" if precision != "float32" else "the sequence that differs most"
-        raise EngineFault(
-            f"the engine's weights are not the policy's: its log-probs of {len(everywhere)} tokens are "
-            f"{everywhere.mean():.3g} nats off in the mean, with {left_out}. Nothing was generated with them"
+        raise _wrong_weights(
+            f": its log-probs of {len(everywhere)} tokens are {everywhere.mean():.3g} nats off in the mean, with "
+            f"{left_out}"
         )
     if place and place["nearer"] < -SIGNIFICANT:
-        raise EngineFault(
-            f"the engine's weights are not the policy's but those of the previous policy: its log-probs of "
-            f"{len(everywhere)} tokens are nearer to that one by {-place['nearer']:.1f} standard errors. Nothing was "
-            "generated with them"
+        raise _wrong_weights(
+            f" but those of the previous policy: its log-probs of {len(everywhere)} tokens are nearer to that one by "
+            f"{-place['nearer']:.1f} standard errors"
         )
     if place.get("missing", 0) > MISSING and place["missing_errors"] > SIGNIFICANT:
-        raise EngineFault(
-            f"the engine's weights are not the policy's: some are those of the previous policy. Its log-probs of "
-            f"{len(everywhere)} tokens lack {place['missing']:.0%} of the change from that policy to this one "
-            f"({place['missing_errors']:.1f} standard errors). Nothing was generated with them"
+        raise _wrong_weights(
+            f": some are those of the previous policy. Its log-probs of {len(everywhere)} tokens lack "
+            f"{place['missing']:.0%} of the change from that policy to this one ({place['missing_errors']:.1f} "
+            "standard errors)"
         )
     if reference.base and precision == "bfloat16" and drift.mean > DOUBTFUL:
         warning = (
@@ -153,6 +147,10 @@ def judge(scored: Sequence[np.ndarray], reference: Reference, precision: str) ->
         )
         return replace(drift, warning=warning)
     return drift
+
+
+def _wrong_weights(why: str) -> EngineFault:
+    return EngineFault(f"the engine's weights are not the policy's{why}. Nothing was generated with them")
 
 
 def _where_stored(values: Sequence[np.ndarray], reference: Reference) -> list[np.ndarray]:
@@ -229,19 +227,6 @@ def hugging_face_reference(policy_dir: Path, sequences: list[list[int]], tempera
     return Reference(sequences=sequences, logprobs=logprobs, precision=precision, base=True)
 
 
-class _Float32Head(torch.nn.Linear):
-    """A language model's head, computed in float32 as actor and engines do: bfloat16 rounds a logit of 20 by .06."""
-
-    def __init__(self, head: torch.nn.Linear) -> None:
-        super().__init__(head.in_features, head.out_features, head.bias is not None, device="meta")
-        self.weight = torch.nn.Parameter(head.weight.float())
-        if head.bias is not None:
-            self.bias = torch.nn.Parameter(head.bias.float())
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return super().forward(input.float())
-
-
 def load_model(policy_dir: Path) -> Any:
     """Load a policy as a transformers model on the CPU, in the precision of its file but for the head: in float32."""
     from transformers import AutoModelForCausalLM  # takes seconds
@@ -249,7 +234,10 @@ def load_model(policy_dir: Path) -> Any:
 
     disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(policy_dir, dtype="auto", local_files_only=True, use_safetensors=True)
-    model.set_output_embeddings(_Float32Head(model.get_output_embeddings()))
+    head = model.get_output_embeddings()  # in float32, as actor and engines: bfloat16 rounds a logit of 20 by .06
+    for name, parameter in list(head.named_parameters()):
+        setattr(head, name, torch.nn.Parameter(parameter.float()))  # another one, since embeddings may share the old
+    head.register_forward_pre_hook(lambda _, inputs: inputs[0].float())
     return model.eval()
 
 

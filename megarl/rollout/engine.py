@@ -125,6 +125,7 @@ def expert_type(experts: int) -> np.dtype[Any]:
 class RolloutEngine(Protocol):
     """One engine replica, with the weights of one policy, as a rollout phase uses it: submit, step, submit ...
 
+    Engines derive from it. Methods with a body are for engines of which a restart would change no weights.
     repeats_chunks: whether the same request always gives the same bytes. If so, a resumed phase repeats whole requests.
     Engines that decode several requests together cannot promise it; for them only the missing groups are regenerated.
     """
@@ -139,6 +140,7 @@ class RolloutEngine(Protocol):
     @property
     def decoding_tokens(self) -> int:
         """Tokens sampled for these responses so far; 0 if the engine tells of a response only when it ends."""
+        return 0
 
     def has_room(self) -> bool:
         """Whether another request should be submitted now; always true of an engine that is not decoding."""
@@ -169,12 +171,14 @@ class RolloutEngine(Protocol):
 
         Returns False, and does nothing, if a restart could not change the weights.
         """
+        return False
 
     def checksum(self) -> str | None:
         """A checksum of all weights as the engine holds them; None if the engine offers none.
 
         Comparable only between engines of the same kind and configuration: they fuse, split and convert weights.
         """
+        return None
 
     def sleep(self) -> None:
         """Free the memory of weights and caches until `wake` or `load_weights` is called."""
@@ -184,6 +188,7 @@ class RolloutEngine(Protocol):
 
     def close(self) -> None:
         """Release all resources; the engine cannot be used afterwards."""
+        self.sleep()
 
 
 class EngineModule(Protocol):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import importlib.util
 import json
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from megarl.models import family_of
 from megarl.models.feed_forward import ClampedExperts
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.tables import Recipe
-from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_memory, check_table, checked_experts
+from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_table, memory_errors
 from megarl.rollout.engine import (
     Completion,
     Request,
@@ -63,6 +63,13 @@ parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
 CPU_STEP = 4096  # tokens of one step on a CPU; more if a single prompt or the number of responses is larger
 CPU_MEMORY = 0.9  # share of free memory for the KV cache on a CPU, if the recipe does not set memory_fraction
 CPU_BLOCK = 32  # tokens of a KV cache block; the CPU attention kernel needs a multiple of this
+_memory_errors = functools.partial(
+    memory_errors,
+    kinds=(ValueError, RuntimeError, MemoryError),  # RuntimeError: torch's out-of-memory errors
+    engine="vLLM",
+    share="the share of memory that the engine may take",
+    remedy="lower memory_fraction if another process holds memory",
+)
 
 
 def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
@@ -119,7 +126,7 @@ class VllmEngine(ContinuousEngine):
     """A `RolloutEngine` on vLLM's `LLMEngine`.
 
     ``policy_dir`` is a local directory with config.json and safetensors. If memory runs out, a `UserError` names the
-    settings to change.
+    settings to change. There is no checksum: vLLM 0.32 would copy all weights to the host for it.
     """
 
     def __init__(self, policy_dir: Path, version: int, settings: Settings) -> None:
@@ -137,14 +144,10 @@ class VllmEngine(ContinuousEngine):
         """
         reloads = self._engine is not None and (self.settings.device == "cuda" or not self._has_experts)
         self.policy_dir, self.version = Path(policy_dir), version
-        if reloads:
-            self._reload()
-        else:
+        if not reloads:  # vLLM repacks the weights of experts for a CPU only when it starts
             self.sleep()
             self.wake()
-
-    def _reload(self) -> None:
-        """Load weights in place. Wrong for experts on a CPU: vLLM repacks their weights only when it starts."""
+            return
         self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(self.policy_dir)})
         self._engine.reset_prefix_cache()
         self._reloaded = True
@@ -156,10 +159,6 @@ class VllmEngine(ContinuousEngine):
         self.sleep()
         self.wake()
         return True
-
-    def checksum(self) -> str | None:
-        """None: vLLM 0.32 would copy all weights to the host for it, which takes about a second per GB."""
-        return None
 
     def sleep(self) -> None:
         """Shut vLLM's engine down, which frees weights and cache; `wake` starts a new one."""
@@ -174,9 +173,6 @@ class VllmEngine(ContinuousEngine):
             self._reloaded, self._hf = False, read_hf_config(self.policy_dir)
             cache = self._engine.vllm_config.cache_config
             self.cache_tokens = cache.num_gpu_blocks * cache.block_size
-
-    def close(self) -> None:
-        self.sleep()
 
     @property
     def _has_experts(self) -> bool:
@@ -233,13 +229,6 @@ class VllmEngine(ContinuousEngine):
             self._engine.abort_request(list(partial))
             self._queued -= set(partial)
         return [self._completion(self._running.pop(name), *found) for name, found in partial.items()]
-
-    def _experts(
-        self, found: np.ndarray | None, response: Running, tokens: int, cut_off: bool
-    ) -> np.ndarray | str | None:
-        if not self.settings.routed_experts:
-            return None
-        return checked_experts(found, len(response.tokens) + tokens - 1, self._hf, cut_off)
 
     def _abort(self) -> None:
         if self._engine is not None:
@@ -370,15 +359,3 @@ def _cache_bytes(policy_dir: Path, settings: Settings) -> int:
     blocks = -(-settings.context // CPU_BLOCK) * settings.responses + 1  # vLLM reserves one for padding
     wanted = 2 * 4 * hf["num_hidden_layers"] * heads * width * CPU_BLOCK * blocks
     return min(wanted, int((settings.memory_fraction or CPU_MEMORY) * psutil.virtual_memory().available))
-
-
-@contextmanager
-def _memory_errors(doing: str, settings: Settings) -> Iterator[None]:
-    """Turn vLLM's various out-of-memory errors into one `UserError` that names the settings to change."""
-    try:
-        yield
-    except (ValueError, RuntimeError, MemoryError) as error:  # RuntimeError: torch's out-of-memory errors
-        share = "the share of memory that the engine may take"
-        remedy = "lower memory_fraction if another process holds memory"
-        check_memory("vLLM", doing, error, settings, share, remedy)
-        raise

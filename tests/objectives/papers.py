@@ -6,6 +6,7 @@ the objective's value (0-d, differentiable) and whether the token keeps its grad
 
 from __future__ import annotations
 
+import functools
 import math
 from itertools import pairwise
 
@@ -23,7 +24,7 @@ class Token:
         self.index, self.logprob, self.rollout, self.old, self.a = index, logprob, rollout, old, a
         raw = logprob - rollout
         self.clamped = abs(raw.item()) > LIMIT
-        self.l = clip(raw, -LIMIT, LIMIT)
+        self.l = torch.clamp(raw, -LIMIT, LIMIT)
         self.rho = torch.exp(self.l)
         self.l_value, self.rho_value = self.l.item(), self.rho.item()
 
@@ -42,127 +43,117 @@ def responses(batch: TokenBatch, logprobs: torch.Tensor) -> list[list[Token]]:
     return [[t for t in tokens[a:b] if t is not None] for a, b in pairwise(bounds)]
 
 
-def clip(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
-    return torch.clamp(x, low, high)
+def tokenwise(formula):
+    """The function of an objective from its formula of a token: (response, its place in it, settings) -> the pair."""
+
+    @functools.wraps(formula)
+    def of_batch(rs, *settings, **named):
+        pairs = {t.index: formula(o, i, *settings, **named) for o in rs for i, t in enumerate(o)}
+        values, kept = ({index: pair[i] for index, pair in pairs.items()} for i in range(2))
+        return values, kept
+
+    return of_batch
 
 
 def sg(x: torch.Tensor) -> torch.Tensor:
     return x.detach()
 
 
-def ppo(ratio: torch.Tensor, a: float, low: float, high: float) -> torch.Tensor:
-    return torch.minimum(ratio * a, clip(ratio, low, high) * a)
+def within(x: float, low: float, high: float) -> float:
+    return min(max(x, low), high)
 
 
-def past_bound(ratio: torch.Tensor, a: float, low: float, high: float) -> bool:
-    return (a > 0 and ratio.item() > high) or (a < 0 and ratio.item() < low)
+def ppo(t: Token, ratio: torch.Tensor, low: float, high: float, clamped: bool | None = None):
+    """min(r A, clip(r) A), and whether the gradient survives. clamped: whether the ratio is; None: as rho."""
+    past_bound = (t.a > 0 and ratio.item() > high) or (t.a < 0 and ratio.item() < low)
+    kept = not past_bound and not (t.clamped if clamped is None else clamped)
+    return torch.minimum(ratio * t.a, torch.clamp(ratio, low, high) * t.a), kept
+
+
+def dual_clip(t: Token, inner: torch.Tensor, kept: bool, most: float) -> tuple[torch.Tensor, bool]:
+    capped = t.a < 0 and inner.item() < most * t.a
+    return torch.full_like(inner, most * t.a) if capped else inner, kept and not capped
+
+
+def own_ratio(t: Token, value: float) -> torch.Tensor:
+    """A ratio of several tokens with its value, whose gradient goes through this token alone."""
+    return value * torch.exp(t.l - sg(t.l))
+
+
+@tokenwise
+def reinforce(o, i):
+    return o[i].rho * o[i].a, not o[i].clamped
+
+
+def clipped(rs, low, high):
+    return tokenwise(lambda o, i: ppo(o[i], o[i].rho, low, high))(rs)
 
 
 def grpo(rs, eps_low=0.2, eps_high=0.2):
-    value, kept = {}, {}
-    for o in rs:
-        for t in o:
-            value[t.index] = ppo(t.rho, t.a, 1 - eps_low, 1 + eps_high)
-            kept[t.index] = not past_bound(t.rho, t.a, 1 - eps_low, 1 + eps_high) and not t.clamped
-    return value, kept
+    return clipped(rs, 1 - eps_low, 1 + eps_high)
 
 
-def dapo(rs):
-    return grpo(rs, 0.2, 0.28)
+@tokenwise
+def gppo(o, i, eps_low=0.2, eps_high=0.28):
+    t = o[i]
+    bound = 1 + eps_high if t.a > 0 else 1 - eps_low
+    past_bound = (t.rho_value - bound) * t.a > 0
+    return (bound / sg(t.rho) if past_bound else 1) * t.rho * t.a, not t.clamped
 
 
-def gppo(rs, eps_low=0.2, eps_high=0.28):
-    value, kept = {}, {}
-    for o in rs:
-        for t in o:
-            low, high = ((1 + side) / sg(t.rho) * t.rho for side in (-eps_low, eps_high))
-            bounded = torch.maximum(torch.minimum(t.rho, high), low)
-            # not torch.minimum, which takes half of each gradient where the two numbers are equal
-            value[t.index] = bounded * t.a if past_bound(t.rho, t.a, 1 - eps_low, 1 + eps_high) else t.rho * t.a
-            kept[t.index] = not t.clamped
-    return value, kept
-
-
-def gspo(rs, eps=2e-3):
+@tokenwise
+def gspo(o, i, eps=2e-3):
     """Each token carries the objective of its response (`gspo_sequence`), which is then the mean over its tokens."""
-    value, kept = {}, {}
-    for o in rs:
-        if not o:
-            continue
-        s = torch.exp(sum(t.l for t in o) / len(o))
-        for t in o:
-            # the token form: value of s_i, gradient through this token alone
-            s_t = sg(s) * torch.exp(t.l - sg(t.l))
-            value[t.index] = ppo(s_t, t.a, 1 - eps, 1 + eps)
-            kept[t.index] = not past_bound(s, t.a, 1 - eps, 1 + eps) and not t.clamped
-    return value, kept
+    s = math.exp(sum(t.l_value for t in o) / len(o))
+    return ppo(o[i], own_ratio(o[i], s), 1 - eps, 1 + eps)
 
 
 def gspo_sequence(rs, eps=2e-3):
     """Eq. 5: one value for each response with trained tokens."""
-    values = []
-    for o in rs:
-        if o:
-            s = torch.exp(sum(t.l for t in o) / len(o))
-            values.append(ppo(s, o[0].a, 1 - eps, 1 + eps))
-    return values
+    return [ppo(o[0], torch.exp(sum(t.l for t in o) / len(o)), 1 - eps, 1 + eps)[0] for o in rs if o]
 
 
-def cispo(rs, eps_low=1.0, eps_high=4.0):
-    value, kept = {}, {}
-    for o in rs:
-        for t in o:
-            value[t.index] = sg(clip(t.rho, 1 - eps_low, 1 + eps_high)) * t.a * t.logprob
-            kept[t.index] = True
-    return value, kept
+@tokenwise
+def cispo(o, i, eps_low=1.0, eps_high=4.0):
+    return within(o[i].rho_value, 1 - eps_low, 1 + eps_high) * o[i].a * o[i].logprob, True
 
 
-def prefix_min(o, position) -> float:
-    m = None
-    for t in o[:position]:
-        m = t.rho_value if m is None else min(m, t.rho_value)
-    return 1.0 if m is None else m
+def prefix_min(o, i) -> float:
+    return min((t.rho_value for t in o[:i]), default=1.0)
 
 
-def minpro(rs, eps_low=1.0, eps_high=4.0):
-    value, kept = {}, {}
-    for o in rs:
-        for i, t in enumerate(o):
-            weight = sg(clip(prefix_min(o, i) * t.rho, 1 - eps_low, 1 + eps_high))
-            value[t.index] = weight * t.a * t.logprob
-            kept[t.index] = True
-    return value, kept
+@tokenwise
+def minpro(o, i, eps_low=1.0, eps_high=4.0):
+    weight = within(prefix_min(o, i) * o[i].rho_value, 1 - eps_low, 1 + eps_high)
+    return weight * o[i].a * o[i].logprob, True
 
 
-def prefix_ratio_grpo(rs, eps=0.2):
-    value, kept = {}, {}
-    for o in rs:
-        for i, t in enumerate(o):
-            r = prefix_min(o, i) * t.rho
-            value[t.index] = ppo(r, t.a, 1 - eps, 1 + eps)
-            kept[t.index] = not past_bound(r, t.a, 1 - eps, 1 + eps) and not t.clamped
-    return value, kept
+@tokenwise
+def prefix_ratio_grpo(o, i, eps=0.2):
+    return ppo(o[i], prefix_min(o, i) * o[i].rho, 1 - eps, 1 + eps)
 
 
-def mu_grpo(rs, scope="sequence", threshold=1e-4, ratio_min=0.0, ratio_max=5.0):
-    value, kept = {}, {}
-    for o in rs:
-        triggers = [i for i, t in enumerate(o) if t.a < 0 and t.rho_value < threshold]
-        if not triggers:
-            vetoed = set()
-        elif scope == "trigger":
-            vetoed = set(triggers)
-        elif scope == "suffix":
-            vetoed = set(range(triggers[0] + 1, len(o)))
-        elif scope == "non_trigger_suffix":
-            vetoed = set(range(triggers[0] + 1, len(o))) - set(triggers)
-        else:
-            vetoed = set(range(len(o)))
-        for i, t in enumerate(o):
-            keep = 0.0 if i in vetoed else 1.0
-            value[t.index] = keep * ppo(t.rho, t.a, ratio_min, ratio_max)
-            kept[t.index] = keep == 1 and not past_bound(t.rho, t.a, ratio_min, ratio_max) and not t.clamped
-    return value, kept
+@tokenwise
+def prefix_ratio_grpo_full(o, i, eps=0.2):
+    """Eq. 3-5 without a stop-gradient: gradients also go through the minimum, to the first token that attains it."""
+    least = min(o[:i], key=lambda s: s.rho_value).rho if i else 1
+    return ppo(o[i], least * o[i].rho, 1 - eps, 1 + eps)
+
+
+@tokenwise
+def mu_grpo(o, i, scope="sequence", threshold=1e-4, ratio_min=0.0, ratio_max=5.0):
+    triggers = [k for k, t in enumerate(o) if t.a < 0 and t.rho_value < threshold]
+    vetoed = (
+        bool(triggers)
+        and {
+            "sequence": True,
+            "suffix": i > min(triggers, default=0),
+            "non_trigger_suffix": i > min(triggers, default=0) and i not in triggers,
+            "trigger": i in triggers,
+        }[scope]
+    )
+    value, kept = ppo(o[i], o[i].rho, ratio_min, ratio_max)
+    return value * float(not vetoed), kept and not vetoed
 
 
 def trust_region(rs) -> list[Token]:
@@ -171,14 +162,13 @@ def trust_region(rs) -> list[Token]:
 
 def m2po(rs, threshold=0.04):
     """Algorithm 1: drop the arg max of l^2 (the first of equals) until the mean is at most the threshold."""
-    m = {t.index: True for o in rs for t in o}
-    region = trust_region(rs)
+    region, masked = trust_region(rs), set()
     while region and sum(t.l_value**2 for t in region) / len(region) > threshold:
         j = max(range(len(region)), key=lambda i: region[i].l_value ** 2)
-        m[region[j].index] = False
-        del region[j]
-    value = {t.index: float(m[t.index]) * t.rho * t.a for o in rs for t in o}
-    return value, {t.index: m[t.index] and not t.clamped for o in rs for t in o}
+        masked.add(region.pop(j).index)
+    value, kept = reinforce(rs)
+    value = {index: float(index not in masked) * v for index, v in value.items()}
+    return value, {index: k and index not in masked for index, k in kept.items()}
 
 
 def m2po_released(rs, threshold=0.04):
@@ -193,12 +183,7 @@ def m2po_released(rs, threshold=0.04):
                 break
         # a token exactly at the level keeps its gradient, but exp(l) and exp(tau) may differ in their last bit
         low, high = math.exp(-tau) * (1 - 1e-12), math.exp(tau) * (1 + 1e-12)
-    value, kept = {}, {}
-    for o in rs:
-        for t in o:
-            value[t.index] = ppo(t.rho, t.a, low, high)
-            kept[t.index] = not past_bound(t.rho, t.a, low, high) and not t.clamped
-    return value, kept
+    return clipped(rs, low, high)
 
 
 def bapo_bounds(rs, rho0=0.4, low=0.6, low_end=0.9, low_step=0.02, high=1.2, high_end=3.0, high_step=0.05):
@@ -225,7 +210,7 @@ def bapo_bounds(rs, rho0=0.4, low=0.6, low_end=0.9, low_step=0.02, high=1.2, hig
     return low, high
 
 
-def bapo_released_bounds(rs, target=0.4, low=0.6, low_end=0.9, low_step=0.02, high=1.2, high_end=3.0, high_step=0.05):
+def bapo_released_bounds(rs, rho0=0.4, low=0.6, low_end=0.9, low_step=0.02, high=1.2, high_end=3.0, high_step=0.05):
     tokens = [t for o in rs for t in o]
 
     def ratio() -> float:
@@ -234,133 +219,81 @@ def bapo_released_bounds(rs, target=0.4, low=0.6, low_end=0.9, low_step=0.02, hi
         return math.inf if negative <= 0 else positive / (negative + 1e-8)
 
     tiny = 1e-9
-    while ratio() < target and low < low_end - tiny:
+    while ratio() < rho0 and low < low_end - tiny:
         low = min(low + low_step, low_end)
     most = max((t.rho_value for t in tokens), default=0.0)
-    while ratio() < target and high < high_end - tiny:
+    while ratio() < rho0 and high < high_end - tiny:
         if high_end == math.inf and high >= most:
             return low, math.inf
         high = min(high + high_step, high_end)
     return low, high
 
 
-def bapo(rs, **settings):
-    low, high = bapo_bounds(rs, **settings)
-    value, kept = {}, {}
-    for o in rs:
-        for t in o:
-            value[t.index] = ppo(t.rho, t.a, low, high)
-            kept[t.index] = not past_bound(t.rho, t.a, low, high) and not t.clamped
-    return value, kept
+def bapo(rs):
+    low, high = bapo_bounds(rs)
+    return clipped(rs, low, high)
 
 
-def bapo_released(rs, **settings):
-    low, high = bapo_released_bounds(rs, **settings)
-    value, kept = {}, {}
-    for o in rs:
-        for t in o:
-            inner = ppo(t.rho, t.a, low, high)
-            capped = t.a < 0 and inner.item() < 3 * t.a
-            value[t.index] = torch.maximum(inner, torch.tensor(3 * t.a, dtype=torch.float64)) if t.a < 0 else inner
-            kept[t.index] = not past_bound(t.rho, t.a, low, high) and not capped and not t.clamped
-    return value, kept
+def bapo_released(rs):
+    low, high = bapo_released_bounds(rs)
+    return tokenwise(lambda o, i: dual_clip(o[i], *ppo(o[i], o[i].rho, low, high), 3.0))(rs)
 
 
-def topr(rs):
-    value, kept = {}, {}
-    for o in rs:
-        sequence = math.prod(t.rho_value for t in o)
-        for t in o:
-            weight = 1.0 if t.a > 0 else min(max(sequence, 0.0), 1.0)
-            value[t.index] = weight * t.a * t.logprob
-            kept[t.index] = True
-    return value, kept
+@tokenwise
+def topr(o, i):
+    weight = 1.0 if o[i].a > 0 else within(math.prod(t.rho_value for t in o), 0.0, 1.0)
+    return weight * o[i].a * o[i].logprob, True
 
 
-def decoupled_ppo(rs, eps=0.2):
-    value, kept = {}, {}
-    for o in rs:
-        for t in o:
-            weight = math.exp(min(max(t.old - t.rollout, -LIMIT), LIMIT))
-            raw = t.logprob - t.old
-            r = torch.exp(clip(raw, -LIMIT, LIMIT))
-            value[t.index] = weight * ppo(r, t.a, 1 - eps, 1 + eps)
-            kept[t.index] = not past_bound(r, t.a, 1 - eps, 1 + eps) and abs(raw.item()) <= LIMIT
-    return value, kept
+@tokenwise
+def decoupled_ppo(o, i, eps=0.2):
+    t = o[i]
+    weight, raw = math.exp(within(t.old - t.rollout, -LIMIT, LIMIT)), t.logprob - t.old
+    r = torch.exp(torch.clamp(raw, -LIMIT, LIMIT))
+    value, kept = ppo(t, r, 1 - eps, 1 + eps, clamped=abs(raw.item()) > LIMIT)
+    return weight * value, kept
 
 
-def reinforce(rs):
-    value = {t.index: t.rho * t.a for o in rs for t in o}
-    return value, {t.index: not t.clamped for o in rs for t in o}
+@tokenwise
+def dcpo(o, i, eps_low=0.16, eps_high=0.2, most=10.0):
+    t, q = o[i], math.exp(o[i].rollout)
+    low = 0.5 + 0.5 * math.sqrt(max(1 - 4 * eps_low / q, 0))
+    high = min(0.5 + 0.5 * math.sqrt(1 + 4 * eps_high / q), most)
+    return dual_clip(t, *ppo(t, t.rho, low, high), most)
 
 
-def dcpo(rs, eps_low=0.16, eps_high=0.2, most=10.0):
-    value, kept = {}, {}
-    for o in rs:
-        for t in o:
-            q = math.exp(t.rollout)
-            low = 0.5 + 0.5 * math.sqrt(max(1 - 4 * eps_low / q, 0))
-            high = min(0.5 + 0.5 * math.sqrt(1 + 4 * eps_high / q), most)
-            inner = ppo(t.rho, t.a, low, high)
-            capped = t.a < 0 and inner.item() < most * t.a
-            value[t.index] = torch.maximum(inner, torch.tensor(most * t.a, dtype=torch.float64)) if t.a < 0 else inner
-            kept[t.index] = not past_bound(t.rho, t.a, low, high) and not capped and not t.clamped
-    return value, kept
+@tokenwise
+def full_prefix(o, i, eps_low=1.0, eps_high=4.0):
+    whole = math.exp(min(sum(s.l_value for s in o[: i + 1]), 700.0))
+    return within(whole, 1 - eps_low, 1 + eps_high) * o[i].a * o[i].logprob, True
 
 
-def full_prefix(rs, eps_low=1.0, eps_high=4.0):
-    value, kept = {}, {}
-    for o in rs:
-        for i, t in enumerate(o):
-            whole = math.exp(min(sum(s.l_value for s in o[: i + 1]), 700.0))
-            value[t.index] = min(max(whole, 1 - eps_low), 1 + eps_high) * t.a * t.logprob
-            kept[t.index] = True
-    return value, kept
-
-
-def cppo(rs, delta=0.2, delta_b=0.02, w_min=0.8):
+@tokenwise
+def cppo(o, i, delta=0.2, delta_b=0.02, w_min=0.8):
     """Algorithm 1."""
-    value, kept = {}, {}
-    for o in rs:
-        total_z = total_w = 0.0
-        for i, t in enumerate(o):
-            w = 1 - (1 - w_min) / max(len(o) - 1, 1) * i
-            z = w * abs(math.exp(max(t.rollout, -80.0)) * (t.rho_value - 1))
-            most = min(delta, delta + delta_b * total_w - total_z)
-            kept[t.index] = (t.a * t.l_value <= 0 or z <= most) and not t.clamped
-            value[t.index] = t.rho * t.a * float(t.a * t.l_value <= 0 or z <= most)
-            total_z, total_w = total_z + z, total_w + w
-    return value, kept
+    w = [1 - (1 - w_min) / max(len(o) - 1, 1) * k for k in range(len(o))]
+    z = [w[k] * abs(math.exp(max(t.rollout, -80.0)) * (t.rho_value - 1)) for k, t in enumerate(o)]
+    most = min(delta, delta + delta_b * sum(w[:i]) - sum(z[:i]))
+    inside = o[i].a * o[i].l_value <= 0 or z[i] <= most
+    return o[i].rho * o[i].a * float(inside), inside and not o[i].clamped
 
 
-def ctpo(rs, eps_low=0.025, eps_high=0.05):
-    value, kept = {}, {}
-    for o in rs:
-        for i, t in enumerate(o):
-            whole = math.exp(min(max(sum(s.l_value for s in o[: i + 1]), -80.0), 80.0))
-            c = whole * torch.exp(t.l - sg(t.l))
-            low, high = math.exp(-eps_low * math.sqrt(i + 1)), math.exp(eps_high * math.sqrt(i + 1))
-            value[t.index] = ppo(c, t.a, low, high)
-            kept[t.index] = not past_bound(c, t.a, low, high) and not t.clamped
-    return value, kept
+@tokenwise
+def ctpo(o, i, eps_low=0.025, eps_high=0.05):
+    c = own_ratio(o[i], math.exp(within(sum(s.l_value for s in o[: i + 1]), -80.0, 80.0)))
+    return ppo(o[i], c, math.exp(-eps_low * math.sqrt(i + 1)), math.exp(eps_high * math.sqrt(i + 1)))
 
 
-def drpo(rs, epsilon=12.5):
-    value = {}
-    for t in (t for o in rs for t in o):
-        mu = math.exp(max(t.rollout, -80.0))
-        value[t.index] = t.rho * t.a - abs(t.a) * mu * (t.rho - 1) ** 2 / (2 * epsilon)
-    return value, {t.index: not t.clamped for o in rs for t in o}
+@tokenwise
+def drpo(o, i, epsilon=12.5):
+    t, mu = o[i], math.exp(max(o[i].rollout, -80.0))
+    return t.rho * t.a - abs(t.a) * mu * (t.rho - 1) ** 2 / (2 * epsilon), not t.clamped
 
 
-def oapl(rs, beta=1e-3):
+@tokenwise
+def oapl(o, i, beta=1e-3):
     """The token form, whose gradients add up to that of `oapl_sequence`."""
-    value = {}
-    for o in rs:
-        s = sum(t.l_value for t in o)
-        for t in o:
-            value[t.index] = (t.a - beta * s) * t.logprob
-    return value, {t.index: True for o in rs for t in o}
+    return (o[i].a - beta * sum(t.l_value for t in o)) * o[i].logprob, True
 
 
 def oapl_sequence(rs, beta=1e-3):
@@ -377,65 +310,39 @@ def prefix_filter(rs, fraction=0.01, eps_low=1.0, eps_high=4.0):
     ranked = sorted(sums.values())
     removed = int(fraction * len(ranked) + 1e-9)
     lowest = ranked[min(removed, len(ranked) - 1)] - 2.0**-30 if ranked else 0.0
-    value, kept = cispo(rs, eps_low, eps_high)
-    kept = {index: sums[index] >= lowest for index in kept}
+    value, _ = cispo(rs, eps_low, eps_high)
+    kept = {index: sums[index] >= lowest for index in value}
     return {index: value[index] * float(kept[index]) for index in value}, kept
 
 
-def prefix_ratio_grpo_full(rs, eps=0.2):
-    """Eq. 3-5 without a stop-gradient: gradients also go through the minimum, to the first token that attains it."""
-    value, kept = {}, {}
-    for o in rs:
-        for i, t in enumerate(o):
-            r = min(o[:i], key=lambda s: s.rho_value).rho * t.rho if i else t.rho
-            value[t.index] = ppo(r, t.a, 1 - eps, 1 + eps)
-            kept[t.index] = not past_bound(r, t.a, 1 - eps, 1 + eps) and not t.clamped
-    return value, kept
+@tokenwise
+def sapo(o, i, positive=1.0, negative=1.05):
+    t, tau = o[i], positive if o[i].a > 0 else negative
+    # not torch.sigmoid, whose gradient is imprecise where 1 - sigmoid(x) is small
+    return 4 / tau / (1 + torch.exp(-tau * (t.rho - 1))) * t.a, not t.clamped
 
 
-def sapo(rs, positive=1.0, negative=1.05):
-    value, kept = {}, {}
-    for o in rs:
-        for t in o:
-            tau = positive if t.a > 0 else negative
-            # not torch.sigmoid, whose gradient is imprecise where 1 - sigmoid(x) is small
-            value[t.index] = 4 / tau / (1 + torch.exp(-tau * (t.rho - 1))) * t.a
-            kept[t.index] = not t.clamped
-    return value, kept
+@tokenwise
+def dppo(o, i, divergence="tv", threshold=0.15, most=10.0):
+    t = o[i]
+    q, p = math.exp(min(t.rollout, 0)), math.exp(min(min(t.rollout, 0) + t.l_value, 0))
+    if divergence == "tv":
+        d = abs(q * t.rho_value - q)
+    else:
+        d = -q * t.l_value + (1 - q + 1e-8) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
+    kept = not (t.a * t.l_value > 0 and d > threshold)
+    return within(t.rho_value, 0.0, most) * t.a * t.logprob * float(kept), kept
 
 
-def dppo(rs, divergence="tv", threshold=0.15, most=10.0):
-    value, kept = {}, {}
-    for o in rs:
-        for t in o:
-            q, p = math.exp(min(t.rollout, 0)), math.exp(min(min(t.rollout, 0) + t.l_value, 0))
-            if divergence == "tv":
-                d = abs(q * t.rho_value - q)
-            else:
-                d = -q * t.l_value + (1 - q + 1e-8) * math.log((1 - q + 1e-8) / (1 - p + 1e-8))
-            along = (t.a > 0 and t.l_value > 0) or (t.a < 0 and t.l_value < 0)
-            kept[t.index] = not (along and d > threshold)
-            value[t.index] = sg(clip(t.rho, 0.0, most)) * t.a * t.logprob * float(kept[t.index])
-    return value, kept
+@tokenwise
+def vespo(o, i, positive=(2.0, 3.0), negative=(3.0, 2.0)):
+    w = math.exp(within(sum(t.l_value for t in o), -LIMIT, LIMIT))
+    k, scale = negative if o[i].a < 0 else positive
+    return w**k * math.exp(scale * (1 - w)) * o[i].a * o[i].logprob, True
 
 
-def vespo(rs, positive=(2.0, 3.0), negative=(3.0, 2.0)):
-    value, kept = {}, {}
-    for o in rs:
-        w = math.exp(min(max(sum(t.l_value for t in o), -LIMIT), LIMIT))
-        for t in o:
-            k, scale = negative if t.a < 0 else positive
-            value[t.index] = w**k * math.exp(scale * (1 - w)) * t.a * t.logprob
-            kept[t.index] = True
-    return value, kept
-
-
-def trm(rs, estimator="k2", threshold=2.5):
-    value, kept = {}, {}
-    for o in rs:
-        d = [t.l_value**2 / 2 if estimator == "k2" else math.expm1(t.l_value) - t.l_value for t in o]
-        inside = all(x <= threshold for x in d)
-        for t in o:
-            value[t.index] = t.rho * t.a * float(inside)
-            kept[t.index] = inside and not t.clamped
-    return value, kept
+@tokenwise
+def trm(o, i, estimator="k2", threshold=2.5):
+    d = [t.l_value**2 / 2 if estimator == "k2" else math.expm1(t.l_value) - t.l_value for t in o]
+    inside = all(x <= threshold for x in d)
+    return o[i].rho * o[i].a * float(inside), inside and not o[i].clamped

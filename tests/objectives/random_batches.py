@@ -5,7 +5,10 @@ from __future__ import annotations
 import torch
 
 from megarl.batch import TokenBatch
+from megarl.objectives import OBJECTIVES
 
+# every objective, with its settings
+VARIANTS = [(name, {}) for name in OBJECTIVES] + [(name, {"variant": "released"}) for name in ("m2po", "bapo")]
 KINDS = ("continuous", "ties", "extreme", "short", "zero_advantages", "empty_masks", "on_policy", "heavy_tails")
 
 

@@ -1,25 +1,26 @@
-"""Every objective has its paper's loss, mask and gradient, read literally in float64, on 504 random batches."""
+"""Every objective has its paper's loss, mask and gradient, read literally in float64, on random batches."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 
 from megarl.batch import TokenBatch
-from megarl.objectives import OBJECTIVES
+from megarl.objectives import OBJECTIVES, token_weights
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.clip_bounds import BEYOND, contributions
+from tests.extent import EVERY
 from tests.objectives import papers
 from tests.objectives.random_batches import KINDS, random_batch
 
 BACKENDS = ("torch", "cpp")
+SEEDS = range(504 if EVERY else 168)  # a multiple of 24: all kinds, a third of each with NaN at untrained tokens
 CASES = {
     "grpo": (OBJECTIVES["grpo"](), papers.grpo),
-    "dapo": (OBJECTIVES["dapo"](), papers.dapo),
+    "dapo": (OBJECTIVES["dapo"](), lambda rs: papers.grpo(rs, 0.2, 0.28)),
     "gppo": (OBJECTIVES["gppo"](), papers.gppo),
     "dcpo": (OBJECTIVES["dcpo"](), papers.dcpo),
     "sapo": (OBJECTIVES["sapo"](), papers.sapo),
@@ -102,7 +103,7 @@ def test_every_objective_has_a_case() -> None:
 def test_value_mask_and_gradient_equal_the_paper(name: str) -> None:
     objective, literal = CASES[name]
     batches, precise, values, kept = [], [], [], []
-    for seed in range(504):
+    for seed in SEEDS:
         batch, logprobs, rs = batch_and_tokens(seed)
         value, keeps = literal(rs)
         tokens = range(batch.logprobs.numel())
@@ -117,7 +118,7 @@ def test_value_mask_and_gradient_equal_the_paper(name: str) -> None:
         whole = TokenBatch.concatenate(batches)
         weights = torch.linspace(0.5, 1.5, whole.cu_seqlens.numel() - 1)[whole.sequence_ids]
     mask = torch.cat([batch.loss_mask for batch in batches])
-    seeds = torch.arange(504).repeat_interleave(torch.tensor(sizes))
+    seeds = torch.tensor(SEEDS).repeat_interleave(torch.tensor(sizes))
     gradients = torch.autograd.grad((expected * weights).sum(), precise, retain_graph=True, allow_unused=True)
     theirs = torch.cat([torch.zeros_like(x) if g is None else g for x, g in zip(precise, gradients, strict=True)])
     for backend in BACKENDS if objective.fused else ("torch",):
@@ -128,45 +129,37 @@ def test_value_mask_and_gradient_equal_the_paper(name: str) -> None:
         assert_close(loss.double(), expected.detach(), f"{name}, {backend}, loss", seeds)
         ours = torch.cat(torch.autograd.grad((loss * weights).sum(), [batch.logprobs for batch in batches]))
         assert_close(ours.double(), theirs, f"{name}, {backend}, gradient", seeds)
-    assert int(expected_kept.sum()) > 1000
-    assert int((mask & ~expected_kept).sum()) > 20 or name.startswith(
+    assert int(expected_kept.sum()) > 300
+    assert int((mask & ~expected_kept).sum()) > 6 or name.startswith(
         ("cispo", "full_prefix", "minpro", "oapl", "topr", "vespo")
     )
 
 
-def test_gspo_tokens_average_to_the_sequence_objective() -> None:
-    """Eq. 5 of GSPO: tokens weighted by 1 / length give value and gradient of one clipped ratio per response."""
-    for seed in range(100):
+SEQUENCE_FORMS = {  # of an objective whose tokens, summed or averaged over a response, have the gradient of one number
+    "gspo": (OBJECTIVES["gspo"](), lambda rs: [-value for value in papers.gspo_sequence(rs)], "sequence_mean"),
+    "oapl": (OBJECTIVES["oapl"](), papers.oapl_sequence, "token_mean"),
+    "oapl-strong": (OBJECTIVES["oapl"](beta=0.7), lambda rs: papers.oapl_sequence(rs, 0.7), "token_mean"),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", SEQUENCE_FORMS)
+def test_tokens_have_the_gradient_of_the_objective_of_whole_responses(name: str, backend: str) -> None:
+    """Eq. 5 of GSPO, one clipped ratio per response, and Eq. 3 of OAPL, its squared error."""
+    objective, literal, aggregation = SEQUENCE_FORMS[name]
+    for seed in range(40):
         batch = random_batch(seed, "continuous")
         precise = batch.logprobs.detach().double().requires_grad_()
-        rs = papers.responses(batch, precise)
-        values = papers.gspo_sequence(rs)
-        if not values:
+        losses = literal(papers.responses(batch, precise))
+        if not losses:
             continue
-        (theirs,) = torch.autograd.grad(-sum(values), precise, allow_unused=True)
-        terms = OBJECTIVES["gspo"]()(batch)
-        weights = torch.zeros(precise.numel())
-        for o in rs:
-            for t in o:
-                weights[t.index] = 1 / len(o)
-        (ours,) = torch.autograd.grad((terms.loss * weights).sum(), batch.logprobs)
+        (theirs,) = torch.autograd.grad(sum(losses), precise, allow_unused=True)
+        weights = token_weights(batch.loss_mask, batch.cu_seqlens, aggregation)
+        loss = (objective(batch, backend=backend).loss * weights).sum()
+        (ours,) = torch.autograd.grad(loss, batch.logprobs)
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close((terms.loss * weights).sum().item(), -sum(values).item(), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("beta", [1e-3, 0.7])
-def test_oapl_has_the_gradient_of_the_squared_error_of_responses(beta: float) -> None:
-    for seed in range(100):
-        batch = random_batch(seed, "continuous")
-        precise = batch.logprobs.detach().double().requires_grad_()
-        errors = papers.oapl_sequence(papers.responses(batch, precise), beta)
-        if not errors:
-            continue
-        (theirs,) = torch.autograd.grad(sum(errors), precise, allow_unused=True)
-        for backend in BACKENDS:
-            terms = OBJECTIVES["oapl"](beta=beta)(batch, backend=backend)
-            (ours,) = torch.autograd.grad(terms.loss.sum(), batch.logprobs)
-            torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
+        if aggregation == "sequence_mean":
+            torch.testing.assert_close(loss.item(), sum(losses).item(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -174,7 +167,6 @@ def test_oapl_has_the_gradient_of_the_squared_error_of_responses(beta: float) ->
     [
         {},
         {"low_start": 0.8, "low_end": 0.95, "high_end": 2.0, "positive_target": 0.5},
-        {"positive_target": 1.0},
         {"low_start": 0.8, "low_end": 0.95, "low_step": 0.05, "positive_target": 0.9},  # .15 / .05 rounds to 2.99...
         {"positive_target": 0.0},
         {"low_start": 0.9, "low_end": 0.9},
@@ -184,11 +176,11 @@ def test_oapl_has_the_gradient_of_the_squared_error_of_responses(beta: float) ->
 )
 @pytest.mark.parametrize("variant", ["paper", "released"])
 def test_bapo_finds_the_bounds_at_which_the_loop_stops(variant: str, settings: dict[str, float]) -> None:
-    names = {"positive_target": "target" if variant == "released" else "rho0", "low_start": "low", "high_start": "high"}
+    names = {"positive_target": "rho0", "low_start": "low", "high_start": "high"}
     literal = papers.bapo_released_bounds if variant == "released" else papers.bapo_bounds
     objective = OBJECTIVES["bapo"](variant=variant, **settings)
     states = set()
-    for seed in range(200):
+    for seed in range(48):
         batch = random_batch(seed)
         expected = literal(
             papers.responses(batch, batch.logprobs.detach().double()),
@@ -206,10 +198,9 @@ def test_bapo_finds_the_bounds_at_which_the_loop_stops(variant: str, settings: d
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_bapo_with_an_unlimited_upper_bound(backend: str, variant: str, settings: dict[str, float]) -> None:
     """Table 6 has [1.2, inf]: the bound is where the loop stops, however far that is, or clips nothing."""
-    name = "target" if variant == "released" else "rho0"
     literal = papers.bapo_released_bounds if variant == "released" else papers.bapo_bounds
     found = []
-    for seed in range(60):
+    for seed in range(48):
         batch = random_batch(seed)
         ends, low = torch.tensor([1.2, BEYOND]).double(), torch.tensor([0.6 if variant == "paper" else 0.9]).double()
         good, bad = contributions(batch, low, ends, variant == "paper", None)
@@ -219,50 +210,14 @@ def test_bapo_with_an_unlimited_upper_bound(backend: str, variant: str, settings
         rs = papers.responses(batch, batch.logprobs.detach().double())
         if max((t.rho_value for o in rs for t in o), default=0.0) > 50:  # the literal loop would take too many steps
             continue
-        low, high = literal(rs, high_end=math.inf, **{name: target}, **settings)
+        low, high = literal(rs, high_end=math.inf, rho0=target, **settings)
         bounds = objective.statistics(batch.detach(), None, backend)
         assert float(bounds.ratio_min) == pytest.approx(low, abs=1e-9), seed
         assert float(bounds.ratio_max) == pytest.approx(min(high, BEYOND), rel=1e-12), seed
-        terms, endless = objective(batch), OBJECTIVES["mu_grpo"](ratio_min=low, ratio_max=high, veto_threshold=0.0)
-        if variant == "paper":
-            torch.testing.assert_close(terms.loss, endless(batch).loss)
-            assert math.isfinite(float(terms.metrics["bapo/ratio_max"][0]))
+        assert math.isfinite(float(objective(batch).metrics["bapo/ratio_max"][0]))
         found.append(high)
     moves = "low_end" not in settings or variant == "released"
     assert (math.inf in found and any(1.21 < high < 50 for high in found)) == moves
-
-
-def test_bapo_reaches_the_end_of_both_default_bounds() -> None:
-    """Adding up steps of .02 in floats would end at .88, because the next sum exceeds .9 by a rounding error."""
-    batch = random_batch(3, "continuous")
-    batch = replace(batch, advantages=-torch.ones_like(batch.advantages), loss_mask=torch.ones_like(batch.loss_mask))
-    bounds = OBJECTIVES["bapo"]().statistics(replace(batch, rollout_logprobs=torch.zeros_like(batch.advantages)))
-    assert float(bounds.ratio_min) == pytest.approx(0.9, abs=1e-12)
-    assert float(bounds.ratio_max) == pytest.approx(3.0, abs=1e-12)
-    assert math.isclose(float(bounds.positive_share), 0.0)
-
-
-def test_released_m2po_mutes_more_than_the_paper() -> None:
-    g = torch.Generator().manual_seed(0)
-    batch = random_batch(0)
-    tokens = 4096
-    logprobs = -torch.rand(tokens, generator=g)
-    shift = torch.distributions.StudentT(2.0).sample((tokens,)) * 0.1
-    batch = replace(
-        batch,
-        logprobs=logprobs,
-        rollout_logprobs=logprobs - shift,
-        advantages=torch.randn(tokens, generator=g),
-        loss_mask=torch.ones(tokens, dtype=torch.bool),
-        cu_seqlens=torch.tensor([0, tokens]),
-        old_logprobs=None,
-        ref_logprobs=None,
-        entropy=None,
-        sequence_index=None,
-    )
-    paper, released = OBJECTIVES["m2po"]()(batch), OBJECTIVES["m2po"](variant="released")(batch)
-    muted = [int((~terms.kept).sum()) for terms in (paper, released)]
-    assert 0 < muted[0] < muted[1]
 
 
 @pytest.mark.parametrize("name", [name for name, (objective, _) in CASES.items() if objective.fused])
@@ -270,7 +225,7 @@ def test_fused_pass_has_the_metrics_of_the_definition(name: str) -> None:
     """Names, counts and histograms are equal; sums agree within float32 rounding of the total."""
     objective, _ = CASES[name]
     rows: list[list[torch.Tensor]] = []
-    for seed in range(160):
+    for seed in SEEDS[:48]:
         batch = random_batch(seed)
         definition, fused = (objective(batch, backend=backend) for backend in BACKENDS)
         where = f"{name}, seed {seed} ({KINDS[seed % len(KINDS)]})"
@@ -281,7 +236,7 @@ def test_fused_pass_has_the_metrics_of_the_definition(name: str) -> None:
         rows.append([*both[0], *both[1]])
         for key, counts in definition.histograms.items():
             assert torch.equal(fused.histograms[key], counts), (where, key)
-    total, count, our_total, our_count = (torch.stack([row[i] for row in rows]) for i in range(4))  # [160, metrics]
+    total, count, our_total, our_count = (torch.stack([row[i] for row in rows]) for i in range(4))  # [seeds, metrics]
     assert torch.equal(our_count, count)
     bound = torch.maximum(1e-5 * total.abs(), torch.tensor(2e-6))  # as pytest.approx(total, rel=1e-5, abs=2e-6)
     wrong = ~((our_total - total).abs() <= bound)

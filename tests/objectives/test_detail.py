@@ -27,7 +27,7 @@ def column(rho: float) -> int:
 @pytest.mark.parametrize("kind", ["continuous", "heavy_tails", "empty_masks"])
 def test_diagnostics_agree_with_their_definitions(kind: str) -> None:
     objective = build_objective("grpo", {})
-    for seed in range(12):
+    for seed in range(6):
         batch = random_batch(seed, kind)
         g = torch.Generator().manual_seed(seed)
         batch = replace(batch, entropy=5 * torch.rand(batch.logprobs.numel(), generator=g))
@@ -61,16 +61,3 @@ def test_diagnostics_agree_with_their_definitions(kind: str) -> None:
         lowest = min(max(min(occupancy), -20), 20)
         assert math.log(out["prefix_occupancy/q00"]) == pytest.approx(lowest, rel=1 / 16, abs=2.0**-13)
         assert out["entropy_by_ratio"]["counts"] == histograms["entropy_by_ratio"].tolist()
-
-
-def test_an_unlikely_token_counts_in_the_divergence_of_later_tokens() -> None:
-    """Corollary 1 of mu-GRPO: the second token's own ratio is 1, but its prefix has an occupancy of 1/1000."""
-    batch = random_batch(0)
-    batch = replace(
-        batch, logprobs=torch.tensor([math.log(1e-3), 0.0]), rollout_logprobs=torch.zeros(2),
-        advantages=-torch.ones(2), loss_mask=torch.ones(2, dtype=torch.bool), cu_seqlens=torch.tensor([0, 2]),
-        old_logprobs=None, ref_logprobs=None,
-    )  # fmt: skip
-    metrics, _ = detailed(batch, batch.loss_mask)
-    total, count = metrics["prefix/reverse_chi2"]
-    assert float(total) == pytest.approx(999, rel=1e-5) and float(count) == 2

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megarl.batch import ContextShard, TokenBatch
 from megarl.errors import UserError
 from megarl.objectives import OBJECTIVES, build_objective
-from tests.objectives.random_batches import random_batch
+from tests.objectives.random_batches import VARIANTS, random_batch
 
 
 def valid_batch() -> TokenBatch:
@@ -79,30 +77,17 @@ def test_untrained_tokens_may_hold_nan() -> None:
         ("grop", {}, ["'grop'", "'grpo'", "known objectives"]),
         ("grpo", {"eps_lo": 0.1}, ["'grpo'", "'eps_lo'", "'eps_low'"]),
         ("grpo", {"eps_low": 1.5}, ["eps_low", "1.5", "[0, 1]"]),
-        ("grpo", {"eps_high": math.nan}, ["eps_high", "nan"]),
         ("grpo", {"eps_low": "0.2"}, ["eps_low", "'0.2'", "number"]),
         ("grpo", {"eps_low": True}, ["eps_low", "True", "number"]),
         ("grpo", {"aggregation": "mean"}, ["aggregation", "'mean'", "sequence_mean", "token_mean"]),
-        ("m2po", {"m2_threshold": -0.04}, ["m2_threshold", "-0.04", "[0, inf]"]),
-        ("m2po", {"variant": "release"}, ["variant", "'release'", "'released'"]),
-        ("mu_grpo", {"veto_threshold": 2}, ["veto_threshold", "2", "[0, 1]"]),
-        ("mu_grpo", {"veto_scope": "sufix"}, ["veto_scope", "'sufix'", "'suffix'"]),
-        ("mu_grpo", {"ratio_max": 0.5}, ["ratio_max", "0.5", "[1, inf]"]),
         ("bapo", {"low_start": 0.95}, ["low_end", "0.9", "low_start", "0.95"]),
-        ("bapo", {"low_step": 0}, ["low_step", "0"]),
         ("bapo", {"positive_target": 1.2}, ["positive_target", "1.2", "[0, 1]"]),
-        ("topr", {"ratio_max": -1}, ["ratio_max", "-1"]),
     ],
 )
 def test_error_names_the_wrong_objective_or_field(name: str, fields: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(UserError) as error:
         build_objective(name, fields)
     assert all(word in str(error.value) for word in words), str(error.value)
-
-
-def test_constructor_checks_fields_too() -> None:
-    with pytest.raises(UserError, match="m2_threshold"):
-        OBJECTIVES["m2po"](m2_threshold=-1)
 
 
 def test_an_integer_is_accepted_for_a_float() -> None:
@@ -114,36 +99,51 @@ def test_decoupled_ppo_needs_old_logprobs() -> None:
         OBJECTIVES["decoupled_ppo"]()(valid_batch())
 
 
+# in these a token's loss depends on the others of its response or batch
+COUPLED = ("bapo", "cppo", "ctpo", "full_prefix", "gspo", "m2po", "minpro", "mu_grpo", "oapl", "prefix_filter",
+           "prefix_ratio_grpo", "topr", "trm", "vespo")  # fmt: skip
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
 @pytest.mark.parametrize("name", OBJECTIVES)
-def test_an_empty_batch_has_an_empty_loss_and_no_counts(name: str) -> None:
+def test_log_probs_of_minus_infinity_give_a_finite_loss_and_no_gradient(name: str, backend: str) -> None:
+    objective = build_objective(name, {})
+    for seed in range(9):
+        batch, names = random_batch(seed), ("logprobs", "rollout_logprobs")[seed % 3 % 2 : seed % 3 + 1]
+        gone = torch.rand(batch.logprobs.numel(), generator=torch.Generator().manual_seed(seed)) < 0.3
+        fields = {field: torch.where(gone, -math.inf, getattr(batch, field).detach()) for field in names}
+        fields.setdefault("logprobs", batch.logprobs.detach())
+        without = replace(batch, **fields | {"logprobs": fields["logprobs"].requires_grad_()})
+        terms = objective(without, backend=backend)
+        (gradient,) = torch.autograd.grad(terms.loss.sum(), without.logprobs)
+        assert terms.loss.isfinite().all() and gradient.isfinite().all(), seed
+        assert (gradient[without.logprobs == -math.inf] == 0).all()
+        assert all(math.isfinite(float(total)) for total, _ in terms.metrics.values())
+        if name not in COUPLED:
+            usual = objective(batch, backend=backend).loss
+            torch.testing.assert_close(terms.loss[~gone], usual[~gone], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize(("name", "fields"), VARIANTS)
+def test_an_empty_batch_has_an_empty_loss_and_no_counts(name: str, fields: dict[str, str]) -> None:
     """A rank without tokens evaluates the objective too: its loss is empty and its counts are 0."""
     empty = TokenBatch(
         torch.zeros(0, requires_grad=True), torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool),
         torch.zeros(1, dtype=torch.int32), old_logprobs=torch.zeros(0),
     ).validate()  # fmt: skip
-    for variant in ("paper", "released"):
-        terms = build_objective(name, {"variant": variant} if name in ("m2po", "bapo") else {})(empty)
-        assert terms.loss.shape == terms.kept.shape == (0,)
-        assert all(pair[0].tolist() == 0 and pair[1].tolist() == 0 for pair in terms.metrics.values())
-        assert int(terms.histograms["ratio"].sum()) == 0
+    terms = build_objective(name, fields)(empty)
+    assert terms.loss.shape == terms.kept.shape == (0,)
+    assert all(pair[0].tolist() == 0 and pair[1].tolist() == 0 for pair in terms.metrics.values())
+    assert int(terms.histograms["ratio"].sum()) == 0
 
 
-@pytest.mark.parametrize("variant", ["paper", "released"])
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_no_objective_waits_for_the_device(name: str, variant: str) -> None:
+@pytest.mark.parametrize(("name", "fields"), VARIANTS)
+def test_no_objective_waits_for_the_device(name: str, fields: dict[str, str]) -> None:
     """Fake tensors have no data, so reading a value on the host raises an error."""
-    objective = build_objective(name, {"variant": variant} if name in ("m2po", "bapo") else {})
+    objective = build_objective(name, fields)
     batch = random_batch(0, "continuous")
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
         fake = {k: mode.from_tensor(v) for k, v in vars(batch).items() if isinstance(v, torch.Tensor)}
         batch = TokenBatch(**fake)
         terms = objective(batch, objective.statistics(batch.detach()))
     assert terms.loss.shape == batch.logprobs.shape
-
-
-def test_importing_objectives_pulls_in_no_engine() -> None:
-    modules = "megarl.objectives, megarl.batch, megarl.advantages, megarl.objectives.parts.summary"
-    forbidden = {"megatron", "vllm", "sglang", "transformers", "nemo_run"}
-    code = f"import sys, {modules}; print(*({forbidden!r} & set(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.split() == []

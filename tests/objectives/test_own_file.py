@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
 import subprocess
 import sys
 import textwrap
@@ -30,12 +31,16 @@ SOFT_PREFIX = '''
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
 
 from megarl.kernels.token_pass import Rule
 from megarl.kernels.token_pass.language import Outcome, Sequence, Token, exp, log, rule, where
-from megarl.objectives import Objective
+from megarl.objectives import Objective, make_terms
 from megarl.objectives.parts.fields import number
+from megarl.objectives.parts.ratios import log_ratio
 
 
 @rule()
@@ -53,6 +58,33 @@ class SoftPrefix(Objective):
 
     def rule(self, statistics: Any) -> Rule:
         return Rule(soft_prefix, (self.power,))
+
+
+@dataclass(frozen=True)
+class MeanLogRatio:
+    value: torch.Tensor
+
+
+@dataclass(frozen=True)
+class Quiet(Objective):
+    """rho A without the tokens whose log-ratio is above the batch's mean."""
+
+    statistics_types: ClassVar = (MeanLogRatio,)
+    margin: float = number(0.0, 0)
+
+    def statistics(self, batch, group=None, backend="torch"):
+        l, _ = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
+        sums = torch.stack([l.double().sum(), batch.loss_mask.sum().double()])
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+        return MeanLogRatio(sums[0] / sums[1].clamp(min=1))
+
+    def terms(self, batch, statistics):
+        l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
+        loud = l.detach() > statistics.value + self.margin
+        value = torch.where(loud, 0, l.exp() * batch.advantages)
+        terms = make_terms(self, batch, -value, ~loud & ~clamped, l, clamped, {})
+        return terms.flagged("loud_fraction", loud, batch)
 
 
 def halves(rewards):
@@ -81,9 +113,10 @@ def mine(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(recipe: Path, mine: Path) -> Path:
-    """A run on the objective and the advantage of the file, stopped after its first stage."""
+    """A run on an objective with statistics and the advantage of the file, stopped after its first stage."""
     root = mine.parent / "run"
-    own = (*SHORT, "objective.path=mine.py:SoftPrefix", "objective.power=0.25", "objective.advantage=mine.py:halves")
+    own = (*SHORT, "objective.path=mine.py:Quiet", "objective.margin=1e-6", "objective.advantage=mine.py:halves")
+    own += ("actor.statistics_scope=lagged",)
     megarl("train", recipe, "--run-dir", root, "--until", "optimize:0", *sets(*own), cwd=mine.parent)
     return root
 
@@ -104,18 +137,20 @@ WIDE = {"eps_low": 1.0, "eps_high": 1e9}
 
 def test_the_run_resumes_from_another_directory_with_the_file_alone(run: Path, recipe: Path, tmp_path: Path) -> None:
     settings = RunDir.open(run).recipe.objective
-    assert (settings.name, settings.fields["power"]) == ("SoftPrefix", 0.25)
-    assert settings.path == f"{run.parent}/mine.py:SoftPrefix"
+    assert (settings.name, settings.fields["margin"]) == ("Quiet", 1e-6)
+    assert settings.path == f"{run.parent}/mine.py:Quiet"
     megarl("train", recipe, "--run-dir", run, cwd=tmp_path)
     assert [line["update"] for line in metrics(RunDir.open(run))] == [1, 2, 3, 4]
-    assert "mine.py:SoftPrefix" in (run / "report.html").read_text()
+    assert 0 < metrics(RunDir.open(run))[1]["loud_fraction"] < 1
+    report = (run / "report.html").read_text()
+    assert "mine.py:Quiet" in report and '"name": "loud"' in report
     assert megarl("audit", run).stdout.splitlines()[-1] == "everything that was checked agrees"
 
 
 def test_what_if_compares_it_with_the_others(run: Path) -> None:
     rows = json.loads(megarl("what-if", run, "--stage", 0, "--update", 2, "--batches", 2, "--json").stdout)
-    named = {row["objective"]: row for row in rows}
-    assert named["SoftPrefix"]["cosine_to_grpo"][0] != named["grpo"]["cosine_to_grpo"][0]
+    masked = {row["objective"]: row["masked"][0] for row in rows if "masked" in row}
+    assert masked.keys() == {"m2po", "trm", "prefix_filter", "cppo", "Quiet"} and masked["Quiet"] > 0
 
 
 def test_it_is_a_point_of_a_sweep_and_a_setting_of_a_branch(run: Path, recipe: Path, mine: Path) -> None:
@@ -126,13 +161,12 @@ set = {{ schedule = {{ stages = 1, updates_per_stage = 2 }} }}
 [axes.objective]
 grpo = {{ objective = {{ name = "grpo" }} }}
 soft = {{ objective = {{ power = 1, path = "mine.py:SoftPrefix" }} }}
-softer = {{ objective = {{ path = "mine.py:SoftPrefix" }} }}
 '''
     (mine.parent / "sweep.toml").write_text(table)
     rows = json.loads(megarl("sweep", "sweep.toml", "--json", cwd=mine.parent).stdout)
-    assert len(rows) == 3
-    points = [next((mine.parent / "sweep" / name).glob("seed_*")) for name in ("grpo", "soft", "softer")]
-    assert [RunDir.open(point).recipe.objective.fields.get("power") for point in points] == [None, 1.0, 0.5]
+    assert len(rows) == 2
+    points = [next((mine.parent / "sweep" / name).glob("seed_*")) for name in ("grpo", "soft")]
+    assert [RunDir.open(point).recipe.objective.fields.get("power") for point in points] == [None, 1.0]
     branch = mine.parent / "branch"
     megarl("optimize", run, "--stage", 0, "--output", branch, *sets("objective.name=grpo"))
     assert RunDir.open(branch).recipe.objective.definition == "grpo"
@@ -155,13 +189,16 @@ def test_a_changed_file_is_refused_after_updates_and_taken_before_them(
     assert "has changed since" in megarl("audit", root, code=1).stdout
 
 
-def test_objective_new_writes_a_file_whose_test_passes(recipe: Path, tmp_path: Path) -> None:
+def test_objective_new_writes_a_file_whose_test_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = megarl("objective", "new", "soft_weight", cwd=tmp_path).stdout
     assert "--set objective.path=soft_weight.py:SoftWeight" in said
-    subprocess.run([sys.executable, "test_soft_weight.py"], cwd=tmp_path, check=True, capture_output=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    runpy.run_path(f"{tmp_path}/test_soft_weight.py", run_name="__main__")
     written = (tmp_path / "soft_weight.py").read_text()
     (tmp_path / "soft_weight.py").write_text(written.replace("clamp(t.ratio, 0.0, highest)", "t.ratio"))
-    assert subprocess.run([sys.executable, "test_soft_weight.py"], cwd=tmp_path, capture_output=True).returncode
+    del sys.modules["soft_weight"]
+    with pytest.raises(AssertionError):
+        runpy.run_path(f"{tmp_path}/test_soft_weight.py", run_name="__main__")
     again = megarl("objective", "new", "soft_weight", cwd=tmp_path, code=2)
     assert "exists already" in again.stderr
     for taken in ("class", "torch"):
@@ -172,7 +209,6 @@ def test_objective_new_writes_a_file_whose_test_passes(recipe: Path, tmp_path: P
 # what stands in the place of `weight = ...`, or of another line: what the message must say
 WRONG = {
     "no file": (None, "mine.py:SoftPrefix", "there is no file"),
-    "form": ("", "mine.py", "expected FILE.py:CLASS"),
     "name": (SOFT_PREFIX, "mine.py:SoftPrefx", "has no 'SoftPrefx'"),
     "syntax": ("def f(:", "mine.py:SoftPrefix", "SyntaxError"),
     "import": ("import no_such_module", "mine.py:SoftPrefix", "No module named 'no_such_module' (mine.py, line 1)"),
@@ -191,14 +227,22 @@ WRONG = {
 
 
 @pytest.mark.parametrize("mistake", WRONG)
-def test_a_mistake_in_an_objective_is_one_line_before_any_process(mistake: str, recipe: Path, tmp_path: Path) -> None:
+def test_a_mistake_in_an_objective_is_one_line(mistake: str, tmp_path: Path) -> None:
     text, path, message = WRONG[mistake]
     if text is not None:
         (tmp_path / "mine.py").write_text(text)
-    done = megarl("train", recipe, "--run-dir", "run", *sets(f"objective.path={path}"), cwd=tmp_path, code=2)
-    assert not (tmp_path / "run").exists()
-    said = done.stderr.strip().removeprefix("megarl: the recipe is wrong:\n").splitlines()
-    assert len(said) == 1 and message in said[0], done.stderr
+    with pytest.raises(UserError) as error:
+        try_objective(build_objective(f"{tmp_path}/{path}", {}), f"{tmp_path}/{path}")
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_mistake_in_an_objective_is_found_before_any_process(recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(WRONG["raises"][0])
+    wrong = sets("objective.path=mine.py:SoftPrefix")
+    done = megarl("train", recipe, "--run-dir", "run", *wrong, cwd=tmp_path, code=2)
+    assert "no attribute 'prefix'" in done.stderr and not (tmp_path / "run").exists()
+    done = megarl("train", recipe, "--run-dir", "run", *sets("objective.path=mine.py"), cwd=tmp_path, code=2)
+    assert "expected FILE.py:CLASS" in done.stderr
 
 
 OBJECTIVES = (ROOT / "docs/objectives.md").read_text()

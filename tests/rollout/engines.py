@@ -76,7 +76,7 @@ def generate(engine, prompts, how):
 
 
 def serve(engine, requests, interrupted=lambda: False):
-    """Serve requests as phases do; yields pairs as `step` returns them. A request None: none is available yet."""
+    """Serve requests as phases do; yields pairs as `step` returns them."""
     left, number, more = iter(requests), 0, True
     try:
         while more or engine.decoding:
@@ -84,10 +84,9 @@ def serve(engine, requests, interrupted=lambda: False):
             while more and not stopping and engine.has_room():
                 request = next(left, "end")
                 more = request != "end"
-                if not more or request is None:
-                    break
-                engine.submit(number, request)
-                number += 1
+                if more:
+                    engine.submit(number, request)
+                    number += 1
             if stopping:
                 yield from engine.interrupt()
                 return

@@ -5,7 +5,6 @@ import shutil
 import subprocess
 import sys
 
-from megarl.storage.rollouts import RolloutStore
 from tests.helpers import ROOT
 
 MODULE = '''
@@ -31,39 +30,31 @@ class ShortEngine(BuiltinEngine):
 '''
 LINE = '    "short": Engine("megarl.rollout.short"),\n'
 RUN = """
-import os, sys
+import sys
 from pathlib import Path
 import megarl
 from megarl.commands.stages.pack import without_machine
-from megarl.phases.rollout import rollout
-from megarl.recipe.load import load_recipe
-from megarl.storage.policies import copy_policy
-from megarl.storage.run_dir import RunDir
+from megarl.rollout import build_engine
+from megarl.rollout.engine import Request, Sampling, answers
+from tests.rollout.engines import stage_recipe
 
 assert Path(megarl.__file__).is_relative_to(sys.argv[1])
-recipe = load_recipe(sys.argv[2], ["rollout.engine=short", "rollout.short.tokens=3", *sys.argv[4:]])
-run = RunDir.create(Path(sys.argv[3]), recipe)
-copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.stage(0).policy)
-rollout(run.stage(0))
+recipe = stage_recipe("short", model={"path": sys.argv[2]}, rollout={"short": {"tokens": 3}})
+engine = build_engine(recipe, 0, Path(sys.argv[2]), 0)
+completions = answers(engine, Request([[8]], Sampling(1.0, 12, 2, (), (0, 1))))
+assert [(len(one.tokens), one.finish_reason) for one in completions] == [(3, "timeout")] * 2
 tables = recipe.model_dump()
 assert "short" in tables["rollout"] and "short" not in without_machine(tables, "policy", {})["rollout"]
 """
 
 
-def test_an_engine_is_one_file_and_one_line(recipe, tmp_path):
-    package, root = tmp_path / "package", tmp_path / "run"
+def test_an_engine_is_one_file_and_one_line(moe_dir, tmp_path):
+    package = tmp_path / "package"
     copy = shutil.copytree(ROOT / "megarl", package / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "rollout/short.py").write_text(MODULE)
     table = copy / "recipe/names.py"
     table.write_text(table.read_text().replace("ENGINES = {\n", "ENGINES = {\n" + LINE))
-    ranks = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
-    settings = ["rollout.max_response_tokens=12", "reward.require_stop=false"]
-    result = subprocess.run(
-        [sys.executable, "-c", RUN, str(package), str(recipe), str(root), *settings],
-        env={**os.environ, **ranks, "PYTHONPATH": str(package)}, cwd=package, capture_output=True, text=True,
-    )  # fmt: skip
+    command = [sys.executable, "-c", RUN, str(package), str(moe_dir)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (package, ROOT)))}
+    result = subprocess.run(command, env=environment, cwd=package, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    store = RolloutStore(root / "stages/000/rollouts")
-    groups = store.read(store.group_ids)
-    assert len(groups) == 24
-    assert max(len(response.tokens) for group in groups for response in group.responses) == 3

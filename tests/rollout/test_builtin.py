@@ -1,36 +1,30 @@
 """The built-in engine's own behaviour: its random numbers, the order of responses, bitwise repeatability."""
 
 import gc
-import hashlib
-import subprocess
-import sys
 import weakref
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from megarl.rollout.builtin import DRAWS, BuiltinEngine, _Decoder
-from megarl.rollout.engine import Request, Sampling
-from tests.helpers import ROOT
-from tests.rollout.engines import PROMPTS, generate, hugging_face, hugging_face_logprobs, sampling
+from megarl.rollout.engine import Request
+from tests.rollout.engines import PROMPTS, by_response, generate, hugging_face, hugging_face_logprobs, sampling, serve
 from tests.rollout.tiny_models import save
 
 STOP = (1, 6, 17)
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("family", ["mistral_sliding_window", "qwen3_next", "qwen3_5_moe", "gpt_oss"])
-def test_sliding_windows_and_recurrent_states_are_kept_while_decoding(tmp_path, family, temperature):
+def test_sliding_windows_and_recurrent_states_are_kept_while_decoding(tmp_path, family):
     path = save(tmp_path, family, spread=0.2 if family.startswith("mistral") else 0.1)
-    table = generate(BuiltinEngine(path, 3), PROMPTS, sampling(PROMPTS, temperature=temperature, stop=STOP))
+    table = generate(BuiltinEngine(path, 3), PROMPTS, sampling(PROMPTS, stop=STOP))
     assert sorted(table) == [(i, k) for i in range(len(PROMPTS)) for k in range(3)]
     for (i, _), c in table.items():
-        expected = hugging_face_logprobs(path, PROMPTS[i], c.tokens, temperature)
+        expected = hugging_face_logprobs(path, PROMPTS[i], c.tokens)
         np.testing.assert_allclose(c.logprobs, expected, rtol=0, atol=1e-5)
     (i, _), c = max(table.items(), key=lambda item: len(PROMPTS[item[0][0]]))
-    kept, lost = (hugging_face_logprobs(path, prompt, c.tokens, temperature) for prompt in (PROMPTS[i], PROMPTS[i][4:]))
+    kept, lost = (hugging_face_logprobs(path, prompt, c.tokens) for prompt in (PROMPTS[i], PROMPTS[i][4:]))
     assert np.abs(kept - lost).max() > 1e-3  # so a state or cache that lost the first tokens would be noticed
 
 
@@ -45,19 +39,6 @@ def test_tokens_are_the_inverse_cdf_at_the_philox_numbers_of_the_seed(moe_dir):
         assert c.tokens.tolist() == expected
 
 
-def test_a_response_generated_alone_equals_the_one_in_a_mixed_chunk(moe_dir):
-    engine = BuiltinEngine(moe_dir, 0)
-    request = sampling(PROMPTS, stop=STOP)
-    together = generate(engine, PROMPTS, request)
-    for i, prompt in enumerate(PROMPTS):
-        for k in range(3):
-            alone = Sampling(1.0, 10, 1, request.stop_token_ids, (request.seeds[3 * i + k],))
-            (c,) = generate(engine, [prompt], alone).values()
-            assert c.tokens.tolist() == together[i, k].tokens.tolist()
-            assert c.finish_reason == together[i, k].finish_reason
-            np.testing.assert_allclose(c.logprobs, together[i, k].logprobs, rtol=0, atol=1e-5)
-
-
 def test_a_prompt_is_computed_once_for_its_group_and_no_response_after_its_end(moe_dir):
     engine, computed = BuiltinEngine(moe_dir, 0), []
     engine._model.register_forward_pre_hook(
@@ -68,25 +49,11 @@ def test_a_prompt_is_computed_once_for_its_group_and_no_response_after_its_end(m
     assert sum(computed) == sum(map(len, PROMPTS)) + sum(len(c.tokens) - 1 for c in table.values())
 
 
-def test_a_stop_token_cuts_a_response_short_and_changes_nothing_else(moe_dir):
-    engine = BuiltinEngine(moe_dir, 0)
-    table = generate(engine, PROMPTS, sampling(PROMPTS, samples=20, stop=(4, 30)))
-    reasons = [c.finish_reason for c in table.values()]
-    assert min(reasons.count("stop"), reasons.count("length")) > 10
-    ends = [len(PROMPTS[c.prompt]) + len(c.tokens) for c in table.values()]
-    assert ends == sorted(ends)  # returned as they finish: all rows are at the same position
-    without = generate(engine, PROMPTS, sampling(PROMPTS, samples=20))
-    assert {len(c.tokens) for c in without.values()} == {10}
-    for key, c in table.items():
-        assert without[key].tokens[: len(c.tokens)].tolist() == c.tokens.tolist()
-
-
 CHI2_999_OF_1000 = {6: 22.458, 48: 84.037}  # quantiles of the chi-square distribution by degrees of freedom
 
 
-@pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
-def test_sampled_token_pairs_follow_the_models_distribution(tmp_path, temperature):
-    path, prompt, n = save(tmp_path, vocabulary=7, spread=0.1), [3, 1, 4], 8192
+def test_sampled_token_pairs_follow_the_models_distribution(tmp_path):
+    path, prompt, n, temperature = save(tmp_path, vocabulary=7, spread=0.1), [3, 1, 4], 8192, 0.5
     request = sampling([prompt], samples=n, tokens=2, temperature=temperature)
     pairs = np.stack([c.tokens for c in generate(BuiltinEngine(path, 0), [prompt], request).values()])
     first = hugging_face(path, prompt, np.array([0]), temperature)[0].exp()
@@ -115,25 +82,47 @@ def test_a_token_of_probability_zero_is_never_sampled(moe_dir):
     assert set(tokens.tolist()) == {34}
 
 
-DIGEST = """
-import hashlib, torch
-torch.set_num_threads(1)
-from tests.rollout.test_builtin import digest
-print(digest({model!r}))
-"""
-
-
-def digest(model_dir):
+def test_the_same_chunk_gives_the_same_bytes(moe_dir):
     prompts = PROMPTS * 8
-    table = generate(BuiltinEngine(Path(model_dir), 0), prompts, sampling(prompts, samples=4, stop=STOP))
-    payload = b"".join(table[key].tokens.tobytes() + table[key].logprobs.tobytes() for key in sorted(table))
-    return hashlib.sha256(payload).hexdigest()
+    how = sampling(prompts, samples=4, stop=STOP)
+    one, other = (generate(BuiltinEngine(moe_dir, 0), prompts, how) for _ in range(2))
+    assert {key: c.tokens.tobytes() + c.logprobs.tobytes() for key, c in one.items()} == {
+        key: c.tokens.tobytes() + c.logprobs.tobytes() for key, c in other.items()
+    }
 
 
-def test_the_same_chunk_gives_the_same_bytes_in_a_fresh_process(moe_dir):
-    code = DIGEST.format(model=str(moe_dir))
-    fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert digest(moe_dir) == digest(moe_dir) == fresh.stdout.strip()
+def test_requests_are_served_one_after_another_with_the_same_results_as_alone(moe_dir):
+    engine = BuiltinEngine(moe_dir, 0)
+    requests = [Request(PROMPTS[i : i + 2], sampling(PROMPTS[i : i + 2], stop=(1, 6, 17), seed=i)) for i in (0, 2, 4)]
+    taken, served = [], []
+
+    def feed():
+        for number, request in enumerate(requests):
+            taken.append((number, len(served)))
+            yield request
+
+    for number, completion in serve(engine, feed()):
+        served.append((number, completion))
+    assert taken == [(0, 0), (1, 6), (2, 12)]  # each is taken only when the one before is finished
+    for number, request in enumerate(requests):
+        mine = by_response(c for n, c in served if n == number)
+        alone = generate(engine, request.prompts, request.sampling)
+        assert {k: (c.tokens.tolist(), c.logprobs.tobytes()) for k, c in mine.items()} == {
+            k: (c.tokens.tolist(), c.logprobs.tobytes()) for k, c in alone.items()
+        }
+
+
+def test_tokens_of_responses_that_are_being_decoded_are_counted(moe_dir):
+    """Those of a prefix and those of responses that have ended are not among them."""
+    engine = BuiltinEngine(moe_dir, 0)
+    prefixes = tuple((2,) * k for k in range(3 * len(PROMPTS)))
+    engine.submit(0, Request(PROMPTS, sampling(PROMPTS, tokens=20, budget=4, prefixes=prefixes)))
+    assert engine.decoding_tokens == 0
+    steps = [len(engine.step()) for _ in range(6)]
+    assert sum(steps) > 0
+    counted = engine.decoding_tokens
+    assert counted == sum(len(completion.tokens) for _, completion in engine.interrupt()) > 0
+    assert engine.decoding_tokens == 0
 
 
 def test_experts_are_computed_by_grouped_mm(moe_dir):
@@ -141,21 +130,9 @@ def test_experts_are_computed_by_grouped_mm(moe_dir):
     assert BuiltinEngine(moe_dir, 0)._model.config._experts_implementation == "grouped_mm"
 
 
-def test_sleep_frees_the_weights_wake_restores_them_and_a_load_replaces_them(moe_dir, tmp_path):
+def test_sleep_frees_the_weights(moe_dir):
     engine = BuiltinEngine(moe_dir, 0)
-    request = sampling(PROMPTS, stop=STOP)
-
-    def answers(engine):
-        table = generate(engine, PROMPTS, request)
-        return {key: (c.tokens.tolist(), c.logprobs.tobytes(), c.policy_version) for key, c in table.items()}
-
-    before = answers(engine)
     weights = weakref.ref(next(engine._model.parameters()))
     engine.sleep()
     gc.collect()
     assert weights() is None
-    engine.wake()
-    assert answers(engine) == before
-    engine.load_weights(save(tmp_path / "other", seed=1), 7)
-    assert answers(engine) == answers(BuiltinEngine(tmp_path / "other", 7)) != before
-    engine.close()

@@ -2,6 +2,7 @@
 
 import inspect
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from megarl.rollout.engine import (
     Completion,
     EngineFault,
     EngineModule,
+    Sampling,
+    check_request,
     continuation_seed,
     discard,
     fault,
@@ -68,29 +71,22 @@ def completion(logprobs, reason="stop", tokens=None):
     return Completion(0, 0, np.array(tokens, np.int32), np.array(logprobs, np.float32), reason, None, 0)
 
 
-@pytest.mark.parametrize("place", [0, 1, 2])
-@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf, 1e-3, 7.0, 3e38])
-def test_a_log_prob_that_no_softmax_gives_is_a_fault(value, place):
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 1e-3])
+def test_a_log_prob_that_no_softmax_gives_is_a_fault(value):
     """vLLM and SGLang return them for logits that are not finite: TRL's issue 6166."""
-    logprobs = [-0.5, -2.0, -1e-6]
-    logprobs[place] = value
-    assert "log-prob" in fault(completion(logprobs), 3, 3)
-    assert "log-prob" in fault(completion(logprobs, "interrupted"), 3, 3)
+    for reason in ("stop", "interrupted"):
+        assert "log-prob" in fault(completion([-0.5, value, -1e-6], reason), 3, 3)
 
 
 WRONG = [  # log-probs, finish reason, tokens -> what is wrong
     ([], "stop", None, "0 tokens with 0 log-probs"),
-    ([], "length", None, "0 tokens with 0 log-probs"),
     ([-1.0], "stop", [3, 4], "2 tokens with 1 log-probs"),
-    ([-1.0, -2.0], "stop", [3], "1 tokens with 2 log-probs"),
     ([-1.0], "stop", [[3]], "1 tokens with 1 log-probs"),
     ([-1.0], "stop", [-3], r"token -3 is outside the vocabulary \[0, 39\)"),
     # verl 1398, vLLM 13175, OpenRLHF 1117, NeMo-RL 237: ids beyond the vocabulary
     ([-1.0, -2.0], "stop", [3, 39], "token 39 is outside"),
-    ([-1.0], "length", [151708], "token 151708 is outside"),
     ([-1.0], "interrupted", [2**31 - 1], "token 2147483647 is outside"),
     ([-1.0] * 5, "length", None, "5 tokens are more than the 4 that were asked for"),
-    ([-1.0] * 5, "interrupted", None, "5 tokens are more than the 4"),
     # finish reasons of vLLM and SGLang that are no end of a response, and others
     *(([-1.0], reason, None, "finish reason") for reason in ("abort", "error", "repetition", "unfinished", "", None)),
     ([-1.0], "{'type': 'abort', 'message': 'NaN in the logits'}", None, "NaN in the logits"),
@@ -143,18 +139,45 @@ MEMORY = {  # what vLLM, SGLang, torch and CUDA say -> whether memory ran out
 }
 
 
-@pytest.mark.parametrize("said", MEMORY)
-@pytest.mark.parametrize("module", [vllm, sglang])
-def test_only_a_lack_of_memory_is_a_mistake_of_the_recipe(module, said):
-    error = {vllm: RuntimeError, sglang: ServerFailed}[module](f"{said}\nthe last lines")
-    with pytest.raises(UserError if MEMORY[said] else type(error)), module._memory_errors("decoding", SETTINGS):
-        raise error
+@pytest.mark.parametrize(("module", "kind"), [(vllm, RuntimeError), (sglang, ServerFailed)])
+def test_only_a_lack_of_memory_is_a_mistake_of_the_recipe(module, kind):
+    for said, lacks_memory in MEMORY.items():
+        with pytest.raises(UserError if lacks_memory else kind), module._memory_errors("decoding", SETTINGS):
+            raise kind(f"{said}\nthe last lines")
 
 
-def test_memory_of_python_that_runs_out_is_a_mistake_of_the_recipe():
-    words = "while starting: MemoryError. .*rollout. memory_fraction"
-    with pytest.raises(UserError, match=words), vllm._memory_errors("starting", SETTINGS):
+def test_the_error_names_the_settings_that_limit_memory():
+    names = ("memory_fraction = 0.3", "responses_per_prompt = 512", "tokens = 4096")
+    words = f"while starting: MemoryError. .*{'.*'.join(names)}"
+    with pytest.raises(UserError, match=words), vllm._memory_errors("starting", replace(SETTINGS, memory_fraction=0.3)):
         raise MemoryError
+
+
+def test_invalid_requests_are_refused():
+    for prompts, message in (
+        ([[1], []], "prompt 1 is empty"),
+        ([[1], [2, 39, 3]], r"prompt 1 has token 39, outside .* \[0, 39\)"),
+        ([[1], [2, -1]], "prompt 1 has token -1"),
+        ([[1], [1] * 7], "prompt 1 has 7 tokens; with 10 response tokens .* 16 positions"),
+    ):
+        with pytest.raises(UserError, match=message):
+            check_request(prompts, Sampling(1.0, 10, 1, (), (0, 0)), 39, 16)
+
+
+def test_a_request_is_taken_while_fewer_responses_run_than_may_and_the_cache_has_room():
+    engine = object.__new__(vllm.VllmEngine)
+    engine.settings, engine.cache_tokens = Settings("cpu", context=100, responses=6), 250
+
+    def room(done, tokens):
+        engine._done, engine._done_tokens, rooms = done, tokens, []
+        for running in range(8):
+            engine._running = dict.fromkeys(range(running))
+            rooms.append(engine.has_room())
+        return rooms.count(True)
+
+    assert room(0, 0) == 2, "each may become as long as the context"
+    assert room(90, 900) == 6, "most were short: the limit of the recipe is reached first"
+    assert room(90, 9000) == 2
 
 
 def test_an_attempt_too_many_is_an_engine_fault(capfd):

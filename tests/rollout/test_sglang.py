@@ -86,10 +86,6 @@ def test_a_stage_is_trained_with_the_experts_that_the_engine_recorded(engine, ti
     assert later[0]["grad_norm"] > 0 and 0 < later[1]["routing/disagreement"] < 0.5
 
 
-def test_the_server_has_a_float32_head(engine):
-    assert engine._server.get("/server_info")["enable_fp32_lm_head"] is True
-
-
 def server_processes():
     """The processes of the running server and its guard."""
     below = psutil.Process().children(recursive=True)

@@ -11,10 +11,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megarl.errors import UserError
-from megarl.rollout.continuous import Running
+from megarl.rollout.continuous import Running, Settings
 from megarl.rollout.engine import EngineFault, fault
-from megarl.rollout.sglang.engine import SglangEngine, SglangSettings, _environment, _memory_errors, server_arguments
+from megarl.rollout.sglang.engine import SglangEngine, _environment, server_arguments
 from megarl.rollout.sglang.server import ServerFailed, installed_version, server_environment
 from tests.rollout.tiny_models import save
 
@@ -25,14 +24,14 @@ def test_a_server_that_cannot_start_says_why(tmp_path, capfd):
     model = save(tmp_path / "model", "qwen3")
     before = set(psutil.Process().children())
     with pytest.raises(ServerFailed, match=r"did not start and ended with exit code 1(?s:.)*No module named .*sglang"):
-        SglangEngine(model, 0, SglangSettings("cpu", context=64, responses=4, python=WITHOUT_SGLANG))
+        SglangEngine(model, 0, Settings("cpu", context=64, responses=4, python=WITHOUT_SGLANG))
     assert "No module named" in capfd.readouterr().err  # stderr goes to the log of the rank
     assert set(psutil.Process().children()) <= before
     assert installed_version(WITHOUT_SGLANG) is None
 
 
 def test_on_gpus_memory_fraction_and_deterministic_mode_are_left_to_sglang_by_default(tmp_path, monkeypatch):
-    settings = SglangSettings("cuda", context=64, responses=4)
+    settings = Settings("cuda", context=64, responses=4)
     plain, seeds = server_arguments(tmp_path, 0, settings), set()
     assert "--mem-fraction-static" not in plain and "--enable-deterministic-inference" not in plain
     asked = server_arguments(tmp_path, 0, replace(settings, memory_fraction=0.5))
@@ -45,24 +44,6 @@ def test_on_gpus_memory_fraction_and_deterministic_mode_are_left_to_sglang_by_de
     assert len(seeds) == 16 and max(seeds) < 2**31
 
 
-def test_sglang_computes_logits_in_float32_if_and_only_if_the_settings_say_so(tmp_path):
-    settings = SglangSettings("cuda", context=64, responses=4)
-    for wanted in (True, False):
-        arguments = server_arguments(tmp_path, 0, replace(settings, float32_head=wanted))
-        assert ("--enable-fp32-lm-head" in arguments) is wanted
-
-
-def test_a_server_that_runs_out_of_memory_is_an_error_that_names_the_settings():
-    settings = SglangSettings("cuda", context=4096, responses=512, memory_fraction=0.3)
-    failure = "the SGLang server did not start and ended with exit code 1; the last lines of its log:\nTraceback:\n"
-    with pytest.raises(UserError) as error, _memory_errors("starting", settings):
-        raise ServerFailed(failure + "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.")
-    for word in ("Not enough memory", "memory_fraction = 0.3", "responses_per_prompt = 512", "tokens = 4096"):
-        assert word in str(error.value)
-    with pytest.raises(ServerFailed), _memory_errors("decoding", settings):
-        raise ServerFailed(failure + '  File "sglang/srt/mem_cache/memory_pool.py", line 7, in free\nKeyError: 3')
-
-
 def completion_of_last_event(limit, **changes):
     """The completion that an engine makes of SGLang's last event of a response with two tokens of version 7.
 
@@ -70,7 +51,7 @@ def completion_of_last_event(limit, **changes):
     """
     engine = object.__new__(SglangEngine)
     experts = "routed_experts" in changes
-    engine.settings = SglangSettings("cuda", context=4096, responses=512, memory_fraction=0.3, routed_experts=experts)
+    engine.settings = Settings("cuda", context=4096, responses=512, memory_fraction=0.3, routed_experts=experts)
     engine._hf = {"num_hidden_layers": 1, "num_experts_per_tok": 2, "num_experts": 9, "sparse_layers": [0]}
     engine.version = 7
     engine._done = engine._done_tokens = 0
@@ -86,7 +67,7 @@ def completion_of_last_event(limit, **changes):
 def test_the_end_of_one_stream_leaves_the_responses_of_the_others_running():
     """So the engine still tells the server to drop these when the phase ends."""
     engine = object.__new__(SglangEngine)
-    engine.settings, engine._events = SglangSettings("cuda", context=4096, responses=512), queue.Queue()
+    engine.settings, engine._events = Settings("cuda", context=4096, responses=512), queue.Queue()
     engine._running = {
         name: Running(0, 0, 0, [1], seed=0, done=0, limit=1, timeout=60.0) for name in ("0/", "1/", "2/")
     }
@@ -148,5 +129,5 @@ def test_a_replica_gets_the_gpus_of_its_local_rank(monkeypatch, visible, own):
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    settings = SglangSettings("cuda", context=64, responses=4, tensor_parallel=2)
+    settings = Settings("cuda", context=64, responses=4, tensor_parallel=2)
     assert _environment(settings)["CUDA_VISIBLE_DEVICES"] == own

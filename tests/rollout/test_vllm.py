@@ -14,9 +14,9 @@ import torch
 
 from megarl.errors import UserError
 from megarl.phases.rollout_worker import RolloutWorker
-from megarl.rollout.continuous import Running, Settings
+from megarl.rollout.continuous import Settings
 from megarl.rollout.drift import measure_drift
-from megarl.rollout.engine import EngineFault, Request, fault, response_seed
+from megarl.rollout.engine import EngineFault, Request, fault
 from megarl.storage.policies import write_reference
 from megarl.storage.run_dir import RunDir
 from tests.helpers import children
@@ -45,33 +45,6 @@ def test_temperatures_that_vllm_would_change_or_refuse_are_an_error(engine):
     for temperature in (0.009, 2.5):
         with pytest.raises(UserError, match=rf"temperature {temperature}: vLLM samples at temperatures 0.01 to 2.0"):
             generate(engine, [[8]], sampling([[8]], temperature=temperature))
-
-
-def test_response_seeds_fit_into_the_sampling_states_of_vllms_gpu_runner(monkeypatch):
-    """Uses a class of the model runner that vLLM has only on GPUs, with plain CPU memory for its pinned buffers."""
-    from vllm.v1.worker.gpu.sample import states
-
-    from megarl.rollout.vllm import _parameters
-
-    monkeypatch.setattr(states, "UvaBackedTensor", PlainBuffer)
-    kept = states.SamplingStates(64, vocab_size=39)
-    for row in range(64):  # half of them continue a response after one token
-        response = Running(0, 0, row, [8], response_seed(0, 7, row), done=row % 2, limit=4, timeout=1.0)
-        parameters = _parameters(sampling([[8]], stop=(1,)), response)
-        assert not kept.add_request(row, parameters), "no parameter changes the model's distribution"
-        assert parameters.seed is not None and kept.seeds.np[row] == parameters.seed
-    assert len(set(kept.seeds.np)) == 64
-
-
-class PlainBuffer:
-    """CPU memory in place of memory that a GPU can read."""
-
-    def __init__(self, size, dtype):
-        self.cpu = torch.zeros(size, dtype=dtype)
-        self.np = self.cpu.numpy()
-
-    def copy_to_uva(self):
-        return self.cpu
 
 
 @pytest.mark.parametrize(("float32_head", "error"), [(True, 0.0), (False, 2**-9)])
@@ -122,8 +95,7 @@ def test_stages_have_the_same_key_in_vllms_cache_of_compiled_code(models, tmp_pa
 
 @pytest.mark.parametrize(
     ("responses", "options", "graphs"),
-    [(96, {}, 192), (512, {}, 512), (600, {}, 608), (1024, {}, 1024), (4096, {}, 1024)]
-    + [(1024, {"max_cudagraph_capture_size": 256}, 256), (1024, {"cudagraph_capture_sizes": [8, 64]}, 64)],
+    [(96, {}, 192), (600, {}, 608), (4096, {}, 1024), (1024, {"cudagraph_capture_sizes": [8, 64]}, 64)],
 )
 def test_every_number_of_responses_that_decode_together_has_a_cuda_graph(models, responses, options, graphs):
     """As vLLM chooses the sizes for a GPU (on a CPU it captures none, so the choice is repeated with capturing on)."""

@@ -27,13 +27,12 @@ class RatioBounds:
 
     ratio_min: torch.Tensor
     ratio_max: torch.Tensor
-    positive: torch.Tensor | None = None
-    negative: torch.Tensor | None = None
+    positive: torch.Tensor
+    negative: torch.Tensor
 
     @property
     def positive_share(self) -> torch.Tensor:
         """Positive contribution divided by the sum of both contributions; 0 for an empty batch."""
-        assert self.positive is not None and self.negative is not None, "these bounds were not searched for"
         whole = self.positive + self.negative
         return self.positive / torch.where(whole > 0, whole, 1)
 

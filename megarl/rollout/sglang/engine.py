@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import base64
+import functools
 import hashlib
 import json
 import os
 import queue
-import sys
 import tempfile
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +23,7 @@ from megarl.models.attention import SinkAttention
 from megarl.models.feed_forward import MixtureOfExperts
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.tables import Recipe
-from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_memory, check_table, checked_experts
+from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_table, memory_errors
 from megarl.rollout.engine import (
     Completion,
     EngineFault,
@@ -61,11 +58,13 @@ ENVIRONMENT = {
 }
 
 
-@dataclass(frozen=True)
-class SglangSettings(Settings):
-    """`Settings` of a replica, and the interpreter in which SGLang is installed."""
-
-    python: Path = Path(sys.executable)
+_memory_errors = functools.partial(
+    memory_errors,
+    kinds=(ServerFailed,),
+    engine="SGLang",
+    share="the share of memory for weights and KV cache",
+    remedy="raise memory_fraction if weights and cache do not fit into it",
+)
 
 
 def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
@@ -73,7 +72,8 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
 
     Checked are temperatures, tensor parallelism, SGLang's own options, and on a CPU the kinds of layers.
     """
-    python = recipe.rollout.interpreter("sglang") or Path(sys.executable)
+    settings = Settings.of(recipe, stage)
+    python = settings.python
     try:
         found = installed_version(python) is not None
     except OSError as error:
@@ -84,7 +84,6 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
             "its own and name its interpreter in [rollout] sglang_python (docs/rollout_engines.md)"
         )
     check_table(recipe, stage, TEMPERATURES)
-    settings = SglangSettings.of(recipe, stage, python=python)
     own = server_arguments(recipe.model.path, 0, settings) + as_arguments(dict.fromkeys(OWN, 0))
     if recipe.actor.backend == "cpu" and (layers := _absent_on_cpus(hf)):
         raise UserError(f"{section(recipe, stage)} engine = 'sglang' on a CPU cannot compute {layers}; use 'builtin'")
@@ -106,9 +105,7 @@ def _absent_on_cpus(hf: dict[str, Any]) -> str | None:
 
 def build(recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_experts: bool) -> RolloutEngine:
     """See `EngineModule`."""
-    python = recipe.rollout.interpreter("sglang") or Path(sys.executable)
-    settings = SglangSettings.of(recipe, stage, python=python, routed_experts=routed_experts)
-    return SglangEngine(policy_dir, version, settings)
+    return SglangEngine(policy_dir, version, Settings.of(recipe, stage, routed_experts))
 
 
 class SglangEngine(ContinuousEngine):
@@ -118,17 +115,14 @@ class SglangEngine(ContinuousEngine):
     end of its log; if it runs out of memory, `UserError` names the settings to change.
     """
 
-    settings: SglangSettings
-
-    def __init__(self, policy_dir: Path, version: int, settings: SglangSettings) -> None:
+    def __init__(self, policy_dir: Path, version: int, settings: Settings) -> None:
         super().__init__(policy_dir, version, settings)
         self._asleep = False
         self._events: queue.Queue[Any] = queue.Queue()  # of the responses that run
         self._hf, self._own_stops = read_hf_config(self.policy_dir), end_of_sequence(self.policy_dir)
         arguments = server_arguments(self.policy_dir, version, settings) + as_arguments(settings.options)
-        self._folder = tempfile.TemporaryDirectory(
-            prefix="megarl-"
-        )  # holds the key and the store of the server's ranks
+        # holds the key and the store of the server's ranks
+        self._folder = tempfile.TemporaryDirectory(prefix="megarl-")
         environment = _environment(settings) | {
             "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"file://{self._folder.name}/store"
         }
@@ -160,10 +154,6 @@ class SglangEngine(ContinuousEngine):
             raise EngineFault(f"SGLang cannot load the policy in {policy_dir}: {error}") from error
         self._hf, self._own_stops = hf, end_of_sequence(policy_dir)
         self.policy_dir, self.version = Path(policy_dir), version
-
-    def restart(self) -> bool:
-        """False: SGLang loads weights in place by the same code as when it starts, so a restart changes nothing."""
-        return False
 
     def checksum(self) -> str | None:
         ranks = self._server.post("/weights_checker", {"action": "checksum"})["ranks"]
@@ -291,22 +281,15 @@ class SglangEngine(ContinuousEngine):
                 f"full: raise [rollout] memory_fraction ({fraction}) or lower max_response_tokens"
             )
         logprobs = np.array([logprob for logprob, *_ in scored], np.float32)
-        experts = self._routed_experts(info, len(response.tokens) + len(tokens) - 1, reason)
-        return self._completion(response, np.array(tokens, np.int64), logprobs, reason, experts, wrong)
-
-    def _routed_experts(self, info: dict[str, Any], length: int, reason: str) -> np.ndarray | str | None:
-        """The experts of the first ``length`` tokens: all but the last, which no forward pass has processed."""
-        if not self.settings.routed_experts:
-            return None
-        cut_off = reason not in ("stop", "length")
         found = None
         if "routed_experts" in info:
             rows = -1, self._hf["num_hidden_layers"], self._hf["num_experts_per_tok"]
             try:
                 found = np.frombuffer(base64.b64decode(info["routed_experts"]), np.int32).reshape(rows)
             except ValueError as error:
-                return f"SGLang's record of routed experts cannot be read: {error}"
-        return checked_experts(found, length, self._hf, cut_off)
+                wrong = wrong or f"SGLang's record of routed experts cannot be read: {error}"
+        experts = self._experts(found, response, len(tokens), cut_off=reason not in ("stop", "length"))
+        return self._completion(response, np.array(tokens, np.int64), logprobs, reason, experts, wrong)
 
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """Sends the sequences as prompts and takes their input log-probs: one forward pass for each."""
@@ -347,7 +330,7 @@ def _parameters(sampling: Sampling, response: Running) -> dict[str, Any]:
     }
 
 
-def server_arguments(policy_dir: Path, version: int, settings: SglangSettings) -> list[str]:
+def server_arguments(policy_dir: Path, version: int, settings: Settings) -> list[str]:
     """The arguments of ``sglang.launch_server``."""
     context = settings.context + SPARE_POSITIONS
     values = {
@@ -381,19 +364,7 @@ def server_arguments(policy_dir: Path, version: int, settings: SglangSettings) -
     return as_arguments(values | dict.fromkeys(flags, True))
 
 
-def _environment(settings: SglangSettings) -> dict[str, str]:
+def _environment(settings: Settings) -> dict[str, str]:
     if settings.device == "cpu":
         return ENVIRONMENT | {"SGLANG_USE_CPU_ENGINE": "1"}
     return ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": replica_gpus(settings.tensor_parallel)}
-
-
-@contextmanager
-def _memory_errors(doing: str, settings: Settings) -> Iterator[None]:
-    """Turn a `ServerFailed` whose log says that memory ran out into a `UserError` that names the settings to change."""
-    try:
-        yield
-    except ServerFailed as error:
-        share = "the share of memory for weights and KV cache"
-        remedy = "raise memory_fraction if weights and cache do not fit into it"
-        check_memory("SGLang", doing, error, settings, share, remedy)
-        raise

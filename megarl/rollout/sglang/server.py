@@ -165,7 +165,7 @@ class Server:
                 if line.startswith(b"data: {"):
                     event: dict[str, Any] = json.loads(line.removeprefix(b"data: "))
                     if "error" in event:
-                        raise ServerFailed(f"SGLang refused {path}: {event['error'].get('message', event['error'])}")
+                        raise ServerFailed(f"SGLang refused {path}: {event['error']}")
                     yield event
                 elif line == b"data: [DONE]\n":
                     return
@@ -181,7 +181,8 @@ class Server:
         connection.request(method, path, None if body is None else json.dumps(body), headers)
         response = connection.getresponse()
         if response.status != 200:
-            raise ServerFailed(f"SGLang refused {path} ({response.status}): {_message(response.read())}")
+            said = response.read().decode(errors="replace")
+            raise ServerFailed(f"SGLang refused {path} ({response.status}): {said}")
         return response
 
     def failure(self, what: str) -> ServerFailed:
@@ -206,13 +207,3 @@ def _free_port() -> int:
         probe.bind((HOST, 0))
         port: int = probe.getsockname()[1]
         return port
-
-
-def _message(answer: bytes) -> str:
-    """The message of an error answer: {"error": {"message": ...}}, {"message": ...}, {"error": ...} or plain text."""
-    try:
-        fields = json.loads(answer)
-        fields = fields.get("error", fields)
-        return str(fields["message"] if isinstance(fields, dict) else fields)
-    except (ValueError, KeyError, AttributeError):
-        return answer.decode(errors="replace")

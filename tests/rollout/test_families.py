@@ -1,4 +1,4 @@
-"""vLLM and transformers compute the same log-probs for models of several families."""
+"""vLLM and SGLang compute the log-probs of transformers for models of several families."""
 
 import pytest
 
@@ -7,7 +7,6 @@ from megarl.rollout.drift import measure_drift
 from tests.actor.conftest import make_hf_model
 from tests.rollout.engines import OWN_OPTION, reference_of, stage_recipe
 
-pytestmark = pytest.mark.vllm
 # heads of 32 are the smallest that vLLM serves on a CPU
 SIZES = {"hidden_size": 128, "head_dim": 32, "max_position_embeddings": 128, "initializer_range": 0.1}
 
@@ -28,19 +27,23 @@ GPT_OSS = {"rms_norm_eps": 1e-5, "swiglu_limit": 7.0, "intermediate_size": 64}
 
 
 @pytest.mark.parametrize(
-    ("family", "settings"),
+    ("name", "family", "settings"),
     [
-        ("mixtral", {}),
-        ("olmoe", {"rms_norm_eps": 1e-5}),  # vLLM 0.32 assumes it of every OLMoE
-        ("qwen2_moe", {}),
-        ("glm4_moe", {}),
-        ("deepseek_v3", DEEPSEEK),
-        ("gpt_oss", GPT_OSS),
+        pytest.param(name, *case, marks=getattr(pytest.mark, name))
+        for name, case in (
+            ("vllm", ("mixtral", {})),
+            ("vllm", ("olmoe", {"rms_norm_eps": 1e-5})),  # vLLM 0.32 assumes it of every OLMoE
+            ("vllm", ("qwen2_moe", {})),
+            ("vllm", ("glm4_moe", {})),
+            ("vllm", ("deepseek_v3", DEEPSEEK)),
+            ("vllm", ("gpt_oss", GPT_OSS)),
+            ("sglang", ("mixtral", {})),
+        )
     ],
 )
-def test_vllm_computes_the_log_probs_of_transformers(tmp_path, family, settings):
+def test_an_engine_computes_the_log_probs_of_transformers(tmp_path, name, family, settings):
     make_hf_model(family, **SIZES | settings).save_pretrained(tmp_path)
-    recipe = stage_recipe("vllm", model={"path": str(tmp_path)}, rollout=OWN_OPTION)
+    recipe = stage_recipe(name, model={"path": str(tmp_path)}, rollout=OWN_OPTION)
     engine = build_engine(recipe, 0, tmp_path, 0, routed_experts=False)
     try:
         drift = measure_drift(engine, reference_of(tmp_path))
