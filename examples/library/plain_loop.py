@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import torch
 
-from megarl.objectives import build_objective, padded_batch, summarise
+from megarl.objectives import build_objective, padded_terms, summarise
 
 RESPONSES, LENGTH, LETTERS, RIGHT = 64, 4, 5, 2
 
@@ -26,7 +26,7 @@ def main(name: str = "mu_grpo", updates: int = 60) -> float:
     mask = torch.ones(RESPONSES, LENGTH, dtype=torch.bool)
     for update in range(updates):
         logprobs = logits.log_softmax(-1)[torch.arange(LENGTH), letters]
-        terms = objective(padded_batch(logprobs, rollout_logprobs, advantages, mask))
+        terms = padded_terms(objective, logprobs, rollout_logprobs, advantages, mask)
         loss = terms.loss.sum() / mask.sum()
         optimizer.zero_grad()
         loss.backward()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from trl import GRPOTrainer
 
-from megarl.objectives import build_objective, padded_batch
+from megarl.objectives import build_objective, padded_terms
 
 
 class MegarlTrainer(GRPOTrainer):
@@ -27,5 +27,5 @@ class MegarlTrainer(GRPOTrainer):
         )
         old = inputs.get("old_per_token_logps", logprobs.detach())  # TRL leaves it out where the two are the same
         rollout = inputs.get("sampling_per_token_logps", old)  # what vLLM said, where it generated
-        terms = self.objective(padded_batch(logprobs, rollout, inputs["advantages"], mask, old_logprobs=old))
+        terms = padded_terms(self.objective, logprobs, rollout, inputs["advantages"], mask, old_logprobs=old)
         return terms.loss.sum() * self.accelerator.num_processes / inputs["num_items_in_batch"].clamp(min=1.0)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from verl.trainer.ppo.core_algos import agg_loss, register_policy_loss
 
-from megarl.objectives import build_objective, padded_batch, summarise
+from megarl.objectives import build_objective, padded_terms, summarise
 
 OBJECTIVE = build_objective("mu_grpo", {"veto_threshold": 1e-4})
 
@@ -30,10 +30,9 @@ def policy_loss(
     """All [B, R]. The loss of the micro-batch, divided by the global count that verl gives."""
     if rollout_is_weights is not None:
         raise ValueError("megarl's objectives hold the importance weights themselves: set rollout_is = null")
-    terms = OBJECTIVE(padded_batch(log_prob, old_log_prob, advantages, response_mask))
-    token_losses = terms.loss.view_as(log_prob)
+    terms = padded_terms(OBJECTIVE, log_prob, old_log_prob, advantages, response_mask)
     loss = agg_loss(
-        loss_mat=token_losses, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info
+        loss_mat=terms.loss, loss_mask=response_mask, loss_agg_mode=loss_agg_mode, **config.global_batch_info
     )
     numbers = summarise(terms.metrics, terms.histograms)
     return loss, {f"actor/{name}": value for name, value in numbers.items() if isinstance(value, float)}

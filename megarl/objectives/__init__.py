@@ -10,7 +10,7 @@ from megarl.errors import UserError, nearest
 from megarl.objectives.objective import Objective
 from megarl.objectives.options import OPTIONS, WithOptions, frozen_logprobs, name_of, updates_per_step
 from megarl.objectives.own import load_objective
-from megarl.objectives.padded import padded_batch
+from megarl.objectives.padded import PaddedTerms, padded_statistics, padded_terms
 from megarl.objectives.parts.aggregation import denominator, token_weights
 from megarl.objectives.parts.fields import build
 from megarl.objectives.parts.metrics import Metric
@@ -23,6 +23,7 @@ __all__ = [
     "OPTIONS",
     "Metric",
     "Objective",
+    "PaddedTerms",
     "Terms",
     "WithOptions",
     "build_objective",
@@ -30,7 +31,8 @@ __all__ = [
     "frozen_logprobs",
     "make_terms",
     "objective_class",
-    "padded_batch",
+    "padded_statistics",
+    "padded_terms",
     "resolved_fields",
     "summarise",
     "token_weights",

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from megarl.batch import TokenBatch
-from megarl.objectives import OBJECTIVES, build_objective, padded_batch
+from megarl.objectives import OBJECTIVES, build_objective, padded_statistics, padded_terms
 from tests.helpers import ROOT
 
 LENGTHS = (5, 3, 1, 4)
@@ -46,11 +46,10 @@ def test_padded_batch_has_the_terms_of_the_packed_one(name: str) -> None:
         cu_seqlens=torch.tensor([0, *lengths.cumsum(0)], dtype=torch.int32),
         old_logprobs=data["old_logprobs"][mask],
     )
-    ours, theirs = objective(padded_batch(**data)), objective(packed)
-    flat = mask.flatten()
-    assert (ours.loss[~flat] == 0).all() and not ours.kept[~flat].any()
-    torch.testing.assert_close(ours.loss[flat], theirs.loss)
-    assert torch.equal(ours.kept[flat], theirs.kept)
+    ours, theirs = padded_terms(objective, **data), objective(packed)
+    assert (ours.loss[~mask] == 0).all() and not ours.kept[~mask].any()
+    torch.testing.assert_close(ours.loss[mask], theirs.loss)
+    assert torch.equal(ours.kept[mask], theirs.kept)
     (gradient,) = torch.autograd.grad(ours.loss.sum(), data["logprobs"])
     (expected,) = torch.autograd.grad(theirs.loss.sum(), packed.logprobs)
     torch.testing.assert_close(gradient[mask], expected)
@@ -59,19 +58,18 @@ def test_padded_batch_has_the_terms_of_the_packed_one(name: str) -> None:
         assert [float(x) for x in ours.metrics[key]] == pytest.approx([float(total), float(count)]), key
 
 
-@pytest.mark.parametrize(
-    ("name", "fields"), [("m2po", {"m2_threshold": 0.2}), ("prefix_filter", {"filter_fraction": 0.3}), ("bapo", {})]
-)
-def test_micro_batches_with_the_statistics_of_all_have_the_terms_of_the_whole_batch(name: str, fields: dict) -> None:
-    data, objective = padded(), build_objective(name, fields)
-    batch = padded_batch(**data)
-    whole, statistics = objective(batch), objective.statistics(batch.detach())
-    parts = [padded_batch(**{key: value[rows] for key, value in data.items()}) for rows in (slice(0, 1), slice(1, 4))]
-    found = [objective(part, statistics) for part in parts]
-    assert torch.equal(torch.cat([terms.loss for terms in found]), whole.loss)
-    assert torch.equal(torch.cat([terms.kept for terms in found]), whole.kept)
-    alone = torch.cat([objective(part).loss for part in parts])
-    assert not torch.equal(alone, whole.loss), "this batch cannot tell whose statistics are used"
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_micro_batches_with_the_statistics_of_all_have_the_terms_of_the_whole_batch(name: str) -> None:
+    fields = {"m2po": {"m2_threshold": 0.2}, "prefix_filter": {"filter_fraction": 0.3}}
+    data, objective = padded(), build_objective(name, fields.get(name, {}))
+    whole, statistics = padded_terms(objective, **data), padded_statistics(objective, **data)
+    parts = [{key: value[rows] for key, value in data.items()} for rows in (slice(0, 1), slice(1, 4))]
+    found = [padded_terms(objective, **part, statistics=statistics) for part in parts]
+    assert torch.equal(torch.cat([part.loss for part in found]), whole.loss)
+    assert torch.equal(torch.cat([part.kept for part in found]), whole.kept)
+    if objective.needs_statistics:
+        alone = torch.cat([padded_terms(objective, **part).loss for part in parts])
+        assert not torch.equal(alone, whole.loss), "this batch cannot tell whose statistics are used"
 
 
 def test_importing_objectives_needs_torch_alone() -> None:
@@ -95,7 +93,15 @@ def test_verl_example_computes_the_loss_that_verl_expects(monkeypatch: pytest.Mo
     """verl is not installed: stand-ins written after its source replace its registry and its sum over tokens."""
     registered, core = {}, ModuleType("verl.trainer.ppo.core_algos")
 
-    def agg_loss(loss_mat, loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor):
+    def agg_loss(
+        loss_mat,
+        loss_mask,
+        loss_agg_mode,
+        dp_size=1,
+        batch_num_tokens=None,
+        global_batch_size=None,
+        loss_scale_factor=None,
+    ):
         assert loss_agg_mode == "token-mean"
         return (loss_mat * loss_mask).sum() / batch_num_tokens * dp_size
 
@@ -114,7 +120,7 @@ def test_verl_example_computes_the_loss_that_verl_expects(monkeypatch: pytest.Mo
     arguments = dict(zip(VERL, (*tensors, "token-mean", config), strict=False))
     value, metrics = loss(**arguments, rollout_is_weights=None)
     objective = build_objective("mu_grpo", {"veto_threshold": 1e-4})
-    expected = objective(padded_batch(**data)).loss.sum() / 13
+    expected = padded_terms(objective, **{k: v for k, v in data.items() if k != "old_logprobs"}).loss.sum() / 13
     assert float(value) == pytest.approx(float(expected))
     assert 0 < metrics["actor/kept_fraction"] <= 1
     with pytest.raises(ValueError, match="rollout_is"):

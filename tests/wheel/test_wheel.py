@@ -20,13 +20,13 @@ Command = Callable[..., subprocess.CompletedProcess[str]]
 FIRST_LOSS = """
 import torch
 
-from megarl.objectives.padded import padded_batch
+from megarl.objectives.padded import padded_terms
 from megarl.objectives.m2po import M2Po
 
 logprobs = torch.tensor([[-0.5, -1.0, -2.0], [-0.1, -0.2, 0.0]], requires_grad=True)
 mask = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
 old = torch.full((2, 3), -1.0)
-loss = M2Po()(padded_batch(logprobs, old, torch.tensor([1.0, -1.0]), mask)).loss
+loss = padded_terms(M2Po(), logprobs, old, torch.tensor([1.0, -1.0]), mask).loss
 loss.sum().backward()
 import megarl
 print(megarl.__file__, logprobs.grad.abs().sum().item() > 0)
