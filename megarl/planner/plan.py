@@ -7,13 +7,14 @@ optimizer. What depends on the model alone comes from `megarl.planner.sizes`.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from megarl.models import family_of
 from megarl.objectives import build_objective, frozen_logprobs, updates_per_step
 from megarl.planner import sizes
-from megarl.planner.assumptions import GIB, WITHIN, Assumptions
+from megarl.planner.assumptions import GIB, Assumptions
 from megarl.planner.disk import disk_bytes
 from megarl.planner.parameter_counts import ParameterCounter, StageParameters
 from megarl.planner.sizes import GPUS, Gpu
@@ -48,13 +49,11 @@ class Plan:
         nodes: int,
         gpu: str,
         counter: ParameterCounter,
-        whole: StageParameters | None = None,
         assume: Assumptions | None = None,
         hbm: float | None = None,
     ) -> Plan:
         layout = Layout.of(recipe, nodes * recipe.actor.processes_per_node)
-        stages = counter.count(hf, recipe, layout.ranks)
-        whole = whole or counter.whole(hf, recipe)
+        stages, whole = counter.count(hf, recipe, layout.ranks), counter.whole(hf, recipe)
         return cls(recipe, hf, nodes, gpu, layout, whole, stages, assume or Assumptions(), hbm)
 
     @property
@@ -69,7 +68,7 @@ class Plan:
 
     @property
     def active_parameters(self) -> int:
-        return sizes.active_parameters(self.hf, self.parameters)
+        return sizes.active_parameters(self.hf, self.whole)
 
     # ------------------------------------------------------------------------------------------------ sequences
 
@@ -268,8 +267,7 @@ class Plan:
     @property
     def _in_8_bits(self) -> bool:
         """Whether the recipe tells the engine to quantise the bfloat16 weights to 8 bits."""
-        options = self.recipe.rollout.options(self.recipe.rollout.engine)
-        return bool(options) and options.get("quantization") == "fp8"
+        return self.recipe.rollout.options(self.recipe.rollout.engine).get("quantization") == "fp8"
 
     def engine_weights(self, parameters: float) -> float:
         """Bytes of ``parameters`` weights in an engine.
@@ -295,9 +293,9 @@ class Plan:
 
     @property
     def _cache_bytes(self) -> tuple[int, float]:
-        """Bytes on a GPU of an engine's cache for one token, and for a response whatever its length."""
-        tensor = self.recipe.rollout.tensor_parallel
-        return sizes.kv_bytes_per_token(self.hf, tensor), sizes.state_bytes(self.hf, tensor)
+        """Bytes on a GPU of an engine's bf16 cache for one token, and for a response whatever its length."""
+        family, tensor = family_of(self.hf), self.recipe.rollout.tensor_parallel
+        return 2 * family.cached_elements(self.hf, tensor), 2 * family.state_elements(self.hf, tensor)
 
     @property
     def kv_tokens(self) -> int:
@@ -361,7 +359,7 @@ class Plan:
         The step is limited by reading weights and KV cache, or by arithmetic, whichever takes longer.
         """
         tensor, (per_token, per_response) = self.recipe.rollout.tensor_parallel, self._cache_bytes
-        touched = sizes.touched_parameters(self.hf, self.parameters, running)
+        touched = sizes.touched_parameters(self.hf, self.whole, running)
         read = self.engine_weights(touched) / tensor + running * (self.cached_tokens * per_token + per_response)
         work = 2 * self.active_parameters * running / tensor
         return max(read / self.device.bandwidth, work / self.device.flops) / self.assume.decode_efficiency
@@ -476,32 +474,6 @@ class Plan:
             f"schedule.colocate: engines have {gib(self.engine_share)} of a GPU, but trainers, which stay in memory, "
             f"leave {gib(self.left_to_engines)}: lower rollout.memory_fraction"
         )
-
-    def record(self) -> dict[str, Any]:
-        """The plan for programs, as JSON values: bytes on a GPU or disk, seconds of a stage."""
-        return {
-            "model_type": self.hf["model_type"],
-            "parameters": self.parameters,
-            "active_parameters": self.active_parameters,
-            "gpu": self.gpu,
-            "nodes": self.nodes,
-            "layout": asdict(self.layout),
-            "pipeline_stages": [asdict(stage) for stage in self.stages],
-            "rollout": {
-                "replicas": self.replicas,
-                "bytes": self.rollout,
-                "engine_bytes": self.engine_share,
-                "kv_tokens": self.kv_tokens,
-            },
-            "optimize": {"bytes": self.optimize, "usable_bytes": self.usable, "host_bytes": self.host},
-            "disk_bytes": self.disk,
-            "stage_seconds": self.seconds,
-            "run_seconds": self.stage_seconds * self.recipe.schedule.stages,
-            "seconds_within": WITHIN,
-            "assumed": asdict(self.assume) | {"hbm_bytes": self.device.memory},
-            "misfit": self.misfit(),
-            "margin": self.margin,
-        }
 
 
 def gib(size: float) -> str:

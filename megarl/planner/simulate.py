@@ -47,17 +47,15 @@ class Scenario:
 
     @classmethod
     def of(cls, schedule: ScheduleTable, given: dict[str, float | None]) -> Scenario:
-        """Defaults from a recipe's schedule, replaced by the options that are given; `UserError` as in `check`."""
+        """Defaults from a recipe's schedule, replaced by the options that are given; `UserError` for wrong ones."""
         live = schedule.kind == "live"
         stage = schedule.updates_per_stage
         k = schedule.sync_every or math.gcd(4, stage)
         lag = schedule.lag_rule.max_lag if live else stage - 1
         defaults = {"updates": schedule.total_updates, "stage": stage, "sync_every": k, "lag": lag}
-        scenario = cls(**defaults | {name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
-        scenario.check()
-        return scenario
+        return cls(**defaults | {name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """`UserError` for values that no run can have."""
         if self.updates % self.stage or self.stage % self.sync_every:
             raise UserError(

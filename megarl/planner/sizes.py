@@ -20,6 +20,7 @@ from typing import Any
 from megarl.models import family_of
 from megarl.models.family import ActivationSettings, Sublayers
 from megarl.planner.assumptions import GIB
+from megarl.planner.parameter_counts import StageParameters
 from megarl.recipe.actor_table import Recompute
 from megarl.recipe.layout import Layout
 from megarl.recipe.megatron import SCALINGS, scaling_of
@@ -47,44 +48,22 @@ GPUS = {
 # ---------------------------------------------------------------------------------------- parameters and operations
 
 
-def active_parameters(hf: dict[str, Any], parameters: int) -> int:
+def active_parameters(hf: dict[str, Any], whole: StageParameters) -> int:
     """Parameters used by a token: all except the input embedding and the experts to which it is not routed."""
     embedding = 0 if hf.get("tie_word_embeddings") else hf["vocab_size"] * hf["hidden_size"]
-    if not hf["num_experts"]:
-        return int(parameters - embedding)
-    return int(parameters - embedding - _expert_parameters(hf) * (hf["num_experts"] - hf["num_experts_per_tok"]))
+    experts = hf["num_experts"] or 1
+    return int(whole.dense - embedding + whole.expert // experts * hf.get("num_experts_per_tok", 0))
 
 
-def touched_parameters(hf: dict[str, Any], parameters: int, tokens: float) -> float:
+def touched_parameters(hf: dict[str, Any], whole: StageParameters, tokens: float) -> float:
     """Expected number of parameters that a decoding step of ``tokens`` tokens reads, with uniform routing."""
-    if not hf["num_experts"]:
-        return parameters
-    idle: float = (1 - hf["num_experts_per_tok"] / hf["num_experts"]) ** tokens
-    return parameters - _expert_parameters(hf) * hf["num_experts"] * idle
-
-
-def _expert_parameters(hf: dict[str, Any]) -> int:
-    """Parameters of one expert, summed over all layers that have experts."""
-    family = family_of(hf)
-    return family.feed_forward.expert_parameters(hf) * family.sparse_layers(hf)
+    idle = (1 - hf["num_experts_per_tok"] / hf["num_experts"]) ** tokens if hf["num_experts"] else 0.0
+    return whole.dense + whole.expert * (1 - float(idle))
 
 
 def forward_flops(hf: dict[str, Any], active: int, length: float) -> float:
     """Operations for one sequence of ``length`` tokens: two per active weight and token, plus those of attention."""
     return 2 * active * length + family_of(hf).mixing_flops(hf, length)
-
-
-# ------------------------------------------------------------------------------------------------------ decoding
-
-
-def kv_bytes_per_token(hf: dict[str, Any], tensor_parallel: int) -> int:
-    """Bytes of the bf16 keys and values of one token in all layers, on one GPU."""
-    return 2 * family_of(hf).cached_elements(hf, tensor_parallel)
-
-
-def state_bytes(hf: dict[str, Any], tensor_parallel: int) -> float:
-    """Bytes of a running response's bf16 states on one GPU, in layers with a state instead of keys and values."""
-    return 2 * family_of(hf).state_elements(hf, tensor_parallel)
 
 
 # -------------------------------------------------------------------------------------------------- an update
