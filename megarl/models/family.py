@@ -155,12 +155,13 @@ class Family:
     def has_experts(self, hf: Hf, layer: int) -> bool:
         """Whether the feed-forward of layer ``layer`` (from 0) is a mixture of experts.
 
-        In families with dense layers: after the first ``first_k_dense_replace``, every ``decoder_sparse_step``-th layer
+        In families with dense layers: after ``first_k_dense_replace`` layers, every ``decoder_sparse_step``-th
         that is not in ``mlp_only_layers``.
         """
         if self.dense is None:
             return bool(hf["num_experts"])
-        chosen = layer >= hf.get("first_k_dense_replace", 0) and (layer + 1) % hf.get("decoder_sparse_step", 1) == 0
+        first, step = hf.get("first_k_dense_replace", 0), hf.get("decoder_sparse_step", 1)
+        chosen = layer >= first and (layer + 1) % step == 0
         return bool(hf["num_experts"]) and chosen and layer not in (hf.get("mlp_only_layers") or ())
 
     def sparse_layers(self, hf: Hf) -> int:
@@ -184,7 +185,7 @@ class Family:
         return None if self.is_linear(hf, layer) else self.attention.window(hf, layer)
 
     def context_divided(self, hf: Hf) -> dict[str, int]:
-        """{setting: its value} for each setting whose value ``tensor_parallel * context_parallel`` must divide."""
+        """`Sublayer.context_divided` of all sublayers."""
         return {name: size for part in self.distinct_sublayers(hf) for name, size in part.context_divided(hf).items()}
 
     def sublayers(self, hf: Hf, layer: int) -> Sublayers:
@@ -210,7 +211,7 @@ class Family:
             yield from part.problems(hf)
 
     def divided(self, hf: Hf) -> dict[str, int]:
-        """{setting: its value} for each setting whose value ``tensor_parallel`` must divide."""
+        """`Sublayer.divided` of all sublayers."""
         return {name: size for part in self.distinct_sublayers(hf) for name, size in part.divided(hf).items()}
 
     def megatron_settings(self, hf: Hf) -> dict[str, Any]:
@@ -307,7 +308,8 @@ class Family:
         states = 0.0
         for layer in range(hf["num_hidden_layers"]):
             mixer, window = self.sublayers(hf, layer)[0], self.window(hf, layer) or 0
-            states += mixer.state_elements(hf, tensor_parallel) + window * mixer.cached_elements(hf, tensor_parallel)
+            states += mixer.state_elements(hf, tensor_parallel)
+            states += window * mixer.cached_elements(hf, tensor_parallel)
         return states
 
 

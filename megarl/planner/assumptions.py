@@ -40,7 +40,7 @@ class Assumptions:
 
 
 _FIELDS = {item.name: item for item in fields(Assumptions)}
-# option: the assumptions that it sets; the fields' metadata has the unit of the option's value
+# option: the assumptions that it sets
 OPTIONS = {"mfu": ("mfu_dense", "mfu_experts")} | {
     name.replace("_bytes", "_memory"): (name,) for name in _FIELDS if not name.startswith("mfu_")
 }

@@ -62,7 +62,7 @@ def _evaluation_bytes(recipe: Recipe, assume: Assumptions) -> float:
 
 
 def _evaluated_policies(recipe: Recipe) -> int:
-    """Number of policies of the whole run that are evaluated, those for which `Recipe.is_evaluated` holds."""
+    """Number of policies for which `Recipe.is_evaluated` holds."""
     total = recipe.schedule.total_updates
     often = [n for n in (recipe.eval.every * recipe.schedule.updates_per_stage, recipe.eval.every_updates) if n]
     return len({total}.union(*(range(0, total, n) for n in often))) if often else 0
@@ -87,24 +87,23 @@ def _between_stages(recipe: Recipe) -> int:
 def _moments(recipe: Recipe, between: int) -> list[tuple[int, int]]:
     """(checkpoints, policies) that exist at three moments.
 
-    Two moments of the last stage can be the largest: writing its last checkpoint, and exporting its result. The third
-    is the end of the run.
+    In the last stage, as its last checkpoint is written, and as its result is exported; and at the run's end.
     """
     actor, stages = recipe.actor, recipe.schedule.stages
     saves = math.ceil(recipe.schedule.updates_per_stage / actor.checkpoint_every)  # in a stage
     kept = min(saves, actor.keep_checkpoints)
 
     def of_stages(finished: int) -> tuple[int, int]:
-        """What finished stages keep: checkpoints of the newest, the run's first policy, and the newest others."""
+        """What they keep; of policies the run's first, and the newest others."""
         others = max(0, finished - 1)
         policies = 1 + min(others, actor.keep_policies or others)
         return kept * min(finished, actor.keep_stages or finished), policies
 
-    # best/ has hard links to a policy's files, so it takes space only if that policy was removed elsewhere
+    # best/ has hard links, which take space only if their policy was removed elsewhere
     removes = recipe.eval.every_updates > 0 or (actor.keep_policies is not None and stages > actor.keep_policies + 1)
     best = int(recipe.eval.on and removes)
     (checkpoints, policies), (at_end, policies_at_end) = of_stages(stages - 1), of_stages(stages)
-    policies += int(stages > 1) + between + best  # the last stage has a policy of its own, unless it is the first
+    policies += int(stages > 1) + between + best  # the first stage's policy is the run's first
     return [
         (checkpoints + min(saves - 1, actor.keep_checkpoints) + 1, policies),
         (checkpoints + kept, policies + 1),

@@ -129,7 +129,7 @@ def _changed(plan: Plan, changes: Sequence[str]) -> Plan:
 
 
 def faster(plan: Plan) -> Sequence[str]:
-    """Changes to the recomputation with which updates are fastest; none if ``plan`` does not fit, or is as fast.
+    """Changes to the recomputation with which updates are fastest; none if ``plan`` does not fit or is so.
 
     Where that needs smaller micro-batches they have the longest sequence. The estimate does not know that small ones
     use a GPU less well, so of equally fast settings that with the larger ones is chosen. `MARGIN` must stay free.
@@ -166,7 +166,7 @@ def alternatives(plan: Plan, counter: ParameterCounter) -> Iterator[list[str]]:
         return
     for changes, layout in _layouts(plan):
         recipe = override_recipe(plan.recipe, rollout + changes)
-        # a rank holds at least an even share of the parameters; if that does not fit, the layout need not be counted
+        # a rank holds at least an even share of the parameters; if that does not fit, nothing is counted
         pipeline, split = layout.pipeline_parallel, layout.expert_parallel * layout.expert_tensor_parallel
         dense, expert = plan.whole.dense // layout.tensor_parallel, plan.whole.expert // split
         least = StageParameters(
@@ -178,7 +178,8 @@ def alternatives(plan: Plan, counter: ParameterCounter) -> Iterator[list[str]]:
         )
         if replace(plan, recipe=recipe, layout=layout, stages=[least] * pipeline).optimize_misfit():
             continue
-        if Plan.of(recipe, plan.hf, plan.nodes, plan.gpu, counter, plan.assume, plan.hbm).misfit() is None:
+        counted = Plan.of(recipe, plan.hf, plan.nodes, plan.gpu, counter, plan.assume, plan.hbm)
+        if counted.misfit() is None:
             yield rollout + changes
 
 

@@ -70,8 +70,6 @@ class Plan:
     def active_parameters(self) -> int:
         return sizes.active_parameters(self.hf, self.whole)
 
-    # ------------------------------------------------------------------------------------------------ sequences
-
     @property
     def longest_sequence(self) -> int:
         """Tokens of a prompt and response of the greatest length that the recipe allows."""
@@ -101,8 +99,6 @@ class Plan:
         """Micro-batches of one update on each data-parallel rank."""
         tokens = self.responses_per_update * self.mean_sequence / self.layout.data_parallel
         return max(1, math.ceil(tokens / self.recipe.actor.tokens_per_micro_batch))
-
-    # ------------------------------------------------------------------------------------------- the optimize phase
 
     @cached_property
     def frozen(self) -> int:
@@ -240,11 +236,9 @@ class Plan:
         flops = layout.ranks * self.device.flops * mfu
         return self.responses_per_update * one * passes * bubble / flops + self.host_seconds
 
-    # ------------------------------------------------------------------------------------------- the rollout phase
-
     @cached_property
     def rollout(self) -> dict[str, float]:
-        """Bytes on one GPU of an engine replica; the KV cache gets what remains of the engine's share, at least 0."""
+        """Bytes on one GPU of an engine replica; the KV cache gets what remains of its share, at least 0."""
         items = {
             f"weights, {'fp8' if self._in_8_bits else 'bf16'}": self.engine_weights(self.parameters)
             / self.recipe.rollout.tensor_parallel,
@@ -284,8 +278,7 @@ class Plan:
     def _decoding_logit_bytes(self) -> float:
         """Bytes of logits and log-probs in a decoding step, for one token of every response.
 
-        These are the logits as the head gives them, of this rank's share and of all ranks; a copy in float32 if the
-        head gives bf16; and log-probs in float32.
+        The head's logits, of this rank's share and of all ranks; a float32 copy if they are bf16; float32 log-probs.
         """
         tensor, width = self.recipe.rollout.tensor_parallel, 4 if self.recipe.rollout.float32_head else 2
         share = width / tensor if tensor > 1 else 0
@@ -338,7 +331,7 @@ class Plan:
 
     @property
     def running_responses(self) -> float:
-        """Responses that a replica decodes together: the least of its limit, the room in its KV cache, and its work."""
+        """Responses that a replica decodes together: the least of its limit, its KV cache, and its work."""
         fit = self.responses_that_fit(self.cached_tokens)
         return max(1.0, min(fit, self.engine_responses, self.responses_of_version))
 
@@ -388,8 +381,6 @@ class Plan:
         read = 2.0 * self.parameters * self.replicas / self.assume.storage
         return starts * self.assume.engine_start + self.versions_of_stage * read
 
-    # ---------------------------------------------------------------------------------------------- the whole run
-
     @property
     def side_by_side(self) -> bool:
         """Whether engines and trainers use different GPUs."""
@@ -424,8 +415,6 @@ class Plan:
         load, rollouts, *training = self.seconds.values()
         both = load + rollouts, sum(training)
         return max(both) if self.overlaps else sum(both)
-
-    # ----------------------------------------------------------------------------------------- what does not fit
 
     def misfit(self) -> str | None:
         """The first item that does not fit, in the order in which a run allocates memory; None if everything fits."""

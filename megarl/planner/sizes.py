@@ -4,9 +4,8 @@ Bytes of an update are for the torch-native modules in bfloat16 and `kernels.lin
 family comes from `megarl.models`. In all functions ``hf`` is the model's config.json and ``parameters`` the number of
 all its parameters.
 
-Activations are not measured on the actor's own model under fake tensors because that would need a GPU's torch and
-Transformer Engine where the plan is made: a torch without CUDA cannot index fake CUDA tensors, and on the meta device
-autograd saves other tensors than on a GPU.
+Activations are not measured on the actor's own model: a torch without CUDA cannot index fake CUDA tensors, and on the
+meta device autograd saves other tensors than on a GPU.
 """
 
 from __future__ import annotations
@@ -45,9 +44,6 @@ GPUS = {
 }
 
 
-# ---------------------------------------------------------------------------------------- parameters and operations
-
-
 def active_parameters(hf: dict[str, Any], whole: StageParameters) -> int:
     """Parameters used by a token: all except the input embedding and the experts to which it is not routed."""
     embedding = 0 if hf.get("tie_word_embeddings") else hf["vocab_size"] * hf["hidden_size"]
@@ -64,9 +60,6 @@ def touched_parameters(hf: dict[str, Any], whole: StageParameters, tokens: float
 def forward_flops(hf: dict[str, Any], active: int, length: float) -> float:
     """Operations for one sequence of ``length`` tokens: two per active weight and token, plus those of attention."""
     return 2 * active * length + family_of(hf).mixing_flops(hf, length)
-
-
-# -------------------------------------------------------------------------------------------------- an update
 
 
 def head_bytes(hf: dict[str, Any], layout: Layout, tokens: int, gpu: Gpu, frozen: bool = False) -> float:
@@ -162,7 +155,7 @@ def stage_bytes(
     """Bytes of activations of a pipeline stage at its peak, with ``in_flight`` micro-batches of ``tokens``."""
     saved, beside = saved_bytes(hf, recipe, layout, stage, tokens, imbalance)
     hidden, virtual = hidden_bytes(hf, layout, tokens), layout.virtual_stages
-    # Megatron's schedules keep the output that a model chunk has sent to the next; the last chunk ends with a norm
+    # Megatron keeps the output that a model chunk has sent to the next; the last chunk ends with a norm
     last = stage == layout.pipeline_parallel - 1
     sent = virtual - last
     return in_flight * (saved + sent * hidden) + beside + last * hidden

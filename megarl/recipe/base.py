@@ -1,4 +1,4 @@
-"""The base class of all tables of a recipe, and what several of them need to name an unknown value."""
+"""The base class of all tables of a recipe, and what several of them say about unknown values."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Table(BaseModel):
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The question "did you mean NAME? " with the nearest of ``known`` names; "" if none is near."""
+    """The question "did you mean NAME? "; "" if none of the ``known`` names is near."""
     close = nearest(name, known)
     return f"did you mean {close!r}? " if close else ""
 

@@ -239,7 +239,8 @@ class Layout:
                     even = Layout(self.ranks, tensor, pipeline, context, expert, expert_tensor, virtual)
                     same = replace(even, first_layers=self.first_layers, last_layers=self.last_layers)
                     layouts += [even.balanced(hf["num_hidden_layers"]), same]
-        return next((one for one in sorted(layouts, key=self._distance) if not any(one.problems(hf))), None)
+        layouts.sort(key=self._distance)
+        return next((layout for layout in layouts if not any(layout.problems(hf))), None)
 
     def _distance(self, other: Layout) -> float:
         mine, theirs = ({key: size or 1 for key, size in asdict(layout).items()} for layout in (self, other))

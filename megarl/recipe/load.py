@@ -101,10 +101,11 @@ def _absolute_paths(recipe: Recipe) -> Recipe:
     for source in (data, *data["sources"]):
         if source["source"] == "file" and source["train"]:
             source["train"] = full(source["train"])
-    for suite in (evaluation, *evaluation["suites"]):
+    suites = (evaluation, *evaluation["suites"])
+    for suite in suites:
         if suite["suite"] and (suite["source"] or data["source"]) == "file":
             suite["suite"] = full(suite["suite"])
-    for table in (data, evaluation["data"], *(suite["data"] for suite in evaluation["suites"])):
+    for table in (data, *(suite["data"] for suite in suites)):
         if table.get("template", "raw") not in MESSAGES:
             table["template"] = full(table["template"])
     objective = tables["objective"]

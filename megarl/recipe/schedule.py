@@ -124,7 +124,7 @@ class ScheduleTable(Table):
         return LagRule(self.sync_every, implied if self.max_lag is None else self.max_lag, delay)
 
     def _check_divisor(self, name: str, of: str, why: str) -> None:
-        """ValueError with the nearest divisor if the setting ``name`` does not divide the setting ``of``."""
+        """ValueError if the setting ``name`` does not divide the setting ``of``."""
         size, number = getattr(self, name), getattr(self, of)
         if number % size:
             nearest = nearest_divisor(number, size)
@@ -141,8 +141,7 @@ class ScheduleTable(Table):
         if self.sync_every is None:
             raise ValueError('kind = "live" needs sync_every: after how many updates engines get new weights')
         if self.stages > 1 or self.passes > 1:
-            why = " (only with stages = 1 and passes = 1 may the last interval be short)"
-            self._check_divisor("sync_every", "updates_per_stage", why)
+            self._check_divisor("sync_every", "updates_per_stage", " (or set stages = 1 and passes = 1)")
         exact = self.lockstep or self.delay > 0
         if self.passes > 1 and not exact:
             raise ValueError(

@@ -91,7 +91,7 @@ class SweepTable(Table):
                 ",".join(part.name for part in parts),
                 sum((part.settings for part in parts), given),
             )
-            for parts in itertools.product(*(_values(name, axis) for name, axis in self.axes.items()))
+            for parts in itertools.product(*itertools.starmap(_values, self.axes.items()))
         ]
 
     @property
