@@ -47,7 +47,7 @@ class Scenario:
 
     @classmethod
     def of(cls, schedule: ScheduleTable, given: dict[str, float | None]) -> Scenario:
-        """Defaults from a recipe's schedule, replaced by the options that are given; `UserError` for wrong ones."""
+        """A recipe's schedule, with the options that are given; `UserError` for wrong ones."""
         live = schedule.kind == "live"
         stage = schedule.updates_per_stage
         k = schedule.sync_every or math.gcd(4, stage)

@@ -123,12 +123,13 @@ class ScheduleTable(Table):
         implied = (self.delay + 1) * self.sync_every - 1
         return LagRule(self.sync_every, implied if self.max_lag is None else self.max_lag, delay)
 
-    def _check_divisor(self, name: str, of: str, why: str) -> None:
+    def _check_divisor(self, name: str, of: str, why: str = "", more: str = "") -> None:
         """ValueError if the setting ``name`` does not divide the setting ``of``."""
         size, number = getattr(self, name), getattr(self, of)
         if number % size:
             nearest = nearest_divisor(number, size)
-            raise ValueError(f"{name} = {size} does not divide {of} = {number}{why}; the nearest divisor is {nearest}")
+            wrong = f"{name} = {size} does not divide {of} = {number}{why}"
+            raise ValueError(f"{wrong}; the nearest divisor is {nearest}{more}")
 
     @model_validator(mode="after")
     def _live_settings_agree(self) -> ScheduleTable:
@@ -141,7 +142,7 @@ class ScheduleTable(Table):
         if self.sync_every is None:
             raise ValueError('kind = "live" needs sync_every: after how many updates engines get new weights')
         if self.stages > 1 or self.passes > 1:
-            self._check_divisor("sync_every", "updates_per_stage", " (or set stages = 1 and passes = 1)")
+            self._check_divisor("sync_every", "updates_per_stage", more=" (or stages = 1 and passes = 1)")
         exact = self.lockstep or self.delay > 0
         if self.passes > 1 and not exact:
             raise ValueError(
