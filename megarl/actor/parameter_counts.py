@@ -24,10 +24,9 @@ _MATRIX = re.compile(r"\.layers\..*\.linear_[a-z0-9_]+\.weight$")  # weights of 
 def count_parameters(hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[dict[str, Any]]:
     """Counts for each pipeline stage; parameters are those of one rank, as ranks of a stage have equally many.
 
-    layers; dense_layers: layers without experts in a model that has experts; linear_layers: gated delta nets, which
-    have no keys and values to store; expert, dense: parameters of experts, and all others; expert_adapters,
-    dense_adapters: parameters of ``[actor.lora]``; matrices: weights of linear modules, without experts; rounding: how
-    much larger the trained tensors are, each as it is on disk, with their sizes rounded up to powers of two.
+    layers; expert, dense: parameters of experts, and all others; expert_adapters, dense_adapters: parameters of
+    ``[actor.lora]``; matrices: weights of linear modules, without experts; rounding: how much larger the trained
+    tensors are, each as it is on disk, with their sizes rounded up to powers of two.
     """
     cpu_backend.install(torch.device("meta"))
     settings = (
@@ -46,8 +45,7 @@ def count_parameters(hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[dic
 def _count(hf: dict[str, Any], recipe: Recipe, ranks: int, rank: int) -> dict[str, Any]:
     from megatron.core import parallel_state as mpu
 
-    from megarl.actor import lora
-    from megarl.actor.delta_net import GatedDeltaNet  # after `install` has replaced Megatron's torch
+    from megarl.actor import lora  # after `install` has replaced Megatron's torch
     from megarl.actor.model import build_model
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=ranks)
@@ -68,12 +66,8 @@ def _count(hf: dict[str, Any], recipe: Recipe, ranks: int, rank: int) -> dict[st
         }
         matrices = [p.numel() for name, p in named if _MATRIX.search(name) and not lora.is_adapters(name)]
         trained = [(name, p) for name, p in named if p.requires_grad]
-        layers = [layer for model in models for layer in model.decoder.layers]
-        mixed = bool(hf["num_experts"])
         return {
-            "layers": len(layers),
-            "dense_layers": sum(not hasattr(layer.mlp, "router") for layer in layers) if mixed else 0,
-            "linear_layers": sum(isinstance(layer.self_attention, GatedDeltaNet) for layer in layers),
+            "layers": sum(len(model.decoder.layers) for model in models),
             "expert": sizes[False, True],
             "dense": sizes[False, False],
             "expert_adapters": sizes[True, True],

@@ -9,8 +9,8 @@ from typing import Any
 
 from megarl.models.family import (
     ActivationSettings,
+    Attention,
     Hf,
-    LinearAttention,
     SavedActivations,
     normalised,
     tokens_inside,
@@ -22,7 +22,7 @@ CHUNK = 64  # number of tokens whose contributions to the state are computed tog
 
 
 @dataclass(frozen=True)
-class GatedDeltaNet(LinearAttention):
+class GatedDeltaNet(Attention):
     """Yang et al. 2024, arXiv 2412.06464, as in Qwen3-Next: several value heads share a key head.
 
     separate: the Hugging Face model has one projection for queries, keys and values of all heads, and one each for
@@ -115,6 +115,9 @@ class GatedDeltaNet(LinearAttention):
         channels = 2 * hf["linear_num_key_heads"] * width + heads * hf["linear_value_head_dim"]
         states = heads * width * hf["linear_value_head_dim"] + channels * (hf["linear_conv_kernel_dim"] - 1)
         return float(states / tensor_parallel)
+
+    def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
+        return 0.0  # recomputing "core_attn" affects softmax attention only
 
     def flops(self, hf: Hf, length: float) -> float:
         # for each token the state is read by the key, written, and read by the query: 2 operations an element each

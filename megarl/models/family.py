@@ -51,9 +51,16 @@ class Sublayer(Protocol):
     def divided(self, hf: Hf) -> dict[str, int]:
         """{setting: its value} for each setting whose value ``tensor_parallel`` must divide."""
 
+    def context_divided(self, hf: Hf) -> dict[str, int]:
+        """{setting: its value} for each setting whose value ``tensor_parallel * context_parallel`` must divide."""
+        return {}
 
-class TokenMixer(Sublayer, Protocol):
-    """The first sublayer, which mixes tokens: softmax or linear attention."""
+
+class Attention(Sublayer, Protocol):
+    """The first sublayer: softmax attention, or linear attention, whose state takes the place of keys and values."""
+
+    rope_types: tuple[str, ...] = ()  # the supported values of ``rope_type`` in config.json
+    partial_rotary: bool = False  # whether config.json may ask that only a part of each head is rotated
 
     def saved(self, hf: Hf, layout: Layout, tokens: int, settings: ActivationSettings) -> SavedActivations:
         """What is saved of a micro-batch of ``tokens``, the normalised input of the sublayer included."""
@@ -63,13 +70,7 @@ class TokenMixer(Sublayer, Protocol):
 
     def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
         """The operations among `flops` that recomputing the parts ``again`` repeats."""
-
-
-class Attention(TokenMixer, Protocol):
-    """Softmax attention."""
-
-    rope_types: tuple[str, ...]  # the supported values of ``rope_type`` in config.json
-    partial_rotary: bool  # whether config.json may ask that only a part of each head is rotated
+        return self.flops(hf, length) if "core_attn" in again else 0.0
 
     @property
     def norms_all_heads(self) -> bool:
@@ -80,24 +81,13 @@ class Attention(TokenMixer, Protocol):
         """Number of tokens, itself included, that a token attends to in layer ``layer`` (from 0); None: no window."""
         return None
 
-    def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
-        return self.flops(hf, length) if "core_attn" in again else 0.0
-
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
         """Elements of the KV cache of one GPU for one token in one layer."""
-
-
-class LinearAttention(TokenMixer, Protocol):
-    """Linear attention, with a state that takes the place of keys and values."""
+        return 0
 
     def state_elements(self, hf: Hf, tensor_parallel: int) -> float:
         """Elements of the state of one response in one layer on one GPU, whatever the response's length."""
-
-    def context_divided(self, hf: Hf) -> dict[str, int]:
-        """{setting: its value} for each setting whose value ``tensor_parallel * context_parallel`` must divide."""
-
-    def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
-        return 0.0  # recomputing "core_attn" affects softmax attention only
+        return 0.0
 
 
 class FeedForward(Sublayer, Protocol):
@@ -108,17 +98,13 @@ class FeedForward(Sublayer, Protocol):
     def saved(
         self, hf: Hf, layout: Layout, tokens: int, imbalance: float, settings: ActivationSettings
     ) -> SavedActivations:
-        """As `TokenMixer.saved`. imbalance: routed tokens of the fullest expert-parallel rank over the
-        ranks' mean."""
-
-    def expert_parameters(self, hf: Hf) -> int:
-        """Number of parameters of one routed expert in one layer; 0 in a dense sublayer."""
+        """As `Attention.saved`. imbalance: routed tokens of the fullest expert-parallel rank over the ranks' mean."""
 
     def repeated_parameters(self, hf: Hf, again: frozenset[str]) -> int:
         """Number of parameters that a token uses in the parts ``again``, whose forward pass is recomputed."""
 
 
-Sublayers = tuple[TokenMixer, FeedForward]
+Sublayers = tuple[Attention, FeedForward]
 
 
 @dataclass(frozen=True)
@@ -139,7 +125,7 @@ class Family:
     attention: Attention
     feed_forward: FeedForward
     dense: FeedForward | None = None
-    linear: LinearAttention | None = None
+    linear: Attention | None = None
     aliases: Mapping[str, str] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     only: Mapping[str, Any] = field(default_factory=dict)
@@ -167,8 +153,16 @@ class Family:
         return hf | {ours: hf[theirs] for ours, theirs in self.aliases.items() if theirs in hf}
 
     def has_experts(self, hf: Hf, layer: int) -> bool:
-        """Whether the feed-forward of layer ``layer`` (from 0) is a mixture of experts."""
-        return bool(hf["num_experts"])
+        """Whether the feed-forward of layer ``layer`` (from 0) is a mixture of experts.
+
+        In families with dense layers: after ``first_k_dense_replace`` layers, every ``decoder_sparse_step``-th
+        that is not in ``mlp_only_layers``.
+        """
+        if self.dense is None:
+            return bool(hf["num_experts"])
+        first, step = hf.get("first_k_dense_replace", 0), hf.get("decoder_sparse_step", 1)
+        chosen = layer >= first and (layer + 1) % step == 0
+        return bool(hf["num_experts"]) and chosen and layer not in (hf.get("mlp_only_layers") or ())
 
     def sparse_layers(self, hf: Hf) -> int:
         """Number of layers with experts."""
@@ -191,8 +185,8 @@ class Family:
         return None if self.is_linear(hf, layer) else self.attention.window(hf, layer)
 
     def context_divided(self, hf: Hf) -> dict[str, int]:
-        """{setting: its value} for each setting whose value ``tensor_parallel * context_parallel`` must divide."""
-        return {} if self.linear is None else self.linear.context_divided(hf)
+        """`Sublayer.context_divided` of all sublayers."""
+        return {name: size for part in self.distinct_sublayers(hf) for name, size in part.context_divided(hf).items()}
 
     def sublayers(self, hf: Hf, layer: int) -> Sublayers:
         """The two sublayers of layer ``layer`` (from 0)."""
@@ -217,7 +211,7 @@ class Family:
             yield from part.problems(hf)
 
     def divided(self, hf: Hf) -> dict[str, int]:
-        """{setting: its value} for each setting whose value ``tensor_parallel`` must divide."""
+        """`Sublayer.divided` of all sublayers."""
         return {name: size for part in self.distinct_sublayers(hf) for name, size in part.divided(hf).items()}
 
     def megatron_settings(self, hf: Hf) -> dict[str, Any]:
@@ -285,7 +279,7 @@ class Family:
         return SavedActivations(*map(sum, zip(inputs, mixer, feed_forward, strict=True)))
 
     def mixing_flops(self, hf: Hf, length: float) -> float:
-        """`TokenMixer.flops` summed over all layers, with windows taken into account."""
+        """`Attention.flops` summed over all layers, with windows taken into account."""
         total = 0.0
         for layer in range(hf["num_hidden_layers"]):
             mixer, window = self.sublayers(hf, layer)[0], self.window(hf, layer)
@@ -293,11 +287,6 @@ class Family:
             if window is not None and window < length:
                 total -= mixer.flops(hf, length - window)  # pairs of a token and one that is before its window
         return total
-
-    def _windows(self, hf: Hf) -> list[int]:
-        """The windows of the layers that have one."""
-        windows = (self.window(hf, layer) for layer in range(hf["num_hidden_layers"]))
-        return [window for window in windows if window is not None]
 
     def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
         """Operations over one sequence, in all layers, that recomputing the parts ``again`` repeats."""
@@ -310,33 +299,18 @@ class Family:
 
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
         """Elements of the KV cache of one GPU for one token, in all layers that cache every token."""
-        layers: int = hf["num_hidden_layers"] - self.linear_layers(hf) - len(self._windows(hf))
-        return layers * self.attention.cached_elements(hf, tensor_parallel)
+        layers = [layer for layer in range(hf["num_hidden_layers"]) if self.window(hf, layer) is None]
+        return sum(self.sublayers(hf, layer)[0].cached_elements(hf, tensor_parallel) for layer in layers)
 
     def state_elements(self, hf: Hf, tensor_parallel: int) -> float:
         """Further cache elements of one GPU for one response, whatever its length: the states of linear attention, and
         the full windows of layers with windows."""
         states = 0.0
-        if self.linear is not None:
-            states = self.linear_layers(hf) * self.linear.state_elements(hf, tensor_parallel)
-        return states + sum(self._windows(hf)) * self.attention.cached_elements(hf, tensor_parallel)
-
-
-@dataclass(frozen=True)
-class EveryNthSparse(Family):
-    """A family in which every ``decoder_sparse_step``-th layer has experts, except those in ``mlp_only_layers``."""
-
-    def has_experts(self, hf: Hf, layer: int) -> bool:
-        chosen = (layer + 1) % hf.get("decoder_sparse_step", 1) == 0
-        return bool(hf["num_experts"]) and chosen and layer not in (hf.get("mlp_only_layers") or ())
-
-
-@dataclass(frozen=True)
-class FirstLayersDense(Family):
-    """A family in which the first ``first_k_dense_replace`` layers have no experts."""
-
-    def has_experts(self, hf: Hf, layer: int) -> bool:
-        return layer >= int(hf["first_k_dense_replace"])
+        for layer in range(hf["num_hidden_layers"]):
+            mixer, window = self.sublayers(hf, layer)[0], self.window(hf, layer) or 0
+            states += mixer.state_elements(hf, tensor_parallel)
+            states += window * mixer.cached_elements(hf, tensor_parallel)
+        return states
 
 
 def tokens_inside(layout: Layout, tokens: int) -> float:

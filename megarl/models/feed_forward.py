@@ -63,9 +63,6 @@ class GatedMlp(FeedForward):
     def repeated_parameters(self, hf: Hf, again: frozenset[str]) -> int:
         return 3 * int(hf["hidden_size"]) * int(hf["intermediate_size"]) if "mlp" in again else 0
 
-    def expert_parameters(self, hf: Hf) -> int:
-        return 0
-
 
 @dataclass(frozen=True)
 class MixtureOfExperts(FeedForward):
@@ -191,13 +188,9 @@ class MixtureOfExperts(FeedForward):
     def repeated_parameters(self, hf: Hf, again: frozenset[str]) -> int:
         hidden, shared = int(hf["hidden_size"]), 3 * int(hf["hidden_size"]) * self.shared_width(hf)
         if "moe" in again:
-            return (
-                shared + int(hf["num_experts_per_tok"]) * self.expert_parameters(hf) + int(hf["num_experts"]) * hidden
-            )
+            routed = 3 * int(hf["num_experts_per_tok"]) * int(hf["moe_intermediate_size"])
+            return shared + (routed + int(hf["num_experts"])) * hidden
         return shared if "shared_experts" in again else 0
-
-    def expert_parameters(self, hf: Hf) -> int:
-        return 3 * int(hf["hidden_size"]) * int(hf["moe_intermediate_size"])
 
 
 @dataclass(frozen=True)
@@ -249,7 +242,3 @@ class ClampedExperts(MixtureOfExperts):
         # expert, once plain and once multiplied by the probabilities
         elements += routed * (3 * hf["moe_intermediate_size"] + 2 * hf["num_experts"] / layout.expert_parallel)
         return SavedActivations(elements, float32, inputs)
-
-    def expert_parameters(self, hf: Hf) -> int:
-        biases = 2 * hf["moe_intermediate_size"] + hf["hidden_size"]
-        return super().expert_parameters(hf) + int(biases)

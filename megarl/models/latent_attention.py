@@ -29,7 +29,6 @@ class MultiHeadLatentAttention(Attention):
     """
 
     rope_types = ("default", "yarn")
-    partial_rotary = False
 
     def problems(self, hf: Hf) -> Iterator[str]:
         for name, only in (("attention_bias", False), ("rope_interleave", True)):

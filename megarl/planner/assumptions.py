@@ -39,23 +39,12 @@ class Assumptions:
     storage: float = _number(2e9, "bytes a second to shared storage, all nodes together", 1e9)
 
 
-# option: the assumptions that it sets; the fields' metadata has the unit of the option's value
-OPTIONS = {
-    "mfu": ("mfu_dense", "mfu_experts"),
-    "mean_response": ("mean_response",),
-    "mean_prompt": ("mean_prompt",),
-    "decode_efficiency": ("decode_efficiency",),
-    "expert_imbalance": ("expert_imbalance",),
-    "engine_start": ("engine_start",),
-    "host_bandwidth": ("host_bandwidth",),
-    "link": ("link",),
-    "storage": ("storage",),
-    "runtime_memory": ("runtime_bytes",),
-    "engine_memory": ("engine_bytes",),
-    "fragmentation": ("fragmentation",),
+_FIELDS = {item.name: item for item in fields(Assumptions)}
+# option: the assumptions that it sets
+OPTIONS = {"mfu": ("mfu_dense", "mfu_experts")} | {
+    name.replace("_bytes", "_memory"): (name,) for name in _FIELDS if not name.startswith("mfu_")
 }
 UNITS = {GIB: "GiB", 1e9: "GB/s"}
-_FIELDS = {item.name: item for item in fields(Assumptions)}
 
 
 def unit_of(option: str) -> str:

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from megarl.planner.assumptions import Assumptions
 from megarl.recipe.optimizer import OptimizerBytes
 from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import expert_type
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Numbers of checkpoints and policies that exist at one time."""
-
-    checkpoints: int
-    policies: int
 
 
 def disk_bytes(
@@ -28,23 +19,22 @@ def disk_bytes(
     evaluations = _evaluation_bytes(recipe, assume)
     checkpoint = (2.0 + OptimizerBytes.of(recipe).checkpoint) * (parameters if trained is None else trained)
     policy, between = 2.0 * parameters, _between_stages(recipe)
-    moments, end = _largest(recipe, between), _end(recipe)
+    *largest, end = _moments(recipe, between)
 
-    def whole(counts: Counts) -> float:
-        responses = rollouts * recipe.schedule.stages + evaluations
-        return responses + counts.checkpoints * checkpoint + counts.policies * policy
+    def whole(checkpoints: int, policies: int) -> float:
+        return rollouts * recipe.schedule.stages + evaluations + checkpoints * checkpoint + policies * policy
 
     return {
         "rollout store of a stage": rollouts,
         "rollout store of all stages": rollouts * recipe.schedule.stages,
         **({"responses to evaluations": evaluations} if evaluations else {}),
         "one checkpoint": checkpoint,
-        "checkpoints at most": checkpoint * max(counts.checkpoints for counts in moments),
+        "checkpoints at most": checkpoint * max(checkpoints for checkpoints, _ in largest),
         "one export": policy,
         **({"policies between stages, at most": between * policy} if between else {}),
-        "policies at most": policy * max(counts.policies for counts in moments),
-        "the run directory, at its largest": max(map(whole, moments)),
-        "the run directory, at its end": whole(end),
+        "policies at most": policy * max(policies for _, policies in largest),
+        "the run directory, at its largest": max(whole(*moment) for moment in largest),
+        "the run directory, at its end": whole(*end),
     }
 
 
@@ -72,12 +62,10 @@ def _evaluation_bytes(recipe: Recipe, assume: Assumptions) -> float:
 
 
 def _evaluated_policies(recipe: Recipe) -> int:
-    """Number of policies of the whole run that are evaluated, those for which `Recipe.is_evaluated` holds."""
+    """Number of policies for which `Recipe.is_evaluated` holds."""
     total = recipe.schedule.total_updates
     often = [n for n in (recipe.eval.every * recipe.schedule.updates_per_stage, recipe.eval.every_updates) if n]
-    both = total // math.lcm(*often) + 1 if len(often) == 2 else 0
-    last_alone = bool(often) and all(total % n for n in often)
-    return sum(total // n + 1 for n in often) - both + last_alone
+    return len({total}.union(*(range(0, total, n) for n in often))) if often else 0
 
 
 def _response_bytes(prompt: float, response: float) -> float:
@@ -96,41 +84,28 @@ def _between_stages(recipe: Recipe) -> int:
     return published + evaluated
 
 
-def _largest(recipe: Recipe, between: int) -> list[Counts]:
-    """The two moments of the last stage that can be the largest: writing its last checkpoint, exporting its result."""
-    finished, keep = recipe.schedule.stages - 1, recipe.actor.keep_checkpoints
-    checkpoints = _checkpoints_of(recipe, finished)
-    current = int(finished > 0)  # the policy of the last stage; the first stage's is the run's first
-    policies = _policies_of(recipe, finished) + current + between + _copy_of_best(recipe)
+def _moments(recipe: Recipe, between: int) -> list[tuple[int, int]]:
+    """(checkpoints, policies) that exist at three moments.
+
+    In the last stage, as its last checkpoint is written, and as its result is exported; and at the run's end.
+    """
+    actor, stages = recipe.actor, recipe.schedule.stages
+    saves = math.ceil(recipe.schedule.updates_per_stage / actor.checkpoint_every)  # in a stage
+    kept = min(saves, actor.keep_checkpoints)
+
+    def of_stages(finished: int) -> tuple[int, int]:
+        """What they keep; of policies the run's first, and the newest others."""
+        others = max(0, finished - 1)
+        policies = 1 + min(others, actor.keep_policies or others)
+        return kept * min(finished, actor.keep_stages or finished), policies
+
+    # best/ has hard links, which take space only if their policy was removed elsewhere
+    removes = recipe.eval.every_updates > 0 or (actor.keep_policies is not None and stages > actor.keep_policies + 1)
+    best = int(recipe.eval.on and removes)
+    (checkpoints, policies), (at_end, policies_at_end) = of_stages(stages - 1), of_stages(stages)
+    policies += int(stages > 1) + between + best  # the first stage's policy is the run's first
     return [
-        Counts(checkpoints + min(_saves(recipe) - 1, keep) + 1, policies),
-        Counts(checkpoints + min(_saves(recipe), keep), policies + 1),
+        (checkpoints + min(saves - 1, actor.keep_checkpoints) + 1, policies),
+        (checkpoints + kept, policies + 1),
+        (at_end, policies_at_end + 1 + best),
     ]
-
-
-def _end(recipe: Recipe) -> Counts:
-    stages = recipe.schedule.stages
-    return Counts(_checkpoints_of(recipe, stages), _policies_of(recipe, stages) + 1 + _copy_of_best(recipe))
-
-
-def _saves(recipe: Recipe) -> int:
-    """Checkpoints that a stage writes."""
-    return math.ceil(recipe.schedule.updates_per_stage / recipe.actor.checkpoint_every)
-
-
-def _checkpoints_of(recipe: Recipe, finished: int) -> int:
-    """Number of checkpoints that ``finished`` finished stages keep."""
-    return min(_saves(recipe), recipe.actor.keep_checkpoints) * min(finished, recipe.actor.keep_stages or finished)
-
-
-def _policies_of(recipe: Recipe, finished: int) -> int:
-    """Number of policies that are kept of ``finished`` finished stages: the run's first, and the newest others."""
-    others = max(0, finished - 1)
-    return 1 + min(others, recipe.actor.keep_policies or others)
-
-
-def _copy_of_best(recipe: Recipe) -> int:
-    """1 if best/ may take disk space: its files are hard links, so only if its policy was removed elsewhere."""
-    keep = recipe.actor.keep_policies
-    removes = recipe.eval.every_updates > 0 or (keep is not None and recipe.schedule.stages > keep + 1)
-    return int(recipe.eval.on and removes)

@@ -6,7 +6,7 @@ import contextlib
 import itertools
 import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megarl.errors import UserError
@@ -15,7 +15,7 @@ from megarl.models import family_of
 from megarl.models.hf_config import read_hf_config
 from megarl.models.lora import check_lora
 from megarl.models.settings import check_layers
-from megarl.planner.assumptions import GIB, Assumptions
+from megarl.planner.assumptions import GIB, WITHIN, Assumptions
 from megarl.planner.parameter_counts import ParameterCounter, StageParameters
 from megarl.planner.plan import MARGIN, Plan
 from megarl.planner.sizes import GPUS
@@ -35,7 +35,7 @@ class Fit:
     title: str
     plan: Plan
     layouts: list[list[str]]
-    faster: Plan | None = None  # the same with settings with which an update is faster; None: there are none
+    faster: Sequence[str] = ()  # changes with which an update is faster
 
     @property
     def misfit(self) -> str | None:
@@ -49,23 +49,36 @@ class Fit:
             lines += [f"  this fits: {_quoted(changes)}" for changes in self.layouts]
             if not self.layouts:
                 lines.append("  no layout on these GPUs fits: add nodes or shorten responses")
-        if self.faster is not None:
-            before, after = self.plan.update_seconds, self.faster.update_seconds
-            lines.append(f"\nan update of {after:.1f} s instead of {before:.1f}: {_quoted(self.faster_settings)}")
+        if self.faster:
+            before, after = self.plan.update_seconds, _changed(self.plan, self.faster).update_seconds
+            lines.append(f"\nan update of {after:.1f} s instead of {before:.1f}: {_quoted(self.faster)}")
         return "\n".join(lines)
 
-    @property
-    def faster_settings(self) -> list[str]:
-        """`faster` as changes of the recipe; [] if there is none."""
-        if self.faster is None:
-            return []
-        new, old = self.faster.recipe.actor, self.plan.recipe.actor
-        changes = [f"actor.recompute={new.recompute if isinstance(new.recompute, str) else json.dumps(new.recompute)}"]
-        same = new.tokens_per_micro_batch == old.tokens_per_micro_batch
-        return changes + ([] if same else [_budget(new.tokens_per_micro_batch)])
-
     def as_json(self) -> str:
-        return json.dumps(self.plan.record() | {"alternatives": self.layouts, "faster": self.faster_settings})
+        """The plan for programs: bytes on a GPU or disk, seconds of a stage."""
+        plan = self.plan
+        rollout = {"replicas": plan.replicas, "bytes": plan.rollout, "engine_bytes": plan.engine_share}
+        record = {
+            "model_type": plan.hf["model_type"],
+            "parameters": plan.parameters,
+            "active_parameters": plan.active_parameters,
+            "gpu": plan.gpu,
+            "nodes": plan.nodes,
+            "layout": asdict(plan.layout),
+            "pipeline_stages": list(map(asdict, plan.stages)),
+            "rollout": rollout | {"kv_tokens": plan.kv_tokens},
+            "optimize": {"bytes": plan.optimize, "usable_bytes": plan.usable, "host_bytes": plan.host},
+            "disk_bytes": plan.disk,
+            "stage_seconds": plan.seconds,
+            "run_seconds": plan.stage_seconds * plan.recipe.schedule.stages,
+            "seconds_within": WITHIN,
+            "assumed": asdict(plan.assume) | {"hbm_bytes": plan.device.memory},
+            "misfit": self.misfit,
+            "margin": plan.margin,
+            "alternatives": self.layouts,
+            "faster": self.faster,
+        }
+        return json.dumps(record)
 
 
 def _quoted(changes: Sequence[str]) -> str:
@@ -106,28 +119,33 @@ def make_plan(
     check_optimizer(recipe, here=False)
     _check_gpu(recipe, gpu)
     with ParameterCounter() as counter:
-        plan = Plan.of(recipe, hf, nodes, gpu, counter, assume=assume, hbm=hbm and hbm * GIB)
+        plan = Plan.of(recipe, hf, nodes, gpu, counter, assume, hbm and hbm * GIB)
         layouts = [] if plan.misfit() is None else list(itertools.islice(alternatives(plan, counter), 2))
     return Fit(f"{recipe_path}, model of {config / 'config.json'}", plan, layouts, faster(plan))
 
 
-def faster(plan: Plan) -> Plan | None:
-    """``plan`` with the recomputation with which its updates are fastest; None if it does not fit, or is as fast.
+def _changed(plan: Plan, changes: Sequence[str]) -> Plan:
+    return replace(plan, recipe=override_recipe(plan.recipe, changes))
+
+
+def faster(plan: Plan) -> Sequence[str]:
+    """Changes to the recomputation with which updates are fastest; none if ``plan`` does not fit or is so.
 
     Where that needs smaller micro-batches they have the longest sequence. The estimate does not know that small ones
     use a GPU less well, so of equally fast settings that with the larger ones is chosen. `MARGIN` must stay free.
     """
     if plan.misfit() is not None:
-        return None
-    budgets = sorted({plan.recipe.actor.tokens_per_micro_batch, plan.micro_batch_tokens, plan.longest_sequence})
-    best = plan
-    for budget in reversed(budgets):
-        for changes in (["actor.recompute=none"], *_parts(plan), ["actor.recompute=full"]):
-            other = replace(plan, recipe=override_recipe(plan.recipe, [*changes, _budget(budget)]))
+        return ()
+    own, seconds = plan.recipe.actor.tokens_per_micro_batch, plan.update_seconds
+    best: list[str] = []
+    for budget in sorted({own, plan.micro_batch_tokens, plan.longest_sequence}, reverse=True):
+        for recompute in (["actor.recompute=none"], *_parts(plan), ["actor.recompute=full"]):
+            changes = [*recompute, *([] if budget == own else [_budget(budget)])]
+            other = _changed(plan, changes)
             fits = other.misfit() is None and other.margin >= MARGIN
-            if fits and other.update_seconds < 0.99 * best.update_seconds:
-                best = other
-    return None if best is plan else best
+            if fits and other.update_seconds < 0.99 * seconds:
+                seconds, best = other.update_seconds, changes
+    return best
 
 
 def _check_gpu(recipe: Recipe, gpu: str) -> None:
@@ -148,7 +166,7 @@ def alternatives(plan: Plan, counter: ParameterCounter) -> Iterator[list[str]]:
         return
     for changes, layout in _layouts(plan):
         recipe = override_recipe(plan.recipe, rollout + changes)
-        # a rank holds at least an even share of the parameters; if that does not fit, the layout need not be counted
+        # a rank holds at least an even share of the parameters; if that does not fit, nothing is counted
         pipeline, split = layout.pipeline_parallel, layout.expert_parallel * layout.expert_tensor_parallel
         dense, expert = plan.whole.dense // layout.tensor_parallel, plan.whole.expert // split
         least = StageParameters(
@@ -160,7 +178,8 @@ def alternatives(plan: Plan, counter: ParameterCounter) -> Iterator[list[str]]:
         )
         if replace(plan, recipe=recipe, layout=layout, stages=[least] * pipeline).optimize_misfit():
             continue
-        if Plan.of(recipe, plan.hf, plan.nodes, plan.gpu, counter, plan.whole, plan.assume, plan.hbm).misfit() is None:
+        counted = Plan.of(recipe, plan.hf, plan.nodes, plan.gpu, counter, plan.assume, plan.hbm)
+        if counted.misfit() is None:
             yield rollout + changes
 
 
@@ -172,7 +191,7 @@ def _memory_that_fits(plan: Plan) -> Iterator[list[str]]:
     hundredths = int(100 * (plan.left_to_engines - MARGIN * plan.usable - beyond) / memory)
     if hundredths > 0:
         changes = [f"rollout.memory_fraction={hundredths / 100}"]
-        if replace(plan, recipe=override_recipe(plan.recipe, changes)).misfit() is None:
+        if _changed(plan, changes).misfit() is None:
             yield changes
 
 
@@ -181,8 +200,7 @@ def _rollout_that_fits(plan: Plan) -> list[str] | None:
     available = engine.workers * engine.tensor_parallel if plan.side_by_side else plan.recipe.actor.processes_per_node
     for tensor in _divisors(available):
         changes = [f"rollout.tensor_parallel={tensor}", f"rollout.workers={available // tensor}"]
-        recipe = override_recipe(plan.recipe, changes)
-        if replace(plan, recipe=recipe).rollout_misfit() is None:
+        if _changed(plan, changes).rollout_misfit() is None:
             return changes
     return None
 

@@ -23,8 +23,6 @@ class StageParameters:
     layers: int
     dense: int
     expert: int
-    dense_layers: int = 0  # of ``layers``, those without experts in a model that has experts in other layers
-    linear_layers: int = 0  # of ``layers``, those that have a state instead of keys and values
     dense_adapters: int = 0  # parameters of ``[actor.lora]``, in addition to the weights, which are then frozen
     expert_adapters: int = 0
     matrices: int = 0  # of ``dense``, those in matrices of layers, without routers

@@ -7,13 +7,14 @@ optimizer. What depends on the model alone comes from `megarl.planner.sizes`.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from megarl.models import family_of
 from megarl.objectives import build_objective, frozen_logprobs, updates_per_step
 from megarl.planner import sizes
-from megarl.planner.assumptions import GIB, WITHIN, Assumptions
+from megarl.planner.assumptions import GIB, Assumptions
 from megarl.planner.disk import disk_bytes
 from megarl.planner.parameter_counts import ParameterCounter, StageParameters
 from megarl.planner.sizes import GPUS, Gpu
@@ -48,13 +49,11 @@ class Plan:
         nodes: int,
         gpu: str,
         counter: ParameterCounter,
-        whole: StageParameters | None = None,
         assume: Assumptions | None = None,
         hbm: float | None = None,
     ) -> Plan:
         layout = Layout.of(recipe, nodes * recipe.actor.processes_per_node)
-        stages = counter.count(hf, recipe, layout.ranks)
-        whole = whole or counter.whole(hf, recipe)
+        stages, whole = counter.count(hf, recipe, layout.ranks), counter.whole(hf, recipe)
         return cls(recipe, hf, nodes, gpu, layout, whole, stages, assume or Assumptions(), hbm)
 
     @property
@@ -69,9 +68,7 @@ class Plan:
 
     @property
     def active_parameters(self) -> int:
-        return sizes.active_parameters(self.hf, self.parameters)
-
-    # ------------------------------------------------------------------------------------------------ sequences
+        return sizes.active_parameters(self.hf, self.whole)
 
     @property
     def longest_sequence(self) -> int:
@@ -102,8 +99,6 @@ class Plan:
         """Micro-batches of one update on each data-parallel rank."""
         tokens = self.responses_per_update * self.mean_sequence / self.layout.data_parallel
         return max(1, math.ceil(tokens / self.recipe.actor.tokens_per_micro_batch))
-
-    # ------------------------------------------------------------------------------------------- the optimize phase
 
     @cached_property
     def frozen(self) -> int:
@@ -241,11 +236,9 @@ class Plan:
         flops = layout.ranks * self.device.flops * mfu
         return self.responses_per_update * one * passes * bubble / flops + self.host_seconds
 
-    # ------------------------------------------------------------------------------------------- the rollout phase
-
     @cached_property
     def rollout(self) -> dict[str, float]:
-        """Bytes on one GPU of an engine replica; the KV cache gets what remains of the engine's share, at least 0."""
+        """Bytes on one GPU of an engine replica; the KV cache gets what remains of its share, at least 0."""
         items = {
             f"weights, {'fp8' if self._in_8_bits else 'bf16'}": self.engine_weights(self.parameters)
             / self.recipe.rollout.tensor_parallel,
@@ -268,8 +261,7 @@ class Plan:
     @property
     def _in_8_bits(self) -> bool:
         """Whether the recipe tells the engine to quantise the bfloat16 weights to 8 bits."""
-        options = self.recipe.rollout.options(self.recipe.rollout.engine)
-        return bool(options) and options.get("quantization") == "fp8"
+        return self.recipe.rollout.options(self.recipe.rollout.engine).get("quantization") == "fp8"
 
     def engine_weights(self, parameters: float) -> float:
         """Bytes of ``parameters`` weights in an engine.
@@ -286,8 +278,7 @@ class Plan:
     def _decoding_logit_bytes(self) -> float:
         """Bytes of logits and log-probs in a decoding step, for one token of every response.
 
-        These are the logits as the head gives them, of this rank's share and of all ranks; a copy in float32 if the
-        head gives bf16; and log-probs in float32.
+        The head's logits, of this rank's share and of all ranks; a float32 copy if they are bf16; float32 log-probs.
         """
         tensor, width = self.recipe.rollout.tensor_parallel, 4 if self.recipe.rollout.float32_head else 2
         share = width / tensor if tensor > 1 else 0
@@ -295,9 +286,9 @@ class Plan:
 
     @property
     def _cache_bytes(self) -> tuple[int, float]:
-        """Bytes on a GPU of an engine's cache for one token, and for a response whatever its length."""
-        tensor = self.recipe.rollout.tensor_parallel
-        return sizes.kv_bytes_per_token(self.hf, tensor), sizes.state_bytes(self.hf, tensor)
+        """Bytes on a GPU of an engine's bf16 cache for one token, and for a response whatever its length."""
+        family, tensor = family_of(self.hf), self.recipe.rollout.tensor_parallel
+        return 2 * family.cached_elements(self.hf, tensor), 2 * family.state_elements(self.hf, tensor)
 
     @property
     def kv_tokens(self) -> int:
@@ -340,7 +331,7 @@ class Plan:
 
     @property
     def running_responses(self) -> float:
-        """Responses that a replica decodes together: the least of its limit, the room in its KV cache, and its work."""
+        """Responses that a replica decodes together: the least of its limit, its KV cache, and its work."""
         fit = self.responses_that_fit(self.cached_tokens)
         return max(1.0, min(fit, self.engine_responses, self.responses_of_version))
 
@@ -361,7 +352,7 @@ class Plan:
         The step is limited by reading weights and KV cache, or by arithmetic, whichever takes longer.
         """
         tensor, (per_token, per_response) = self.recipe.rollout.tensor_parallel, self._cache_bytes
-        touched = sizes.touched_parameters(self.hf, self.parameters, running)
+        touched = sizes.touched_parameters(self.hf, self.whole, running)
         read = self.engine_weights(touched) / tensor + running * (self.cached_tokens * per_token + per_response)
         work = 2 * self.active_parameters * running / tensor
         return max(read / self.device.bandwidth, work / self.device.flops) / self.assume.decode_efficiency
@@ -389,8 +380,6 @@ class Plan:
             starts = math.ceil(schedule.updates_per_stage / (schedule.lag_rule.max_lag + 1))
         read = 2.0 * self.parameters * self.replicas / self.assume.storage
         return starts * self.assume.engine_start + self.versions_of_stage * read
-
-    # ---------------------------------------------------------------------------------------------- the whole run
 
     @property
     def side_by_side(self) -> bool:
@@ -426,8 +415,6 @@ class Plan:
         load, rollouts, *training = self.seconds.values()
         both = load + rollouts, sum(training)
         return max(both) if self.overlaps else sum(both)
-
-    # ----------------------------------------------------------------------------------------- what does not fit
 
     def misfit(self) -> str | None:
         """The first item that does not fit, in the order in which a run allocates memory; None if everything fits."""
@@ -476,32 +463,6 @@ class Plan:
             f"schedule.colocate: engines have {gib(self.engine_share)} of a GPU, but trainers, which stay in memory, "
             f"leave {gib(self.left_to_engines)}: lower rollout.memory_fraction"
         )
-
-    def record(self) -> dict[str, Any]:
-        """The plan for programs, as JSON values: bytes on a GPU or disk, seconds of a stage."""
-        return {
-            "model_type": self.hf["model_type"],
-            "parameters": self.parameters,
-            "active_parameters": self.active_parameters,
-            "gpu": self.gpu,
-            "nodes": self.nodes,
-            "layout": asdict(self.layout),
-            "pipeline_stages": [asdict(stage) for stage in self.stages],
-            "rollout": {
-                "replicas": self.replicas,
-                "bytes": self.rollout,
-                "engine_bytes": self.engine_share,
-                "kv_tokens": self.kv_tokens,
-            },
-            "optimize": {"bytes": self.optimize, "usable_bytes": self.usable, "host_bytes": self.host},
-            "disk_bytes": self.disk,
-            "stage_seconds": self.seconds,
-            "run_seconds": self.stage_seconds * self.recipe.schedule.stages,
-            "seconds_within": WITHIN,
-            "assumed": asdict(self.assume) | {"hbm_bytes": self.device.memory},
-            "misfit": self.misfit(),
-            "margin": self.margin,
-        }
 
 
 def gib(size: float) -> str:

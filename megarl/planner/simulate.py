@@ -47,17 +47,16 @@ class Scenario:
 
     @classmethod
     def of(cls, schedule: ScheduleTable, given: dict[str, float | None]) -> Scenario:
-        """Defaults from a recipe's schedule, replaced by the options that are given; `UserError` as in `check`."""
+        """A recipe's schedule, with the options that are given; `UserError` for wrong ones."""
         live = schedule.kind == "live"
         stage = schedule.updates_per_stage
         k = schedule.sync_every or math.gcd(4, stage)
         lag = schedule.lag_rule.max_lag if live else stage - 1
         defaults = {"updates": schedule.total_updates, "stage": stage, "sync_every": k, "lag": lag}
-        scenario = cls(**defaults | {name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
-        scenario.check()
-        return scenario
+        chosen = {name: value for name, value in given.items() if value is not None}
+        return cls(**defaults | chosen)  # type: ignore[arg-type]
 
-    def check(self) -> None:
+    def __post_init__(self) -> None:
         """`UserError` for values that no run can have."""
         if self.updates % self.stage or self.stage % self.sync_every:
             raise UserError(
@@ -91,7 +90,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Simulation:
-    """Simulates runs from a plan of a staged run, in which trainers and engines take turns on all GPUs."""
+    """Simulates runs, from the plan of a staged run on all GPUs."""
 
     plan: Plan
     scenario: Scenario
@@ -113,8 +112,6 @@ class Simulation:
                 "actor": recipe.actor.model_copy(update={"processes_per_node": devices}),
             }
         )
-
-    # ------------------------------------------------------------------------------------------ times, from the plan
 
     @cached_property
     def lengths(self) -> Lengths:
@@ -165,8 +162,6 @@ class Simulation:
         each = math.ceil(updates * self.plan.responses_per_update / self.plan.replicas)
         return self.lengths.draw(rng, (self.plan.replicas, each))
 
-    # -------------------------------------------------------------------------------------------------- the schedules
-
     def staged(self, rng: np.random.Generator) -> Run:
         """Stages of ``scenario.stage`` updates: engines start, generate and end; then trainers train."""
         update = self.plan.update_seconds
@@ -193,7 +188,7 @@ class Simulation:
     ) -> Run:
         """Turns of ``size`` updates of ``update`` seconds, each after generation.
 
-        A turn of `checkpoint_every` updates or more ends with a checkpoint; of shorter turns several share one.
+        A turn of `checkpoint_every` updates or more ends with a checkpoint; shorter turns share one.
 
         Args:
             step: seconds of a decoding step, as in `step`.
@@ -307,8 +302,6 @@ class Simulation:
         calm = replace(self, scenario=replace(self.scenario, spread=0.0, failures=0.0, preemptions=0.0))
         few = replace(calm, scenario=replace(calm.scenario, updates=self.scenario.stage))
         return min(choices, key=lambda engines: few.live(np.random.default_rng(0), engines).total)
-
-    # ----------------------------------------------------------------------------------------------------- the answer
 
     def runs(self) -> dict[str, list[Run]]:
         """{description of a schedule: its runs, one per seed}."""

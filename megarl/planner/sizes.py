@@ -4,9 +4,8 @@ Bytes of an update are for the torch-native modules in bfloat16 and `kernels.lin
 family comes from `megarl.models`. In all functions ``hf`` is the model's config.json and ``parameters`` the number of
 all its parameters.
 
-Activations are not measured on the actor's own model under fake tensors because that would need a GPU's torch and
-Transformer Engine where the plan is made: a torch without CUDA cannot index fake CUDA tensors, and on the meta device
-autograd saves other tensors than on a GPU.
+Activations are not measured on the actor's own model: a torch without CUDA cannot index fake CUDA tensors, and on the
+meta device autograd saves other tensors than on a GPU.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from typing import Any
 from megarl.models import family_of
 from megarl.models.family import ActivationSettings, Sublayers
 from megarl.planner.assumptions import GIB
+from megarl.planner.parameter_counts import StageParameters
 from megarl.recipe.actor_table import Recompute
 from megarl.recipe.layout import Layout
 from megarl.recipe.megatron import SCALINGS, scaling_of
@@ -44,50 +44,22 @@ GPUS = {
 }
 
 
-# ---------------------------------------------------------------------------------------- parameters and operations
-
-
-def active_parameters(hf: dict[str, Any], parameters: int) -> int:
+def active_parameters(hf: dict[str, Any], whole: StageParameters) -> int:
     """Parameters used by a token: all except the input embedding and the experts to which it is not routed."""
     embedding = 0 if hf.get("tie_word_embeddings") else hf["vocab_size"] * hf["hidden_size"]
-    if not hf["num_experts"]:
-        return int(parameters - embedding)
-    return int(parameters - embedding - _expert_parameters(hf) * (hf["num_experts"] - hf["num_experts_per_tok"]))
+    experts = hf["num_experts"] or 1
+    return int(whole.dense - embedding + whole.expert // experts * hf.get("num_experts_per_tok", 0))
 
 
-def touched_parameters(hf: dict[str, Any], parameters: int, tokens: float) -> float:
+def touched_parameters(hf: dict[str, Any], whole: StageParameters, tokens: float) -> float:
     """Expected number of parameters that a decoding step of ``tokens`` tokens reads, with uniform routing."""
-    if not hf["num_experts"]:
-        return parameters
-    idle: float = (1 - hf["num_experts_per_tok"] / hf["num_experts"]) ** tokens
-    return parameters - _expert_parameters(hf) * hf["num_experts"] * idle
-
-
-def _expert_parameters(hf: dict[str, Any]) -> int:
-    """Parameters of one expert, summed over all layers that have experts."""
-    family = family_of(hf)
-    return family.feed_forward.expert_parameters(hf) * family.sparse_layers(hf)
+    idle = (1 - hf["num_experts_per_tok"] / hf["num_experts"]) ** tokens if hf["num_experts"] else 0.0
+    return whole.dense + whole.expert * (1 - float(idle))
 
 
 def forward_flops(hf: dict[str, Any], active: int, length: float) -> float:
     """Operations for one sequence of ``length`` tokens: two per active weight and token, plus those of attention."""
     return 2 * active * length + family_of(hf).mixing_flops(hf, length)
-
-
-# ------------------------------------------------------------------------------------------------------ decoding
-
-
-def kv_bytes_per_token(hf: dict[str, Any], tensor_parallel: int) -> int:
-    """Bytes of the bf16 keys and values of one token in all layers, on one GPU."""
-    return 2 * family_of(hf).cached_elements(hf, tensor_parallel)
-
-
-def state_bytes(hf: dict[str, Any], tensor_parallel: int) -> float:
-    """Bytes of a running response's bf16 states on one GPU, in layers with a state instead of keys and values."""
-    return 2 * family_of(hf).state_elements(hf, tensor_parallel)
-
-
-# -------------------------------------------------------------------------------------------------- an update
 
 
 def head_bytes(hf: dict[str, Any], layout: Layout, tokens: int, gpu: Gpu, frozen: bool = False) -> float:
@@ -183,7 +155,7 @@ def stage_bytes(
     """Bytes of activations of a pipeline stage at its peak, with ``in_flight`` micro-batches of ``tokens``."""
     saved, beside = saved_bytes(hf, recipe, layout, stage, tokens, imbalance)
     hidden, virtual = hidden_bytes(hf, layout, tokens), layout.virtual_stages
-    # Megatron's schedules keep the output that a model chunk has sent to the next; the last chunk ends with a norm
+    # Megatron keeps the output that a model chunk has sent to the next; the last chunk ends with a norm
     last = stage == layout.pipeline_parallel - 1
     sent = virtual - last
     return in_flight * (saved + sent * hidden) + beside + last * hidden

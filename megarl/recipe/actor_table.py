@@ -9,8 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from megarl.errors import nearest
-from megarl.recipe.base import Table
+from megarl.recipe.base import Table, did_you_mean
 
 # parts of layers for ``[actor] recompute``, which are ``recompute_modules`` of Megatron-Core 0.16.1
 MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
@@ -25,8 +24,7 @@ def _known(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
         raise ValueError(f"{value!r} is neither 'none' nor 'full' nor a list of {', '.join(MODULES)}")
     for name in value:
         if name not in MODULES:
-            close = nearest(name, MODULES)
-            hint = f"did you mean {close!r}? " if close else ""
+            hint = did_you_mean(name, MODULES)
             raise ValueError(f"{name!r} is not a part of a layer; {hint}known are {', '.join(MODULES)}")
     if not value or len(set(value)) < len(value):
         raise ValueError("the list must name at least one part of a layer, and none twice; or use 'none'")

@@ -230,7 +230,7 @@ class Layout:
     def nearest(self, hf: dict[str, Any]) -> Layout | None:
         """The valid layout on the same number of ranks that differs least from this one; None if there is none."""
         sizes = [n for n in range(1, self.ranks + 1) if self.ranks % n == 0]
-        best: tuple[float, Layout] | None = None
+        layouts = []
         for tensor, pipeline, context in itertools.product(sizes, repeat=3):
             if self.ranks % (tensor * pipeline * context):
                 continue
@@ -238,11 +238,9 @@ class Layout:
                 for virtual in {1, self.virtual_stages}:
                     even = Layout(self.ranks, tensor, pipeline, context, expert, expert_tensor, virtual)
                     same = replace(even, first_layers=self.first_layers, last_layers=self.last_layers)
-                    for layout in (even.balanced(hf["num_hidden_layers"]), same):
-                        distance = self._distance(layout)
-                        if (best is None or distance < best[0]) and not any(layout.problems(hf)):
-                            best = distance, layout
-        return best[1] if best else None
+                    layouts += [even.balanced(hf["num_hidden_layers"]), same]
+        layouts.sort(key=self._distance)
+        return next((layout for layout in layouts if not any(layout.problems(hf))), None)
 
     def _distance(self, other: Layout) -> float:
         mine, theirs = ({key: size or 1 for key, size in asdict(layout).items()} for layout in (self, other))

@@ -19,12 +19,9 @@ import megarl
 from megarl.errors import UserError, nearest
 from megarl.foreign import parse_toml, read_file
 from megarl.own_file import absolute, is_own
-from megarl.recipe.data_table import MESSAGES, DataTable, SourceTable
-from megarl.recipe.eval_table import EvalTable, SuiteTable
-from megarl.recipe.names import ENGINES
-from megarl.recipe.tables import ObjectiveTable, Recipe, RewardTable
+from megarl.recipe.data_table import MESSAGES
+from megarl.recipe.tables import ObjectiveTable, Recipe
 
-AnySuite = TypeVar("AnySuite", EvalTable, SuiteTable)
 AnyTable = TypeVar("AnyTable", bound=BaseModel)
 Setting = tuple[str, Any]  # "section.key" and its value
 Overrides = Sequence[str | Setting]  # a string has the form ``section.key=value``, with a TOML value
@@ -94,57 +91,33 @@ def _absolute_paths(recipe: Recipe) -> Recipe:
 
     Links to files are kept: those of a Hugging Face cache lead to files whose names have no suffix.
     """
-    model, data, evaluation = recipe.model, recipe.data, recipe.eval
-    tokenizer = model.tokenizer and Path(os.path.realpath(model.tokenizer))
-    model = model.model_copy(update={"path": Path(os.path.realpath(model.path)), "tokenizer": tokenizer})
-    suites = [_absolute_suite(suite, data.source) for suite in evaluation.suites]
-    evaluation = _absolute_suite(evaluation, data.source).model_copy(update={"suites": suites})
-    interpreters = {f"{name}_python": path.absolute() for name in ENGINES if (path := recipe.rollout.interpreter(name))}
-    rollout = recipe.rollout.model_copy(update=interpreters)
-    changed: dict[str, BaseModel] = {
-        "model": model,
-        "data": _absolute_data(data),
-        "eval": evaluation,
-        "rollout": rollout,
-    }
-    changed |= {"reward": _absolute_reward(recipe.reward), "objective": _absolute_objective(recipe.objective)}
-    return recipe.model_copy(update=changed)
 
+    def full(path: Any) -> str:
+        return str(Path(path).absolute())
 
-def _absolute_reward(table: RewardTable) -> RewardTable:
-    parts = tuple(part.model_copy(update={"path": part.path and absolute(part.path)}) for part in table.parts)
-    service = table.service
-    if service and service.prompt:
-        service = service.model_copy(update={"prompt": service.prompt.absolute()})
-    return table.model_copy(update={"path": table.path and absolute(table.path), "parts": parts, "service": service})
-
-
-def _absolute_objective(table: ObjectiveTable) -> ObjectiveTable:
-    paths = {key: path for key in ("path", "advantage") if (path := getattr(table, key)) and is_own(path)}
-    return table.model_copy(update={key: absolute(path) for key, path in paths.items()})
-
-
-def _absolute_data(data: DataTable) -> DataTable:
-    changed: dict[str, Any] = {"sources": tuple(map(_absolute_source, data.sources))}
-    if data.source == "file" and data.train:
-        changed["train"] = str(Path(data.train).absolute())
-    if data.template_file:
-        changed["template"] = str(Path(data.template_file).absolute())
-    return data.model_copy(update=changed)
-
-
-def _absolute_source(table: SourceTable) -> SourceTable:
-    train = str(Path(table.train).absolute()) if table.source == "file" else table.train
-    return table.model_copy(update={"train": train})
-
-
-def _absolute_suite(table: AnySuite, source: str | None) -> AnySuite:
-    changed: dict[str, Any] = {}
-    if table.suite and (table.source or source) == "file":
-        changed["suite"] = str(Path(table.suite).absolute())
-    if (template := table.data.get("template", "raw")) not in MESSAGES:
-        changed["data"] = {**table.data, "template": str(Path(template).absolute())}
-    return table.model_copy(update=changed)
+    tables = recipe.model_dump()
+    model, data, evaluation, reward = (tables[name] for name in ("model", "data", "eval", "reward"))
+    model |= {name: os.path.realpath(path) for name, path in model.items() if path}
+    for source in (data, *data["sources"]):
+        if source["source"] == "file" and source["train"]:
+            source["train"] = full(source["train"])
+    suites = (evaluation, *evaluation["suites"])
+    for suite in suites:
+        if suite["suite"] and (suite["source"] or data["source"]) == "file":
+            suite["suite"] = full(suite["suite"])
+    for table in (data, *(suite["data"] for suite in suites)):
+        if table.get("template", "raw") not in MESSAGES:
+            table["template"] = full(table["template"])
+    objective = tables["objective"]
+    own = [(table, "path") for table in (objective, reward, *reward["parts"])]
+    for table, key in (*own, (objective, "advantage")):
+        if table[key] and is_own(table[key]):
+            table[key] = absolute(table[key])
+    if reward["service"] and reward["service"]["prompt"]:
+        reward["service"]["prompt"] = full(reward["service"]["prompt"])
+    rollout = tables["rollout"]
+    rollout |= {key: full(path) for key, path in rollout.items() if key.endswith("_python") and path}
+    return Recipe.model_validate(tables)
 
 
 def _validate(tables: dict[str, Any]) -> Recipe:

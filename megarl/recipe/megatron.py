@@ -110,8 +110,6 @@ def shares_prompts(settings: Mapping[str, Any]) -> bool:
     return not (balances or moves or whole)
 
 
-# ------------------------------------------------------------------------------------------------------------- fp8
-
 _BLOCK = 32  # mxfp8: elements that share a scale of one byte
 _ROW = 128  # blockwise: elements of an input that share a scale of four bytes; weights share one per 128 x 128 block
 

@@ -123,38 +123,32 @@ class ScheduleTable(Table):
         implied = (self.delay + 1) * self.sync_every - 1
         return LagRule(self.sync_every, implied if self.max_lag is None else self.max_lag, delay)
 
+    def _check_divisor(self, name: str, of: str, why: str = "", more: str = "") -> None:
+        """ValueError if the setting ``name`` does not divide the setting ``of``."""
+        size, number = getattr(self, name), getattr(self, of)
+        if number % size:
+            nearest = nearest_divisor(number, size)
+            wrong = f"{name} = {size} does not divide {of} = {number}{why}"
+            raise ValueError(f"{wrong}; the nearest divisor is {nearest}{more}")
+
     @model_validator(mode="after")
     def _live_settings_agree(self) -> ScheduleTable:
         if self.kind == "staged":
             for name in ("sync_every", "max_lag", "lockstep", "delay", "partial", "colocate"):
                 if getattr(self, name) != ScheduleTable.model_fields[name].default:
                     raise ValueError(f'{name} is a setting of kind = "live": leave it out, or set kind = "live"')
-            if self.updates_per_stage % self.passes:
-                nearest = nearest_divisor(self.updates_per_stage, self.passes)
-                raise ValueError(
-                    f"passes = {self.passes} does not divide updates_per_stage = {self.updates_per_stage}, which "
-                    f"counts the updates of all passes; the nearest divisor is {nearest}"
-                )
+            self._check_divisor("passes", "updates_per_stage", ", which counts the updates of all passes")
             return self
         if self.sync_every is None:
             raise ValueError('kind = "live" needs sync_every: after how many updates engines get new weights')
-        if self.updates_per_stage % self.sync_every and (self.stages > 1 or self.passes > 1):
-            nearest = nearest_divisor(self.updates_per_stage, self.sync_every)
-            raise ValueError(
-                f"sync_every = {self.sync_every} does not divide updates_per_stage = {self.updates_per_stage}; "
-                f"the nearest divisor is {nearest} (only with stages = 1 and passes = 1 may the last interval be short)"
-            )
+        if self.stages > 1 or self.passes > 1:
+            self._check_divisor("sync_every", "updates_per_stage", more=" (or stages = 1 and passes = 1)")
         exact = self.lockstep or self.delay > 0
         if self.passes > 1 and not exact:
             raise ValueError(
                 f"passes = {self.passes} in a live run needs lockstep or delay, to repeat what one version generated"
             )
-        if self.sync_every % self.passes:
-            nearest = nearest_divisor(self.sync_every, self.passes)
-            raise ValueError(
-                f"passes = {self.passes} does not divide sync_every = {self.sync_every}, which counts the updates of "
-                f"all passes; the nearest divisor is {nearest}"
-            )
+        self._check_divisor("passes", "sync_every", ", which counts the updates of all passes")
         if self.max_lag is None and not exact:
             raise ValueError('kind = "live" needs max_lag, how many updates old a sample may be, or lockstep = true')
         if self.partial and (exact or self.colocate):

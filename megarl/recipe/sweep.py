@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from megarl.errors import UserError, nearest
-from megarl.recipe.base import Table
+from megarl.errors import UserError
+from megarl.recipe.base import Table, did_you_mean
 from megarl.recipe.load import Setting, read_tables, validate
 from megarl.recipe.tables import Recipe
 
@@ -78,22 +78,20 @@ class SweepTable(Table):
         if BASE in points:
             raise ValueError(f"axes: a point cannot be called {BASE!r}, which names the runs whose rollouts are shared")
         if self.baseline is not None and self.baseline not in points:
-            close = nearest(self.baseline, points)
-            raise ValueError(
-                f"baseline = {self.baseline!r} is not the name of a point; did you mean {close or points[0]!r}?"
-            )
+            close = did_you_mean(self.baseline, points) or f"did you mean {points[0]!r}?"
+            raise ValueError(f"baseline = {self.baseline!r} is not the name of a point; {close}")
         return self
 
     def points(self) -> list[Point]:
         """Every combination of the axes' values; the last axis varies fastest."""
         given = tuple(_settings(self.set))
-        combinations = itertools.product(*(_values(name, axis) for name, axis in self.axes.items()))
         return [
             Point(
-                {axis: value for axis, value, _, _ in chosen}, ",".join(label for _, _, label, _ in chosen), given + own
+                {axis: value for part in parts for axis, value in part.values.items()},
+                ",".join(part.name for part in parts),
+                sum((part.settings for part in parts), given),
             )
-            for chosen in combinations
-            for own in [tuple(setting for *_, settings in chosen for setting in settings)]
+            for parts in itertools.product(*itertools.starmap(_values, self.axes.items()))
         ]
 
     @property
@@ -122,8 +120,7 @@ def _check_tables(tables: Any, where: str) -> None:
         raise ValueError(f'{where}: expected tables of settings, as objective = {{ name = "grpo" }}')
     for section, keys in tables.items():
         if section not in known:
-            close = nearest(section, known)
-            hint = f"did you mean {close!r}?" if close else f"known are {', '.join(known)}"
+            hint = did_you_mean(section, known) or f"known are {', '.join(known)}"
             raise ValueError(f"{where}.{section}: unknown table of a recipe; {hint}")
         if not isinstance(keys, dict):
             raise ValueError(f"{where}.{section}: expected a table of settings, as {section} = {{ key = value }}")
@@ -136,16 +133,16 @@ def _settings(tables: Tables) -> Iterator[Setting]:
             yield f"{section}.{key}", keys[key]
 
 
-def _values(axis: str, values: list[Any] | dict[str, Tables]) -> list[tuple[str, Any, str, list[Setting]]]:
-    """(axis, value, part of the point's name, settings) of each point of an axis."""
+def _values(axis: str, values: list[Any] | dict[str, Tables]) -> list[Point]:
+    """The points of one axis alone."""
     if isinstance(values, dict):
-        return [(axis, label, _label(axis, label), list(_settings(tables))) for label, tables in values.items()]
+        return [Point({axis: name}, _label(axis, name), tuple(_settings(own))) for name, own in values.items()]
     key = axis.rpartition(".")[2]
-    return [(axis, value, _label(axis, f"{key}={_text(value)}"), [(axis, value)]) for value in values]
-
-
-def _text(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+    texts = [str(value).lower() if isinstance(value, bool) else str(value) for value in values]
+    return [
+        Point({axis: value}, _label(axis, f"{key}={text}"), ((axis, value),))
+        for value, text in zip(values, texts, strict=True)
+    ]
 
 
 def _label(axis: str, label: str) -> str:

@@ -12,11 +12,10 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from megarl.errors import nearest
 from megarl.own_file import file_of, is_own
 from megarl.recipe.actor_table import ActorTable as ActorTable
 from megarl.recipe.actor_table import OptimizerTable as OptimizerTable
-from megarl.recipe.base import Table
+from megarl.recipe.base import Table, did_you_mean
 from megarl.recipe.data_table import DataTable as DataTable
 from megarl.recipe.data_table import SourceTable
 from megarl.recipe.eval_table import EvalTable as EvalTable
@@ -66,8 +65,7 @@ class ObjectiveTable(BaseModel):
     @classmethod
     def _advantage_is_known(cls, advantage: str) -> str:
         if advantage not in ADVANTAGES and not is_own(advantage):
-            close = nearest(advantage, ADVANTAGES)
-            hint = f"did you mean {close!r}? " if close else ""
+            hint = did_you_mean(advantage, ADVANTAGES)
             raise ValueError(f"{hint}expected one of {', '.join(ADVANTAGES)}, or FILE.py:FUNCTION")
         return advantage
 

@@ -9,7 +9,6 @@ import pytest
 from lab.claims import (
     CLAIMS,
     FIRST,
-    PROSPERITY,
     SECOND,
     UNSTABLE,
     Claim,
@@ -114,11 +113,8 @@ WILD = [x + 0.30 * (-1) ** i for i, x in enumerate(A)]
     [
         (ABOVE, "above", "holds"),
         (ABOVE, "below", "opposite"),
-        (ABOVE, "equal", "opposite"),
         (NEAR, "above", "open"),
-        (NEAR, "below", "open"),
         (NEAR, "equal", "holds"),
-        (WILD, "above", "open"),
         (WILD, "equal", "open"),
         (ABOVE[:4], "above", "not run"),
     ],
@@ -142,12 +138,6 @@ def test_a_verdict_follows_from_all_parts(sides, word):
     assert verdict([find(part, sweep_of(x=ABOVE, y=A), FIVE) for part in claim.parts]) == word
     assert verdict([find(part, sweep_of(x=NEAR, y=A), FIVE) for part in claim.parts]) == "cannot be seen at this size"
     assert verdict([find(part, sweep_of(x=ABOVE[:3], y=A), FIVE) for part in claim.parts]) == "not run"
-
-
-def test_a_claim_is_not_run_if_one_of_its_parts_was_not_run():
-    parts = [Part("", difference(at(point, 256), at("y", 256)), "above") for point in ("x", "z")]
-    sweeps = sweep_of(x=ABOVE, y=A, z=ABOVE[:4])
-    assert verdict([find(part, sweeps, FIVE) for part in parts]) == "not run"
 
 
 def test_an_interval_is_students_t_interval_over_seeds():
@@ -230,14 +220,6 @@ def test_unstable_names_all_points_with_a_run_that_collapses(sweeps):
     assert all(sweep.accuracy["mu_grpo_none", seed] == sweep.accuracy["reinforce", seed] for seed in FIRST)
 
 
-@pytest.mark.parametrize(("end", "word"), [(0.25, "reproduced"), (0.4, "partly")])
-def test_a_collapse_after_prosperity_is_the_loss_of_more_than_half(end, word):
-    accuracy = {("reinforce", seed): {64: 0.6, 256: end + 0.001 * seed} for seed in FIVE}
-    accuracy |= {("grpo", seed): {64: 0.5 + 0.001 * seed, 256: 0.7} for seed in FIVE}
-    sweeps = {"frozen": Sweep(accuracy)}
-    assert verdict([find(part, sweeps, FIVE) for part in PROSPERITY.parts]) == word
-
-
 @pytest.mark.parametrize(("end", "word"), [(0.7, "reproduced"), (0.5, "partly")])
 def test_a_stable_objective_is_ahead_and_does_not_fall(end, word):
     accuracy = {("x", seed): {64: 0.6, 256: end + 0.001 * seed} for seed in FIVE}
@@ -246,19 +228,16 @@ def test_a_stable_objective_is_ahead_and_does_not_fall(end, word):
     assert verdict([find(part, sweeps, FIVE) for part in outlives("x", "").parts]) == word
 
 
-def test_points_with_the_same_accuracies_are_named():
-    low, high = {0: 0.1, 256: 0.5}, {0: 0.1, 256: 0.6}
-    curves = {("a", 0): low, ("b", 0): low, ("c", 0): low, ("a", 1): high, ("b", 1): high, ("c", 1): low}
-    assert same_runs(Sweep(curves)) == ["`b` has every accuracy of `a` (seeds 0 to 1): the same runs."]
-
-
 def test_a_seed_that_was_not_run_leaves_its_cell_empty():
     curve = {0: 0.1, 64: 0.7, 256: 0.5}
-    *_, table = _by_seed("long", Sweep({("x", 0): curve, ("x", 1): curve, ("y", 1): curve}))
+    sweep = Sweep({("x", 0): curve, ("x", 1): curve, ("y", 1): curve})
+    *_, table = _by_seed("long", sweep)
     assert table.splitlines()[-2:] == [
         "| `x` | 0.70, 0.70, 0.50 | 0.70, 0.70, 0.50 |",
         "| `y` | - | 0.70, 0.70, 0.50 |",
     ]
+    curves = {("a", seed): curve for seed in (0, 1)} | {("b", seed): curve for seed in (0, 1)}
+    assert same_runs(Sweep(curves)) == ["`b` has every accuracy of `a` (seeds 0 to 1): the same runs."]
 
 
 def test_the_tables_have_accuracies_and_times_of_every_collected_sweep(sweeps):

@@ -29,9 +29,6 @@ ON_ONE = ("rollout.workers=2", "actor.processes_per_node=2")
 UPDATES, GROUPS = 64, 256
 TINY = (*EASY, "schedule.stages=1", f"schedule.updates_per_stage={UPDATES}", "eval.every=0")
 TINY += ("rollout.groups_per_chunk=1", f"actor.checkpoint_every={UPDATES}", "actor.tokens_per_micro_batch=20")
-# the quickstart, cut to seconds: one stage of 6 updates, a smaller evaluation, an untrained model, easy answers
-QUICKSTART = (*EASY[:3], "schedule.stages=1", "schedule.updates_per_stage=6", "schedule.prompts_per_update=4")
-QUICKSTART += ("eval.prompts=32",)
 
 
 def settings(*values):
@@ -92,35 +89,6 @@ def local(recipe, tmp_path_factory):
     result = megarl("train", recipe, "--run-dir", run, *settings(*TINY, *ON_ONE))
     assert result.returncode == 0, result.stderr
     return run
-
-
-@pytest.fixture
-def quickstart(tiny_model):
-    """(recipe, settings) of a short quickstart whose model exists already, so that none is trained first."""
-    return ROOT / "examples/quickstart/recipe.toml", (*QUICKSTART, f'model.path="{tiny_model}"')
-
-
-def test_quickstart_on_one_and_two_nodes_agrees_with_a_local_run(quickstart, submit, tmp_path):
-    recipe, changed = quickstart
-    (one,) = submit(recipe, tmp_path / "one", *settings(*changed, *ON_ONE))
-    (two,) = submit(recipe, tmp_path / "two", "--nodes", 2, *settings(*changed))
-    local = megarl("train", recipe, "--run-dir", tmp_path / "local", *settings(*changed, *ON_ONE))
-    assert local.returncode == 0, local.stderr
-    assert all(update["grad_norm"] > 0 and update["reward/mean"] > 0 for update in updates(tmp_path / "local")[-2:])
-    final, accuracies = updates(tmp_path / "local")[-1], events(tmp_path / "local", "evaluation")
-    assert len(accuracies) == 2
-    for job, name, nodes in ((one, "one", "1"), (two, "two", "2")):
-        assert job.wait() == "COMPLETED", job.output()
-        assert job.slurm.job(job.number)["NumNodes"] == nodes
-        assert "held-out accuracy" in job.output()
-        theirs = updates(tmp_path / name)
-        assert [update["update"] for update in theirs] == list(range(1, 7))
-        numbers = {key for key, value in final.items() if isinstance(value, float)} - {"seconds", "tokens_per_second"}
-        assert {"loss", "grad_norm", "entropy", "reward/mean"} <= numbers
-        for key in numbers:
-            assert theirs[-1][key] == pytest.approx(final[key], rel=1e-4, abs=1e-4), (name, key)
-        for a, b in zip(accuracies, events(tmp_path / name, "evaluation"), strict=True):
-            assert a["accuracy"] == pytest.approx(b["accuracy"], abs=1e-4)
 
 
 @contextlib.contextmanager

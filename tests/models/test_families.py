@@ -17,18 +17,9 @@ from tests.actor.conftest import auto_model, config_settings, read_settings
 from tests.helpers import ROOT
 
 
-def settings_of(name):
-    """The settings of a tiny model of `tests.actor.conftest`, as in its config.json."""
-    return config_settings(name)
-
-
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_a_family_is_a_short_file_of_its_name_and_no_other_file_names_it(model_type):
-    module = import_module(f"megarl.models.families.{model_type}")
-    assert module.FAMILY is FAMILIES[model_type]
-    assert len(Path(module.__file__).read_text().splitlines()) < 120
-    texts = {path: path.read_text() for path in (ROOT / "megarl").rglob("*.py")}
-    assert [path for path, text in texts.items() if re.search(rf'"{model_type}"|families\.{model_type}\b', text)] == []
+def test_no_file_but_its_own_names_a_family():
+    named = re.compile(r'"({0})"|families\.({0})\b'.format("|".join(FAMILIES)))
+    assert [path for path in (ROOT / "megarl").rglob("*.py") if named.search(path.read_text())] == []
 
 
 def test_a_new_file_is_a_new_family(tmp_path, monkeypatch):
@@ -43,25 +34,6 @@ def test_a_new_file_is_a_new_family(tmp_path, monkeypatch):
     assert found["new_moe"].tensor_names(hf) == FAMILIES["qwen2_moe"].tensor_names(hf | {"model_type": "qwen2_moe"})
 
 
-@pytest.mark.parametrize("model_type", FAMILIES)
-@pytest.mark.parametrize(
-    ("settings", "words"),
-    [
-        ({"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
-        ({"mlp_bias": True}, "mlp_bias = True is not supported, only False"),
-        (
-            {"rope_scaling": {"type": "dynamic"}, "rope_parameters": None},
-            "'dynamic' is not supported; known are default",
-        ),
-        ({"rope_parameters": {"rope_type": "linear"}}, "'linear' is not supported; known are default"),
-    ],
-)
-def test_settings_that_no_family_supports_are_refused(tmp_path, model_type, settings, words):
-    read_settings(tmp_path, model_type)
-    with pytest.raises(UserError, match=words):
-        read_settings(tmp_path, model_type, **settings)
-
-
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0}
 YARN, OSS_YARN = (MODELS[name]["rope_parameters"] for name in ("deepseek_v3", "gpt_oss"))
 
@@ -69,19 +41,17 @@ YARN, OSS_YARN = (MODELS[name]["rope_parameters"] for name in ("deepseek_v3", "g
 @pytest.mark.parametrize(
     ("name", "settings", "words"),
     [
+        ("qwen3", {"hidden_act": "gelu"}, "hidden_act = 'gelu' is not supported, only 'silu'"),
+        ("olmoe", {"mlp_bias": True}, "mlp_bias = True is not supported, only False"),
+        ("qwen3", {"attention_bias": True}, "attention_bias = true is not supported for qwen3"),
         ("qwen2", {"use_sliding_window": True}, "use_sliding_window = True is not supported, only False"),
-        (
-            "qwen3",
-            {"rope_scaling": {"type": "yarn", "factor": 4.0}},
-            "'yarn' is not supported; known are default, llama3",
-        ),
+        ("qwen3", {"rope_scaling": {"type": "yarn"}}, "'yarn' is not supported; known are default, llama3"),
         ("llama", {"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0}}, "low_freq_factor = 2.0 .*, only 1.0"),
         ("qwen3", {"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5 is not supported for qwen3"),
         ("mixtral", {"sliding_window": 4096}, "sliding_window = 4096 is not supported for mixtral, only None"),
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported for olmoe, only None"),
         ("qwen2_moe", {"qkv_bias": False}, "qkv_bias = False is not supported for qwen2_moe, only True"),
         ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob = False .* Megatron-Core normalises"),
-        ("glm4_moe", {"num_experts_per_tok": 1}, "num_experts_per_tok = 1: Megatron-Core normalises"),
         ("deepseek_v3", {"topk_group": 1}, "topk_group = 1: a group's score is the sum of its two best"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False is not supported"),
@@ -89,20 +59,11 @@ YARN, OSS_YARN = (MODELS[name]["rope_parameters"] for name in ("deepseek_v3", "g
         ("deepseek_v3", {"v_head_dim": 25}, "v_head_dim = 25 is more than"),
         ("deepseek_v3", {"rope_parameters": YARN | {"mscale": 0}}, "'yarn' needs mscale"),
         ("deepseek_v3", {"quantization_config": {"quant_method": "fp8"}}, "convert them to bfloat16 first"),
-        (
-            "deepseek_v3",
-            {"first_k_dense_replace": None},
-            "wrong type: .*; settings that are null: .*first_k_dense_replace",
-        ),
+        ("deepseek_v3", {"first_k_dense_replace": None}, "wrong type: .*; settings that are null: .*first_k_dense"),
         ("mixtral", {"num_local_experts": None}, "the number of experts is missing, which a mixtral needs"),
-        (
-            "deepseek_v3",
-            {"rope_parameters": YARN | {"attention_factor": 1.5}},
-            "attention_factor = 1.5 is not supported",
-        ),
+        ("deepseek_v3", {"rope_parameters": YARN | {"attention_factor": 1.5}}, "attention_factor = 1.5 is not"),
         ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob = False is not supported for qwen3_5_moe"),
         ("deepseek_v3", {"rope_parameters": YARN | {"truncate": False}}, "truncate = False is not supported"),
-        ("gpt_oss", {"rope_parameters": OSS_YARN | {"attention_factor": 1.5}}, "attention_factor = 1.5 is not"),
         ("gpt_oss", {"rope_parameters": OSS_YARN | {"factor": None}}, "'yarn' needs factor"),
         ("gpt_oss", {"attention_bias": False}, "attention_bias = False is not supported for gpt_oss, only True"),
         ("gpt_oss", {"swiglu_alpha": 1.0}, "swiglu_alpha = 1.0 is not supported for gpt_oss, only 1.702"),
@@ -110,7 +71,6 @@ YARN, OSS_YARN = (MODELS[name]["rope_parameters"] for name in ("deepseek_v3", "g
         ("gpt_oss", {"sliding_window": 0}, "sliding_window = 0 must be 1 or more"),
         ("gpt_oss", {"layer_types": ["full_attention", "chunked_attention"]}, "must name one of sliding_attention"),
         ("gpt_oss", {"layer_types": ["full_attention"]}, "for each of the layers"),
-        ("gpt_oss", {"quantization_config": {"quant_method": "fp8"}}, "convert them to bfloat16 first"),
         ("llama", {"model_type": "gpt2"}, "'gpt2' is not supported; known are deepseek_v3, glm4_moe, gpt_oss, llama"),
     ],
 )
@@ -138,29 +98,10 @@ def test_nested_settings_of_a_language_model_are_read_like_those_of_a_plain_one(
             read_hf_config(tmp_path)
 
 
-def test_attention_biases_are_refused_for_families_without_them(tmp_path):
-    read_settings(tmp_path, "qwen2", attention_bias=True)
-    for model_type in ("llama", "qwen3", "qwen3_moe", "mixtral", "olmoe"):
-        with pytest.raises(UserError, match=f"attention_bias = true is not supported for {model_type}"):
-            read_settings(tmp_path, model_type, attention_bias=True)
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        "vocab_size",
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "num_experts_per_tok",
-        "moe_intermediate_size",
-        "q_lora_rank",
-        "kv_lora_rank",
-        "v_head_dim",
-    ],
-)
+@pytest.mark.parametrize("name", ["vocab_size", "rms_norm_eps", "num_experts_per_tok", "kv_lora_rank"])
 def test_errors_name_a_missing_setting(tmp_path, name):
     """Also one that is read only when the model is built."""
-    lacking = {key: value for key, value in settings_of("deepseek_v3").items() if key != name}
+    lacking = {key: value for key, value in config_settings("deepseek_v3").items() if key != name}
     (tmp_path / "config.json").write_text(json.dumps(lacking))
     with pytest.raises(UserError, match=f"lacks the setting '{name}', which a deepseek_v3 needs"):
         read_hf_config(tmp_path)
@@ -183,12 +124,12 @@ def test_defaults_are_those_of_transformers(model_type):
     assert {key: theirs[key] for key in ours} == dict(ours)
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("name", MODELS)
-def test_tensor_names_are_those_of_transformers(tmp_path, name, tied):
+def test_tensor_names_are_those_of_transformers(tmp_path, name):
     import torch
     from transformers import AutoConfig
 
+    tied = name in ("llama", "qwen3_moe")
     hf = read_settings(tmp_path, name, tie_word_embeddings=tied)
     config = AutoConfig.for_model(**config_settings(name, tie_word_embeddings=tied))
     with torch.device("meta"):

@@ -14,12 +14,8 @@ from megarl.recipe.load import load_recipe
     ("change", "message"),
     [
         ({"model_type": ["qwen3_moe"]}, "model_type .* is not supported"),
-        ({"model_type": {"a": 1}}, "model_type .* is not supported"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers = '1000000', expected an integer from 1 to 10,000"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers = '-1'"),
         ({"head_dim": -8}, "head_dim = '-8'"),
-        ({"head_dim": 0, "hidden_size": 0}, "(hidden_size|head_dim) = '0'"),
-        ({"vocab_size": 10**9}, "vocab_size = '1000000000'"),
         ({"num_attention_heads": 3, "num_key_value_heads": 2}, "num_key_value_heads = 2 does not divide .* = 3"),
         ({"num_experts_per_tok": 10**4}, "num_experts_per_tok is more than the number of experts"),
     ],

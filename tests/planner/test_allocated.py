@@ -25,11 +25,7 @@ CASES = {  # recipe, nodes of 8 GPUs, changes of the recipe
         ],
     ),
     "adapters": ("qwen3_30b_a3b/mu_grpo-lora.toml", 1, []),
-    "a dense model": ("qwen3_8b/mu_grpo.toml", 1, ["actor.tensor_parallel=2"]),
     "tied embeddings": ("qwen3_1_7b/mu_grpo.toml", 1, ["actor.pipeline_parallel=2"]),
-    "layers with a state": ("qwen3_next_80b_a3b/mu_grpo.toml", 4, []),
-    "shared experts, dense layers": ("glm_4_5_air/mu_grpo.toml", 4, []),
-    "biases and sinks": ("gpt_oss_20b/mu_grpo.toml", 1, []),
     "latent attention, unequal stages": ("deepseek_v3/mu_grpo.toml", 32, []),
 }
 
@@ -70,7 +66,5 @@ def test_planned_bytes_equal_those_that_megatron_allocates(ask, counter, name):
             "optimizer": items["optimizer, fp32 master and two moments"],
             "widened gradients": plan.widened_bytes(plan.stages[stage]),
         }
-        print(f"\n{name}, stage {stage}:", {key: f"{said[key] / max(1, found[key]):.4f}" for key in said})
         assert said == pytest.approx(found, rel=0.001)
-        assert min(found[key] for key in ("weights", "gradients", "optimizer")) > 2**20
         assert (found["widened gradients"] > 0) is ("bf16" in name)

@@ -3,8 +3,6 @@
 `tests/phases/test_retention.py` compares it with real run directories.
 """
 
-import itertools
-
 import pytest
 
 from megarl.models.hf_config import read_hf_config
@@ -50,14 +48,11 @@ def test_sizes_of_stored_responses():
     [
         # 40 stages of one checkpoint each: that of the stage before is kept, and all policies, the last one as final/
         ([], [(2, 41)], (1, 41)),
-        (["actor.keep_stages=3"], [(4, 41)], (3, 41)),
         (["actor.keep_stages=99"], [(40, 41)], (40, 41)),
         # three checkpoints a stage: two of the stage before and two of this one are kept, the third is being written
         (["actor.checkpoint_every=16", "actor.keep_checkpoints=2"], [(5, 40), (4, 41)], (2, 41)),
-        (["actor.checkpoint_every=16", "actor.keep_checkpoints=9"], [(6, 41)], (3, 41)),
         # the first policy, one of a finished stage, the current one, the next, and best/
         (["actor.keep_policies=1"], [(2, 5)], (1, 4)),
-        (["actor.keep_policies=3"], [(2, 7)], (1, 6)),
         (["actor.keep_policies=3", "eval.every=0"], [(2, 6)], (1, 5)),
         (["actor.keep_policies=39"], [(2, 41)], (1, 41)),
         (["actor.keep_policies=1", "schedule.stages=1"], [(1, 2)], (1, 2)),
@@ -95,7 +90,7 @@ def test_adapters_have_small_checkpoints():
 
 @pytest.mark.parametrize(
     ("stages", "updates", "every", "every_updates"),
-    list(itertools.product((1, 3, 4), (4, 5, 6), (0, 1, 2, 5), (0, 1, 3, 4, 100))),
+    [(4, 6, 1, 4), (4, 6, 2, 0), (3, 5, 0, 3), (3, 5, 5, 100), (1, 4, 0, 1), (3, 4, 0, 0)],
 )
 def test_evaluated_policies_are_counted_for_every_schedule(stages, updates, every, every_updates):
     settings = [f"schedule.stages={stages}", f"schedule.updates_per_stage={updates}"]

@@ -8,7 +8,6 @@ import shlex
 from dataclasses import replace
 
 import pytest
-import torch
 
 from megarl.cli import main
 from megarl.errors import UserError
@@ -67,6 +66,10 @@ PUBLISHED = {  # parameters in the models' safetensors files, or counted by hand
 }
 
 
+# parameters that a token uses, in table 1 of the model card (arXiv 2508.10925)
+ACTIVE = {"gpt_oss_20b": 3.61e9, "gpt_oss_120b": 5.13e9}
+
+
 def nodes_of(path):
     """(nodes, GPUs a node, GPU) in the last table of examples/README.md, by recipe or folder, else of "all others"."""
     name, lines = f"{path.parent.name}/{path.name}", (EXAMPLES / "README.md").read_text().splitlines()
@@ -77,42 +80,23 @@ def nodes_of(path):
     return int(nodes), int(gpus), gpu.lower()
 
 
-@pytest.fixture(scope="module")
-def whole(counter):
-    """{model: its parameters, as Megatron counts them on one rank}."""
-    return {
-        name: counter.whole(
-            read_hf_config(EXAMPLES / name),
-            next(map(load_recipe, (EXAMPLES / name).glob("*.toml")), staged()),
-        )
-        for name in PUBLISHED
-    }
+@pytest.fixture
+def plan_of(counter):
+    def plan_of(path, nodes=1, gpu="h200", changes=()):
+        return Plan.of(load_recipe(path, changes), read_hf_config(path.parent), nodes, gpu, counter)
+
+    return plan_of
 
 
-def plan_of(path, counter, whole, nodes=1, gpu="h200", changes=()):
-    recipe, hf = load_recipe(path, changes), read_hf_config(path.parent)
-    return Plan.of(recipe, hf, nodes, gpu, counter, whole[path.parent.name])
-
-
-def moe_plan(counter, whole, nodes=1, gpu="h200", changes=(), path=MOE):
+@pytest.fixture
+def moe_plan(counter):
     """The plan of ``path`` as a staged run; by default of MinPRO's recipe for Qwen3-30B-A3B."""
-    recipe, hf = override_recipe(staged(path), changes), read_hf_config(path.parent)
-    return Plan.of(recipe, hf, nodes, gpu, counter, whole[path.parent.name])
 
+    def moe_plan(nodes=1, gpu="h200", changes=(), path=MOE):
+        recipe = override_recipe(staged(path), changes)
+        return Plan.of(recipe, read_hf_config(path.parent), nodes, gpu, counter)
 
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_parameters_equal_those_of_the_published_models(whole, name):
-    assert whole[name].dense + whole[name].expert == PUBLISHED[name]
-
-
-def test_parameters_of_a_rank(counter):
-    hf, recipe = read_hf_config(MOE.parent), load_recipe(MOE)
-    (stage,) = counter.count(hf, recipe, 32)
-    assert (stage.layers, stage.dense, stage.expert) == (48, 394_868_736, 3_623_878_656)
-    changed = override_recipe(recipe, ["actor.expert_parallel=4", "actor.pipeline_parallel=2"])
-    first, last = counter.count(hf, changed, 32)
-    assert (first.layers, first.dense + first.expert) == (24, 3_821_312_000)
-    assert last.dense - first.dense == 2048  # the final norm
+    return moe_plan
 
 
 def test_a_layout_that_cannot_be_built_is_reported_and_the_next_one_counted(counter):
@@ -124,29 +108,25 @@ def test_a_layout_that_cannot_be_built_is_reported_and_the_next_one_counted(coun
     assert len(counter.count(hf, recipe, 32)) == 1
 
 
-def test_only_adapters_have_gradients_optimizer_state_and_checkpoints(counter):
-    """Adapters of rank 16, with tensor 4 and expert 8 on 32 GPUs: what each of the ranks has, counted by hand."""
-    hf, recipe = read_hf_config(MOE.parent), override_recipe(staged(), ["actor.lora.rank=16"])
-    plan, without = (Plan.of(r, hf, 4, "h200", counter) for r in (recipe, staged()))
+def test_only_adapters_have_optimizer_state_and_checkpoints(moe_plan, plan_of):
+    """Adapters of rank 16, with tensor 4 and expert 8 on 32 GPUs, counted by hand."""
+    plan, without = moe_plan(4, changes=["actor.lora.rank=16"]), moe_plan(4)
     # A of query, key and value, and B of the output, are on every tensor-parallel rank
     qkv, output = 16 * (2048 + 5120 / 4), 16 * (4096 / 4 + 2048)
     expert = 16 * (2048 + 2 * 768) + 16 * (768 + 2048)
     (stage,) = plan.stages
     assert (stage.dense_adapters, stage.expert_adapters) == (48 * (qkv + output), 48 * 16 * expert)
-    assert (stage.dense, stage.expert) == (without.stages[0].dense, without.stages[0].expert)
     ours, theirs = plan.optimize, without.optimize
-    assert ours["weights, bf16"] == theirs["weights, bf16"] + 2 * stage.adapters
-    assert ours["gradients, fp32"] == 4 * stage.adapters
     owned = 12 * (stage.dense_adapters / 8 + stage.expert_adapters / 4)
     assert ours["optimizer, fp32 master and two moments"] == owned
     assert ours["activations"] == theirs["activations"]
     whole = 48 * (16 * (2048 + 5120) + 16 * (4096 + 2048) + 128 * expert)
     assert plan.disk["one checkpoint"] == 14 * whole
     assert plan.disk["one export"] == without.disk["one export"]
-    passes = [p.seconds[next(key for key in p.seconds if "updates of" in key)] for p in (plan, without)]
-    assert passes[0] == pytest.approx(passes[1] * 3 / 4)  # forward, recompute, and one of the two passes of backward
+    # forward, recompute, and one of the two passes of backward
+    assert plan.update_seconds == pytest.approx(without.update_seconds * 3 / 4)
     assert f"and {stage.adapters / 1e6:.1f} M of adapters" in table(plan)
-    small = Plan.of(load_recipe(MOE.parent / "mu_grpo-lora.toml"), hf, 1, "h100", counter)
+    small = plan_of(MOE.parent / "mu_grpo-lora.toml", 1, "h100")
     assert sum(small.optimize.values()) == pytest.approx(19.5 * GIB, rel=0.005)  # docs/scale.md
 
 
@@ -158,34 +138,28 @@ def test_every_model_has_an_example_and_the_30b_model_one_per_objective():
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_examples_fit_the_gpus_of_examples_readme(counter, whole, path):
+def test_examples_have_the_published_parameters_and_fit_the_gpus_of_examples_readme(plan_of, path):
     nodes, gpus, gpu = nodes_of(path)
-    assert load_recipe(path).devices_per_node == gpus
-    for more in (nodes, 4 * nodes) if path.parent == MOE.parent else (nodes,):
-        plan = plan_of(path, counter, whole, more, gpu)
-        assert plan.misfit() is None
-        assert more > nodes or "warning" not in table(plan)
-        if gpu == "h200" and more == nodes:  # these recipes have what the plan proposes
-            assert faster(plan) is None
-        assert (
-            plan.recipe.data.max_prompt_tokens + plan.recipe.rollout.max_response_tokens
-            <= plan.hf["max_position_embeddings"]
-        )
-        assert plan.kv_tokens > 8 * plan.longest_sequence
+    plan = plan_of(path, nodes, gpu)
+    assert plan.recipe.objective.name == path.stem.partition("-")[0]
+    assert plan.parameters == PUBLISHED[path.parent.name]
+    if active := ACTIVE.get(path.parent.name):
+        assert plan.active_parameters == pytest.approx(active, rel=5e-3)
+    assert plan.recipe.devices_per_node == gpus
+    assert plan.misfit() is None and "warning" not in table(plan)
+    assert gpu != "h200" or not faster(plan)  # these recipes have what the plan proposes
+    assert plan.longest_sequence <= plan.hf["max_position_embeddings"]
+    assert plan.kv_tokens > 8 * plan.longest_sequence
 
 
-def test_rows_fit_the_gpus_of_examples_readme(counter, whole):
+def test_rows_fit_the_gpus_of_examples_readme(plan_of):
     """Rows that change lengths, batches or schedules, too."""
     misfits = {}
     for _, command in TRAINED:
         words = shlex.split(command)
         nodes, _, gpu = nodes_of(path := ROOT / words[2])
-        misfits[command] = plan_of(path, counter, whole, nodes, gpu, words[6::2]).misfit()
+        misfits[command] = plan_of(path, nodes, gpu, words[6::2]).misfit()
     assert {command: misfit for command, misfit in misfits.items() if misfit} == {}
-
-
-def test_an_example_has_the_objective_of_its_file_name():
-    assert all(load_recipe(path).objective.name == path.stem.partition("-")[0] for path in RECIPES)
 
 
 @pytest.mark.parametrize(
@@ -196,27 +170,21 @@ def test_an_example_has_the_objective_of_its_file_name():
             "h100",
             "log-probs, chunked, and the head's gradient: 3.8 GiB",
         ),
-        (["actor.expert_parallel=2"], "h100", "gradients, fp32: 55.5 GiB"),
         (["actor.recompute=none"], "h100", "activations: 45.7 GiB on a GPU, but only 27.3 GiB of 75.1 GiB are left"),
-        (["actor.recompute=none", "actor.tokens_per_micro_batch=1000000"], "h200", "activations"),
         (["rollout.memory_fraction=0.15"], "h200", "weights of a rollout engine"),
         (["rollout.memory_fraction=0.2585"], "h200", "KV cache of a rollout engine"),
         (["rollout.workers=8"], "h200", "rollout.workers * rollout.tensor_parallel = 16 GPUs a node"),
+        (["rollout.engine=sglang", "rollout.memory_fraction=0.92"], "h100", "memory_fraction = 0.92: SGLang's share"),
+        (["rollout.engine=sglang", "rollout.memory_fraction=0.88"], "h100", "None"),
     ],
 )
-def test_the_first_misfit_is_named_and_the_alternatives_fit(counter, whole, changes, gpu, first):
-    plan = moe_plan(counter, whole, 2, gpu, changes)
-    assert first in plan.misfit()
-    others = list(itertools.islice(alternatives(plan, counter), 2))
-    assert others
-    for other in others:
-        again = moe_plan(counter, whole, 2, gpu, [*changes, *other])
-        assert again.misfit() is None
+def test_the_first_misfit_is_named(moe_plan, changes, gpu, first):
+    assert first in str(moe_plan(2, gpu, changes).misfit())
 
 
-def test_more_groups_than_the_kv_cache_holds_are_a_warning_that_names_a_number_that_fits(counter, whole):
+def test_more_groups_than_the_kv_cache_holds_are_a_warning_that_names_a_number_that_fits(moe_plan):
     def said(*changes):
-        plan = moe_plan(counter, whole, 4, "h100", changes)
+        plan = moe_plan(4, "h100", changes)
         return "\n".join(memory(plan)), plan
 
     text, plan = said("rollout.groups_per_chunk=1000", "rollout.tensor_parallel=2", "rollout.workers=4")
@@ -235,22 +203,8 @@ def test_more_groups_than_the_kv_cache_holds_are_a_warning_that_names_a_number_t
     assert "all of them fit at full length" in text
 
 
-def test_engines_read_the_weights_once_a_stage(counter, whole):
-    """8 replicas take two minutes to start, and read 61 GB each at 2 GB/s in all."""
-    plan = moe_plan(counter, whole, 4, "h100", ["rollout.tensor_parallel=4", "rollout.workers=2"])
-    assert plan.seconds["load of the engines"] == pytest.approx(120 + 2 * PUBLISHED["qwen3_30b_a3b"] * 8 / 2e9)
-
-
-def test_memory_beyond_sglangs_share_must_fit_too(counter, whole):
-    for fraction, fits in ((0.92, False), (0.88, True)):
-        changes = ["rollout.engine=sglang", f"rollout.memory_fraction={fraction}"]
-        misfit = moe_plan(counter, whole, 4, "h100", changes).misfit()
-        assert (misfit is None) is fits
-        assert fits or f"rollout.memory_fraction = {fraction}: SGLang's share" in misfit
-
-
-def test_alternatives_begin_with_the_least_divided_layouts(counter, whole):
-    plan = moe_plan(counter, whole, changes=["actor.expert_parallel=2"])
+def test_alternatives_begin_with_the_least_divided_layouts(counter, moe_plan):
+    plan = moe_plan(changes=["actor.expert_parallel=2"])
     assert plan.misfit() == "optimize phase, activations: 3.0 GiB on a GPU, but only 2.9 GiB of 132.8 GiB are left"
     plain = ["actor.tensor_parallel=1", "actor.pipeline_parallel=1"]
     assert list(itertools.islice(alternatives(plan, counter), 2)) == [
@@ -259,56 +213,57 @@ def test_alternatives_begin_with_the_least_divided_layouts(counter, whole):
     ]
 
 
-def test_parts_of_layers_are_recomputed_before_whole_ones(counter, whole):
+def test_parts_of_layers_are_recomputed_before_whole_ones(counter, moe_plan):
     """With two nodes of 80 GB GPUs no layout fits without recompute; with experts and norms recomputed some do."""
-    plan = moe_plan(counter, whole, 2, "h100", ["actor.recompute=none"])
+    plan = moe_plan(2, "h100", ["actor.recompute=none"])
     found = list(itertools.islice(alternatives(plan, counter), 2))
     assert [changes[-1] for changes in found] == ['actor.recompute=["layernorm", "moe"]'] * 2
     for changes in found:
         layout = [change for change in changes if "recompute" not in change]
-        assert moe_plan(counter, whole, 2, "h100", ["actor.recompute=none", *layout]).misfit() is not None
-        again = moe_plan(counter, whole, 2, "h100", [*layout, changes[-1]])
-        full = moe_plan(counter, whole, 2, "h100", [*layout, "actor.recompute=full"])
+        assert moe_plan(2, "h100", ["actor.recompute=none", *layout]).misfit() is not None
+        again = moe_plan(2, "h100", [*layout, changes[-1]])
+        full = moe_plan(2, "h100", [*layout, "actor.recompute=full"])
         assert again.misfit() is None and again.update_seconds < full.update_seconds
         assert "recompute layernorm, moe" in table(again)
     text = Fit("", plan, found).text()
     assert '--set \'actor.recompute=["layernorm", "moe"]\'' in text  # quoted for a shell
 
 
-def test_alternatives_divide_a_prime_number_of_layers_into_unequal_stages(counter, whole):
+def test_alternatives_divide_a_prime_number_of_layers_into_unequal_stages(counter, plan_of):
     path = EXAMPLES / "deepseek_v3/mu_grpo.toml"
     none = ["actor.recompute=none", "actor.tokens_per_micro_batch=16384"]
-    plan = plan_of(path, counter, whole, 32, "h200", none)
+    plan = plan_of(path, 32, changes=none)
     assert plan.misfit().startswith("optimize phase, activations: ")
     found = next(iter(alternatives(plan, counter)))
     ends = [f"megatron.num_layers_in_{end}_pipeline_stage={n}" for end, n in (("first", 30), ("last", 31))]
     assert "actor.pipeline_parallel=2" in found and found[-2:] == ends
-    again = plan_of(path, counter, whole, 32, "h200", [*none, *found])
+    again = plan_of(path, 32, changes=[*none, *found])
     assert again.misfit() is None and [stage.layers for stage in again.stages] == [30, 31]
 
 
-def test_deepseek_v3_does_not_fit_on_gpus_of_80_gb(counter, whole):
+def test_deepseek_v3_does_not_fit_on_gpus_of_80_gb(counter, plan_of):
     """Its trainers fit, but engines do not even with 8-bit weights; recipe and examples/README.md give the sizes."""
     path = EXAMPLES / "deepseek_v3/mu_grpo.toml"
-    plan = plan_of(path, counter, whole, 32, "h100", ["actor.recompute=full"])
+    plan = plan_of(path, 32, "h100", ["actor.recompute=full"])
     assert plan.optimize_misfit() is None and plan.misfit().startswith("weights of a rollout engine: ")
     assert list(alternatives(plan, counter)) == []
     assert [stage.layers for stage in plan.stages] == [6, *[8] * 6, 7]
     most = max(range(8), key=lambda stage: sum(plan.optimize_stage(stage).values()))
     assert plan.optimize == plan.optimize_stage(most)
+    assert plan.optimize_stage(0)["log-probs, chunked, and the head's gradient"] == 0
     wide = override_recipe(plan.recipe, ["rollout.vllm={}"])
     said = [replace(plan, recipe=r).engine_weights(plan.parameters) / GIB for r in (wide, plan.recipe)]
     said += [8 * GPUS[gpu].memory / GIB for gpu in ("h100", "h200")]
     assert [round(size) for size in said] == [1250, 627, 633, 1118]
     for text in (path.read_text(), (EXAMPLES / "README.md").read_text()):
         assert all(f"{round(size)} GiB" in text.replace("\n# ", " ").replace("\n", " ") for size in said[:3])
-    assert plan_of(path, counter, whole, 32, "h200", ["rollout.vllm={}"]).rollout_misfit() is not None
+    assert plan_of(path, 32, "h200", ["rollout.vllm={}"]).rollout_misfit() is not None
 
 
-def test_the_optimizer_on_the_host_and_bf16_gradients_are_the_last_alternatives(counter, whole):
+def test_the_optimizer_on_the_host_and_bf16_gradients_are_the_last_alternatives(counter, moe_plan):
     """30 B parameters on four GPUs: with 80 GB each the optimizer goes to the host, with 52 GiB gradients shrink."""
     few = ["actor.processes_per_node=4", "rollout.workers=2", "actor.expert_parallel=4"]
-    plan = moe_plan(counter, whole, gpu="a100", changes=few)
+    plan = moe_plan(gpu="a100", changes=few)
     assert "optimizer, fp32 master and two moments: 85.4 GiB" in plan.misfit()
     first = next(iter(alternatives(plan, counter)))
     assert first[-3:] == [
@@ -316,67 +271,55 @@ def test_the_optimizer_on_the_host_and_bf16_gradients_are_the_last_alternatives(
         "megatron_optimizer.optimizer_cpu_offload=true",
         "megatron_optimizer.optimizer_offload_fraction=1.0",
     ]
-    again = moe_plan(counter, whole, gpu="a100", changes=[*few, *first])
+    again = moe_plan(gpu="a100", changes=[*few, *first])
     assert again.misfit() is None and again.host["optimizer"] > 450 * GIB
     # where even that is too much, gradients become bfloat16
     smaller = replace(plan, hbm=52 * GIB)
     found = next(iter(alternatives(smaller, counter)))
     assert found[-4:] == [*first[-3:], "megatron_ddp.grad_reduce_in_fp32=false"]
-    less = replace(moe_plan(counter, whole, gpu="a100", changes=[*few, *found]), hbm=52 * GIB)
+    less = replace(moe_plan(gpu="a100", changes=[*few, *found]), hbm=52 * GIB)
     assert less.misfit() is None
     # a setting that the recipe has itself is not proposed, and nothing is where nothing would help
     decided = [*few, "megatron_optimizer.use_precision_aware_optimizer=false"]
-    assert list(alternatives(moe_plan(counter, whole, gpu="a100", changes=decided), counter)) == []
+    assert list(alternatives(moe_plan(gpu="a100", changes=decided), counter)) == []
     assert list(alternatives(replace(plan, hbm=20 * GIB), counter)) == []
 
 
-def test_fp8_adds_copies_of_weights_and_shrinks_activations(counter, whole):
-    """By hand: 8-bit copies of the experts and of the projections of 48 layers (tensor 4), each also transposed."""
-    fp8 = [*FUSED, "megatron.fp8=hybrid", "megatron.fp8_recipe=tensorwise", "megatron.moe_router_padding_for_fp8=true"]
-    plain = moe_plan(counter, whole, 4, "h100", ["actor.recompute=none"])
-    plan = moe_plan(counter, whole, 4, "h100", [*fp8, 'actor.recompute=["moe_act"]'])
-    matrices = 48 * (1280 * 2048 + 1024 * 2048)
-    assert plan.stages[0].matrices == matrices
-    assert plan.optimize["weights, fp8 and transposed"] == 2 * (matrices + 3_623_878_656)
-    kept = moe_plan(counter, whole, 4, "h100", ["actor.recompute=none", *fp8]).optimize["activations"]
-    assert plan.optimize["activations"] < kept < plain.optimize["activations"]
-    assert "weights, fp8 and transposed" in table(plan) and "fp8" not in table(plain)
-
-
-def test_figures_of_scale_md_on_memory_recomputation_and_fp8(counter, whole):
+def test_figures_of_scale_md_on_memory_recomputation_and_fp8(moe_plan):
     document = (EXAMPLES.parent / "docs/scale.md").read_text()
     for said in ('"none"', '["layernorm"]', '["moe"]', '["layernorm", "moe"]', '"full"'):
-        plan = moe_plan(counter, whole, 4, "h100", [f"actor.recompute={said}"])
+        plan = moe_plan(4, "h100", [f"actor.recompute={said}"])
         fits = "" if plan.misfit() is None else ", which does not fit"
         size = plan.optimize["activations"] / GIB
         assert f"| `{said}` | {size:.1f}{fits} | {plan.update_seconds:.1f} |" in document
-    fp8 = moe_plan(counter, whole, 4, "h100", [*FUSED, "megatron.fp8=hybrid", "megatron.fp8_recipe=blockwise"])
+    fp8 = moe_plan(4, "h100", [*FUSED, "megatron.fp8=hybrid", "megatron.fp8_recipe=blockwise"])
     copies, less = (fp8.optimize[name] / GIB for name in ("weights, fp8 and transposed", "activations"))
+    assert fp8.stages[0].matrices == 48 * (1280 * 2048 + 1024 * 2048)  # of a rank, with tensor 4
     said = f"copies are {copies:.1f} GiB and activations {less:.1f} instead of {size:.1f}"
     assert said in document.replace("\n", " ")
     for nodes in (1, 4):
-        items = moe_plan(counter, whole, nodes).optimize
+        items = moe_plan(nodes).optimize
         row = [size / GIB for size in items.values() if size][1:]
         total = sum(items.values()) / GIB
         assert f"| {nodes} x 8 H200 | {' | '.join(f'{size:.1f}' for size in row)} | {total:.1f} of 132.8 |" in document
 
 
-def test_objective_and_nodes_change_memory_and_passes(counter, whole):
+def test_objective_and_nodes_change_memory_and_passes(moe_plan):
     """A KL reference is a second model; more nodes share the optimizer; exact statistics cost a forward pass."""
-    plain = moe_plan(counter, whole)
-    reference = moe_plan(counter, whole, changes=["objective.kl.coefficient=0.1"])
+    plain = moe_plan()
+    reference = moe_plan(changes=["objective.kl.coefficient=0.1"])
     assert (plain.frozen, reference.frozen) == (0, 1)
     assert reference.optimize["frozen policies, bf16"] == plain.optimize["weights, bf16"]
-    assert moe_plan(counter, whole, path=MOE.with_name("m2po.toml")).extra_passes == plain.extra_passes + 1
+    assert moe_plan(path=MOE.with_name("m2po.toml")).extra_passes == plain.extra_passes + 1
     proximal = ["objective.name=decoupled_ppo", "objective.aggregation=token_mean", "objective.proximal_updates=4"]
-    assert moe_plan(counter, whole, changes=proximal).extra_passes == 3 / 4  # all updates of a step but the first
-    four = moe_plan(counter, whole, nodes=4)
+    assert moe_plan(changes=proximal).extra_passes == 3 / 4  # all updates of a step but the first
+    four = moe_plan(nodes=4)
     name = "optimizer, fp32 master and two moments"
     assert four.optimize[name] == plain.optimize[name] / 4
 
 
-def test_table(counter, whole):
-    text = table(moe_plan(counter, whole, nodes=4))
+def test_table(moe_plan):
+    text = table(moe_plan(nodes=4))
     for expected in (
         "qwen3_moe, 30.53 B parameters, 3.0 B active; 4 x 8 h200",
         "tensor 4, pipeline 1, context 1, expert 8 x 1, data 8 (experts 4); recompute full",
@@ -403,8 +346,8 @@ def test_command_line(capsys):
 
 
 @pytest.mark.usefixtures("shared_counter")
-def test_json_has_the_numbers_of_the_text(counter, whole, capsys):
-    plan = plan_of(MOE, counter, whole)
+def test_json_has_the_numbers_of_the_text(plan_of, capsys):
+    plan = plan_of(MOE)
     found = json.loads(Fit("", plan, []).as_json())
     assert found["parameters"] == PUBLISHED["qwen3_30b_a3b"] and found["gpu"] == plan.gpu
     assert found["optimize"]["bytes"] == plan.optimize and found["rollout"]["bytes"] == plan.rollout
@@ -418,27 +361,29 @@ def test_json_has_the_numbers_of_the_text(counter, whole, capsys):
     assert found["alternatives"] == [["rollout.tensor_parallel=1", "rollout.workers=8"]]
 
 
-def test_devices_that_trainers_and_engines_share(counter, whole):
+def test_devices_that_trainers_and_engines_share(counter, plan_of):
     """In a live run with shared GPUs, an engine must fit beside the trainers; without, it has GPUs of its own."""
-    shared = plan_of(MOE, counter, whole)
+    shared = plan_of(MOE)
     assert shared.misfit() is None and not shared.overlaps
     assert shared.left_to_engines == shared.usable - sum(shared.optimize.values())
-    full = plan_of(MOE, counter, whole, changes=["rollout.memory_fraction=0.9"])
+    full = plan_of(MOE, changes=["rollout.memory_fraction=0.9"])
     assert full.misfit().startswith("schedule.colocate: engines have 125.8 GiB of a GPU, but trainers, which stay in ")
     (remedy,) = alternatives(full, counter)
     assert remedy == [f"rollout.memory_fraction={int(100 * (full.left_to_engines / GIB - 0.03 * 132.8) / 139.8) / 100}"]
-    again = plan_of(MOE, counter, whole, changes=remedy)
+    again = plan_of(MOE, changes=remedy)
     assert again.misfit() is None and MARGIN <= again.margin < MARGIN + 0.011
-    apart = plan_of(MOE, counter, whole, changes=["rollout.memory_fraction=0.9", "schedule.colocate=false"])
+    apart = plan_of(MOE, changes=["rollout.memory_fraction=0.9", "schedule.colocate=false"])
     assert apart.misfit() is None
     assert "; 1 x 8 h200 of trainers, 1 x 8 of engines\n" in table(apart)
 
 
-def test_time_of_a_live_stage(counter, whole):
+def test_time_of_a_live_stage(moe_plan, plan_of):
     """On different GPUs the slower of engines and trainers counts; in turns, or in lock-step, both add up."""
     apart = ["schedule.colocate=false"]
     both_wait = [*apart, "schedule.delay=0", "schedule.lockstep=true"]
-    turns, beside, lockstep = (plan_of(MOE, counter, whole, 4, changes=changes) for changes in ([], apart, both_wait))
+    turns, beside, lockstep = (plan_of(MOE, 4, changes=changes) for changes in ([], apart, both_wait))
+    once = moe_plan(4, "h100", ["rollout.tensor_parallel=4", "rollout.workers=2"])  # 8 replicas
+    assert once.seconds["load of the engines"] == pytest.approx(120 + 2 * PUBLISHED["qwen3_30b_a3b"] * 8 / 2e9)
     load, rollouts, *training = beside.seconds.values()
     assert beside.stage_seconds == max(load + rollouts, sum(training))
     for plan in (turns, lockstep):
@@ -455,8 +400,6 @@ def test_wrong_options_and_settings_are_refused(tmp_path):
         make_plan(MOE, 1, "h900")
     with pytest.raises(UserError, match="--nodes 0: at least 1"):
         make_plan(MOE, 0, "h200")
-    with pytest.raises(UserError, match="no_such_field: .*TransformerConfig has no such field"):
-        make_plan(EXAMPLES / "llama3_2_3b/m2po.toml", 1, "h200", ["megatron.no_such_field=1"])
     with pytest.raises(UserError, match="backend=cuda"):
         make_plan(EXAMPLES / "quickstart/recipe.toml", 1, "h200")
     fp8 = [*FUSED, "megatron.fp8=e4m3", "megatron.fp8_recipe=mxfp8"]
@@ -476,24 +419,14 @@ def test_wrong_options_and_settings_are_refused(tmp_path):
         make_plan(recipe, 1, "h200")
 
 
-def test_the_pipeline_stage_that_needs_most_memory_counts(counter, whole):
-    """The first stage has two micro-batches in flight, the last the head's buffers."""
-    plan = moe_plan(counter, whole, changes=["actor.pipeline_parallel=2", "actor.expert_parallel=4"])
-    first, last = (plan.optimize_stage(stage) for stage in (0, 1))
-    assert first["activations"] > last["activations"]
-    head = "log-probs, chunked, and the head's gradient"
-    assert first[head] == 0 and last[head] > 6 * 2**30
-    assert plan.optimize == last
-
-
-def test_30b_on_one_node_of_80_gb_with_its_optimizer_on_the_host(counter, whole):
+def test_30b_on_one_node_of_80_gb_with_its_optimizer_on_the_host(plan_of):
     """Counted by hand: the optimizer state of a rank.
 
     It is that of all 3,623,878,656 parameters of the rank's experts, and of half of its 394,868,736 others, which one
     other rank has too.
     """
     path = MOE.parent / "mu_grpo-one_node.toml"
-    plan = plan_of(path, counter, {MOE.parent.name: None}, gpu="h100")
+    plan = plan_of(path, gpu="h100")
     assert plan.misfit() is None
     owned = 3_623_878_656 + 394_868_736 / 2
     name = "optimizer, fp32 master and two moments"
@@ -504,24 +437,24 @@ def test_30b_on_one_node_of_80_gb_with_its_optimizer_on_the_host(counter, whole)
         r"host memory\n  optimizer +455\.54\n  checkpoint, pinned +76\.63\n  optimizer, as it is written +341\.65\n",
         table(plan),
     )
-    half = plan_of(path, counter, whole, gpu="h100", changes=["megatron_optimizer.optimizer_offload_fraction=0.5"])
+    half = plan_of(path, gpu="h100", changes=["megatron_optimizer.optimizer_offload_fraction=0.5"])
     assert half.optimize[name] == 0.5 * 12 * owned and half.host["optimizer"] == 0.5 * 16 * owned * 8
     changes = [f"megatron_optimizer.{moment}_dtype='bfloat16'" for moment in ("exp_avg", "exp_avg_sq")]
     changes += ["megatron_optimizer.optimizer_cpu_offload=false"]
-    aware = plan_of(path, counter, whole, gpu="h100", changes=changes)
+    aware = plan_of(path, gpu="h100", changes=changes)
     assert aware.optimize[name] == 8 * owned and aware.host["optimizer"] == 0
-    plain = plan_of(MOE.parent / "mu_grpo.toml", counter, whole, gpu="h100")
+    plain = plan_of(MOE.parent / "mu_grpo.toml", gpu="h100")
     assert plain.usable - sum(plain.optimize.values()) < GIB < 0.05 * (plan.usable - sum(plan.optimize.values()))
 
 
-def test_a_checkpoint_is_staged_in_pinned_memory_whose_blocks_are_powers_of_two(counter):
+def test_a_checkpoint_is_staged_in_pinned_memory_whose_blocks_are_powers_of_two(moe_plan):
     """By hand, on one node with an optimizer on the GPUs: 14 bytes of each parameter, which is 398 GiB, rounded up.
 
     Of a rank's 4018.7 M parameters 3623.9 M are in experts of [768, 2048], which take 2^21; the others are projections
     of [1280, 2048] (2^22) and [2048, 1024] (2^21), embedding and head of [37984, 2048] (2^27), routers of [128, 2048]
     (2^18), and norms.
     """
-    plan = moe_plan(counter, {MOE.parent.name: None})
+    plan = moe_plan()
     norms = 48 * (2 * 2048 + 2 * 128) + 2048
     blocks = 48 * (16 * 3 * 2**21 + 2**22 + 2**21 + 2**18) + 2 * 2**27 + norms
     assert plan.stages[0].rounding == pytest.approx(blocks / (394_868_736 + 3_623_878_656), rel=1e-6)
@@ -534,55 +467,44 @@ def test_a_checkpoint_is_staged_in_pinned_memory_whose_blocks_are_powers_of_two(
     assert 398 < state / GIB < 400 and 1.3 < plan.stages[0].rounding < 1.4
 
 
-def adam_bytes():
-    """Bytes of a parameter that a step of the Adam that Megatron runs on the host reads and writes."""
-    parameter = torch.nn.Parameter(torch.ones(1))
-    parameter.grad = torch.ones(1)
-    adam = torch.optim.AdamW([parameter], lr=1e-6, fused=True)
-    adam.step()  # creates the moments
-    moments = [x for name, x in adam.state[parameter].items() if name != "step"]
-    return parameter.grad.nbytes + 2 * sum(x.nbytes for x in (parameter, *moments))
-
-
-def test_an_update_takes_longer_by_the_time_of_adam_on_the_host(counter, whole):
+def test_an_update_takes_longer_by_the_time_of_adam_on_the_host(plan_of):
     few = ["actor.processes_per_node=1", "actor.tensor_parallel=1", "actor.expert_parallel=1", "rollout.workers=1"]
     path, host = EXAMPLES / "llama3_2_3b/mu_grpo.toml", MOE.parent / "mu_grpo-one_node.toml"
     offload = [f"megatron_optimizer.{k}={json.dumps(v)}" for k, v in load_recipe(host).megatron_optimizer.items()]
-    without = plan_of(path, counter, whole, 64, changes=few)
-    plan = plan_of(path, counter, whole, 64, changes=[*few, *offload])
+    without = plan_of(path, 64, changes=few)
+    plan = plan_of(path, 64, changes=[*few, *offload])
     plan = replace(plan, assume=replace(plan.assume, host_bandwidth=1e10, link=1e15))
     owned = math.ceil(PUBLISHED["llama3_2_3b"] / 64)
-    assert plan.update_seconds - without.update_seconds == pytest.approx(adam_bytes() * owned / 1e10, rel=1e-3)
+    adam = 4 * (4 + 3)  # reads gradient, weight and two moments in float32, and writes all but the gradient
+    assert plan.update_seconds - without.update_seconds == pytest.approx(adam * owned / 1e10, rel=1e-3)
     slow = replace(plan, assume=replace(plan.assume, link=1e9))  # gradients in float32, weights in bfloat16
     assert slow.update_seconds - plan.update_seconds == pytest.approx(6 * owned / 1e9, rel=1e-3)
 
 
 @pytest.mark.usefixtures("shared_counter")
-def test_the_fastest_recomputation_that_fits_is_proposed(counter, whole, capsys):
+def test_the_fastest_recomputation_that_fits_is_proposed(plan_of, capsys):
     """Of all pairs of recomputation and micro-batch none that fits with a margin is faster; none slower is proposed."""
     path = EXAMPLES / "qwen3_30b_a3b/mu_grpo.toml"
     slow = ["actor.recompute=full", "actor.tokens_per_micro_batch=16384"]
-    plan = plan_of(path, counter, whole, changes=slow)
+    plan = plan_of(path, changes=slow)
     fit = Fit("", plan, [], faster(plan))
-    assert fit.faster_settings == ["actor.recompute=none"]
+    assert fit.faster == ["actor.recompute=none"]
     assert "an update of 18.9 s instead of 25.2: --set actor.recompute=none" in fit.text()
-    again = plan_of(path, counter, whole, changes=[*slow, *fit.faster_settings])
-    assert again.update_seconds == fit.faster.update_seconds and again.misfit() is None and faster(again) is None
     # 80 GB: micro-batches of the longest sequence do not help either, so experts are recomputed
     small = replace(plan, hbm=100 * GIB)
-    found = Fit("", small, [], faster(small))
+    found = replace(small, recipe=override_recipe(small.recipe, faster(small)))
     for recompute in ("none", '["layernorm"]', '["moe"]', '["layernorm", "moe"]', "full"):
         for tokens in (8192, 12288, 16384):
             changes = [f"actor.recompute={recompute}", f"actor.tokens_per_micro_batch={tokens}"]
             other = replace(small, recipe=override_recipe(small.recipe, changes))
             fits = other.misfit() is None and other.margin >= MARGIN
-            assert not fits or other.update_seconds >= found.faster.update_seconds
+            assert not fits or other.update_seconds >= found.update_seconds
     main(["plan", str(path), "--json", "--set", slow[0]])
     assert json.loads(capsys.readouterr().out)["faster"] == ["actor.recompute=none"]
 
 
-def test_less_than_three_hundredths_of_memory_are_a_warning(counter, whole):
-    plan = moe_plan(counter, whole)
+def test_less_than_three_hundredths_of_memory_are_a_warning(moe_plan):
+    plan = moe_plan()
     for free, warns in ((0.029, True), (0.031, False)):
         more = (1 - free) * plan.usable - sum(plan.optimize.values())
         tight = replace(plan, assume=replace(plan.assume, runtime_bytes=plan.assume.runtime_bytes + more))

@@ -25,7 +25,7 @@ def simulation(path=QWEN, devices=8, changes=(), **scenario):
     )
 
 
-@pytest.mark.parametrize(("mean", "spread"), [(500, 0.6), (50, 0.3), (950, 0.6), (300, 2.0)])
+@pytest.mark.parametrize(("mean", "spread"), [(500, 0.6), (950, 0.6), (300, 2.0)])
 def test_lengths_have_the_given_mean_after_the_cut(mean, spread):
     lengths = Lengths.of_mean(mean, 1000, spread)
     assert cut_mean(lengths.log_median, spread, 1000) == pytest.approx(mean, rel=1e-9)
@@ -37,15 +37,6 @@ def test_lengths_without_spread_are_equal():
     for mean, spread in ((500, 0), (1000, 0.6)):
         drawn = Lengths.of_mean(mean, 1000, spread).draw(np.random.default_rng(0), (3,))
         assert drawn.tolist() == pytest.approx([mean] * 3)
-
-
-def test_decoding_by_hand():
-    """Three responses of 1, 2 and 4 tokens; a decoding step of n responses takes 10 + n seconds."""
-    step = 10.0 + np.arange(4)
-    lengths = np.array([[2.0, 4.0, 1.0]])
-    assert decode_seconds(lengths, step) == 13 + 12 + 2 * 11
-    # with two slots: 2 and 4 tokens, then 1 in the slot of the 2, which ends one token before the 4
-    assert decode_seconds(lengths, step[:3]) == 3 * 12 + 11
 
 
 def test_decoding_equals_a_simulation_token_by_token():
@@ -72,7 +63,7 @@ def test_batches_that_begin_together_end_with_their_longest_response():
     assert (np.argsort(ends) == np.argsort(lengths.max(axis=1))).all()
 
 
-@pytest.mark.parametrize("segment", [200.0, 1000.0, 3000.0])
+@pytest.mark.parametrize("segment", [200.0, 3000.0])
 def test_failures_cost_what_the_closed_form_says(segment):
     """A segment of s seconds takes (exp(rate s) - 1) (1 / rate + restart) on average.
 
@@ -142,14 +133,6 @@ def test_a_whole_run_with_failures_takes_what_the_closed_form_says():
     assert np.mean(found) > calm.total + 3 * np.std(found) / math.sqrt(60)
 
 
-def test_unequal_lengths_slow_lockstep_down_more_than_stages():
-    equal, unequal = simulation(**CALM), simulation(failures=0.0)
-    rng = np.random.default_rng
-    slower = [unequal.staged(rng(0)).generating / equal.staged(rng(0)).generating]
-    slower.append(unequal.lockstep(rng(0)).generating / equal.lockstep(rng(0)).generating)
-    assert slower[0] < 1.05 < 1.3 < slower[1]
-
-
 TABLE_1 = {  # mu-GRPO, hours: rollouts and total of GRPO with S = 4, then of mu-GRPO with S = 1024
     "llama3_2_3b": (15.1, 22.7, 12.7, 18.6),
     "qwen2_5_math_7b": (8.8, 23.7, 4.7, 18.1),
@@ -187,15 +170,6 @@ def ratios_of(hours):
     return np.mean([(r4 / r, t4 / t, (t4 - r4) / (t - r)) for r4, t4, r, t in hours], axis=0)
 
 
-def test_an_extra_pass_slows_lockstep_down_and_not_stages():
-    """One more pass beside four adds a quarter to the training time of lock-step; the staged run has no extra pass."""
-    plain, more = (simulation(passes=passes, handover=0.0, **CALM) for passes in (0.0, 1.0))
-    ours, theirs = (found.lockstep(np.random.default_rng(0)) for found in (plain, more))
-    assert theirs.training == pytest.approx(1.25 * ours.training, rel=1e-9)
-    assert theirs.total - ours.total == pytest.approx(0.25 * ours.training, rel=1e-9)
-    assert more.staged(np.random.default_rng(0)) == plain.staged(np.random.default_rng(0))
-
-
 def test_mu_grpo_table_2():
     """Idle time and speed-up, with engines on two GPUs, trainers on two, and new weights every 4 updates."""
     both = [simulation(devices=4, handover=0.12, failures=0.0, lag=lag) for lag in (3, 1023)]
@@ -221,7 +195,6 @@ def test_a_live_recipe_becomes_a_staged_one_on_the_same_gpus():
         ({"updates": 100, "stage": 64}, "--updates 100, --stage 64 and --sync-every 4: each must be a multiple"),
         ({"lag": 2}, "--lag 2: with new weights every 4 updates it must be at least 3"),
         ({"failures": -1.0}, "--failures -1: at least 0"),
-        ({"restart": float("nan")}, "--restart nan"),
         ({"spread": 5.0}, "--spread 5: up to 3"),
     ],
 )
@@ -237,17 +210,9 @@ def test_failures_that_let_no_run_end_are_refused():
         simulation(failures=1e6).staged(np.random.default_rng(0))
 
 
-def test_table():
-    text = "\n".join(simulation(updates=512, stage=128, lag=127, seeds=4).table())
-    assert "512 updates of 32 prompts x 8 responses on 1 x 8 h200: hours, mean of 4 seeds [5 % .. 95 %]" in text
-    assert "staged, S = 128 " in text and "lock-step, new weights every 4 " in text and "live, lag up to 127, " in text
-    total = simulation(updates=512, stage=128, lag=127).staged(np.random.default_rng(0)).total / HOUR
-    assert abs(float(text.splitlines()[4].split()[4]) - total) < 0.1 * total
-
-
 def test_the_hand_over_of_weights_is_printed_and_compared_with_one_from_gpu_to_gpu():
     """By hand: 15.2 GB of weights are written once and read by 8 replicas at 2 GB/s, or handed over at 50 GB/s."""
-    found = simulation(updates=512, stage=128, lag=127, seeds=4)
+    found = simulation(updates=512, stage=128, lag=127, seeds=2)
     _, _, said, _, staged, lockstep, live, direct, direct_live = found.table()
     assert "weights through storage: 7.6 s to write, 60.9 s for 8 replicas to read; GPU to GPU" in said
     assert said.endswith(": 0.3 s")
@@ -262,16 +227,18 @@ def test_the_hand_over_of_weights_is_printed_and_compared_with_one_from_gpu_to_g
     runs = found.runs()
     slow, fast = (np.mean([run.storage for run in runs[name]]) for name in list(runs)[1::2])
     assert slow - fast == pytest.approx(512 / 4 * (7.6156 * 9 - 0.3046), rel=1e-3)
-    given = simulation(updates=512, stage=128, lag=127, seeds=4, handover=5.0)
-    assert len(given.runs()) == 3 and "get new weights in 5 s (--handover)" in "".join(given.table())
+    total = np.mean([run.total for run in next(iter(runs.values()))]) / HOUR
+    assert f"{total:.2f}" == staged.split()[4]
 
 
+@pytest.mark.usefixtures("shared_counter")
 def test_command_line(capsys):
     command = ["simulate", str(EXAMPLES / "llama3_2_3b/mu_grpo.toml"), "--updates", "256", "--stage", "64"]
     main([*command, "--seeds", "2", "--sync-every", "8", "--lag", "31", "--mfu", "0.2", "--handover", "1"])
     found = capsys.readouterr().out
     assert "256 updates of 32 prompts x 8 responses on 1 x 8 h200: hours, mean of 2 seeds" in found
     assert "lock-step, new weights every 8 " in found and "live, lag up to 31, engines on " in found
+    assert "get new weights in 1 s (--handover)" in found and "GPU to GPU" not in found
     for more, message in (
         (["--stage", "100"], "--updates 256, --stage 100 and --sync-every 4: each must be"),
         (["--set", "actor.tokens_per_micro_batch=4000000"], "does not fit: optimize phase, activations"),

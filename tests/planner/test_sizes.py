@@ -3,7 +3,6 @@
 `tests.actor.test_activation_sizes` compares activations with what a real model keeps for its backward pass.
 """
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -17,7 +16,7 @@ from megarl.planner.parameter_counts import StageParameters
 from megarl.planner.plan import Plan
 from megarl.recipe.layout import Layout
 from megarl.recipe.load import load_recipe, override_recipe
-from tests.actor.conftest import make_recipe, read_settings
+from tests.actor.conftest import read_settings
 from tests.planner.moe import MOE, staged
 
 HF = read_hf_config(MOE.parent)
@@ -35,22 +34,13 @@ EVEN = Assumptions(expert_imbalance=1.0)
 
 def plan(recipe=RECIPE, hf=HF, gpu="h200", nodes=4, layout=LAYOUT, counts=COUNTS, total=TOTAL, assume=None):
     """The plan of a recipe with these numbers of parameters, which Megatron does not count."""
-    whole = StageParameters(hf["num_hidden_layers"], total, 0)
+    experts = 128 * 3 * 2048 * 768 * 48 if hf["num_experts"] == 128 else 0
+    whole = StageParameters(hf["num_hidden_layers"], total - experts, experts)
     return Plan(recipe, hf, nodes, gpu, layout, whole, [counts] * layout.pipeline_parallel, assume or Assumptions())
 
 
 def layer_bytes(hf, layout, tokens, layer=0):
     return sizes.layer_bytes(hf, layout, tokens, family_of(hf).sublayers(hf, layer))
-
-
-def test_weights_gradients_and_optimizer_by_hand():
-    assert (DENSE, EXPERT) == (394_868_736, 3_623_878_656)
-    items = plan(override_recipe(RECIPE, ["objective.kl.coefficient=0.1"])).optimize
-    assert items["weights, bf16"] == 2 * 4_018_747_392
-    assert items["gradients, fp32"] == 4 * 4_018_747_392
-    # 32 ranks: 8 replicas of the dense weights, 4 of the experts
-    assert items["optimizer, fp32 master and two moments"] == 12 * (394_868_736 / 8 + 3_623_878_656 / 4)
-    assert items["frozen policies, bf16"] == 2 * 4_018_747_392
 
 
 def test_activations_by_hand():
@@ -69,11 +59,6 @@ def test_activations_by_hand():
     assert full == 48 * 6144 * 2048 * 2 + 2 * layer + behind
     recipe = RECIPE.model_copy(update={"actor": RECIPE.actor.model_copy(update={"recompute": "none"})})
     assert plan(recipe, assume=EVEN).optimize["activations"] == 49 * layer + behind
-    # experts keep only the output of the norm before them; one layer at a time computes its experts again
-    recipe = override_recipe(recipe, ['actor.recompute=["moe"]'])
-    less = layer - 2 * experts - 4 * 6144 * (128 + 8 * (2 + 8 + 4))
-    selective = plan(recipe, assume=EVEN).optimize["activations"]
-    assert selective == 48 * less + (layer - less) + layer + behind
     # uniform keeps the input of every second layer and recomputes two at a time; block recomputes twelve, one at a time
     for method, layers, expected in (
         ("uniform", 2, 24 * behind + 3 * layer),
@@ -97,19 +82,14 @@ def test_activations_of_pipeline_stages():
 
 
 def test_recomputed_parts_cost_their_share_of_a_forward_pass():
-    """moe: two operations per token and weight of eight experts and the router; core_attn: those of attention."""
+    """With core_attn the operations of attention are repeated; with method block, those of twelve layers."""
 
     def seconds(*changes):
         return plan(override_recipe(RECIPE, changes)).update_seconds
 
-    length = plan().mean_sequence
-    one = sizes.forward_flops(HF, plan().active_parameters, length)
-    plain, full = seconds("actor.recompute=none"), seconds()
-    assert full == pytest.approx(4 / 3 * plain)
-    experts = 48 * 2 * length * (8 * 3 * 2048 * 768 + 128 * 2048)
-    for parts, operations in ((["layernorm"], 0), (["moe"], experts), (["core_attn"], 48 * 2 * 4096 * length**2)):
-        found = seconds(f"actor.recompute={parts}".replace("'", '"'))
-        assert found == pytest.approx(plain * (3 + operations / one) / 3)
+    length, plain = plan().mean_sequence, seconds("actor.recompute=none")
+    attention = 48 * 2 * 4096 * length**2 / sizes.forward_flops(HF, plan().active_parameters, length)
+    assert seconds('actor.recompute=["core_attn"]') == pytest.approx(plain * (3 + attention) / 3)
     block = seconds("megatron.recompute_method=block", "megatron.recompute_num_layers=12")
     assert block == pytest.approx(plain * (3 + 12 / 48) / 3)
 
@@ -175,18 +155,19 @@ def test_an_engine_in_8_bits_has_smaller_weights_and_faster_steps():
 def test_layers_with_a_state(tmp_path):
     """Qwen3-Next of four layers, two of them with a state: 2 key heads of 8, 4 value heads of 12, convolutions of 4."""
     hf = read_settings(tmp_path, "qwen3_next", num_hidden_layers=4)
-    assert sizes.kv_bytes_per_token(hf, 1) == 2 * 2 * (2 * 2 * 16)  # two layers, keys and values of two heads
+    family = family_of(hf)
+    assert family.cached_elements(hf, 1) == 2 * (2 * 2 * 16)  # two layers, keys and values of two heads
     states = 2 * (4 * 8 * 12 + 3 * (2 * 2 * 8 + 4 * 12))  # state, and the convolution's last inputs
-    assert sizes.state_bytes(hf, 1) == 2 * states and sizes.state_bytes(hf, 2) == states
-    assert sizes.state_bytes(HF, 1) == 0
+    assert family.state_elements(hf, 1) == states and family.state_elements(hf, 2) == states / 2
+    assert family_of(HF).state_elements(HF, 1) == 0
     flops = 2 * (2 * 4 * 16 * 100**2) + 2 * (6 * 4 * 8 * 12 * 100)
     assert sizes.forward_flops(hf, 1000, 100) == 2 * 1000 * 100 + flops
     # a response takes its state and its tokens from the memory for the cache
     small = plan(hf=hf, total=10**9)
     room, fit = small.rollout["KV cache"], small.responses_that_fit(50)
     tensor = RECIPE.rollout.tensor_parallel
-    assert fit == room / (50 * sizes.kv_bytes_per_token(hf, tensor) + sizes.state_bytes(hf, tensor))
-    linear = [family_of(hf).is_linear(hf, layer) for layer in range(4)]
+    assert fit == room / 2 / (50 * family.cached_elements(hf, tensor) + family.state_elements(hf, tensor))
+    linear = [family.is_linear(hf, layer) for layer in range(4)]
     plain, state = (layer_bytes(hf, Layout(1), 64, linear.index(kind)) for kind in (False, True))
     assert linear.count(True) == 2 and plain != state
     assert sizes.all_layers_bytes(hf, Layout(1), 64, range(4), 1.0) == (2 * plain + 2 * state, max(plain, state))
@@ -198,8 +179,9 @@ def test_layers_with_windows(tmp_path):
     """gpt-oss of four layers, two of them with a window of 6 tokens: 4 heads and 2 key-value heads of 16."""
     hf = read_settings(tmp_path, "gpt_oss", num_hidden_layers=4)
     cached = 2 * 2 * 16  # of a token and layer, keys and values
-    assert sizes.kv_bytes_per_token(hf, 1) == 2 * 2 * cached
-    assert sizes.state_bytes(hf, 1) == 2 * 2 * 6 * cached and sizes.state_bytes(hf, 2) == 2 * 2 * 6 * cached / 2
+    family = family_of(hf)
+    assert family.cached_elements(hf, 1) == 2 * cached
+    assert family.state_elements(hf, 1) == 2 * 6 * cached and family.state_elements(hf, 2) == 6 * cached
     pairs = sum(min(token + 1, 6) for token in range(100))  # pairs of a token and one that it attends to
     everything = sizes.forward_flops(hf, 1000, 100) - 2 * 1000 * 100
     whole = 2 * (2 * 4 * 16 * 100**2)
@@ -207,64 +189,14 @@ def test_layers_with_windows(tmp_path):
     assert sizes.forward_flops(hf, 1000, 5) == 2 * 1000 * 5 + 4 * (2 * 4 * 16 * 5**2)  # inside the window
 
 
-# the published config.json, without what megarl does not read
-GPT_OSS = dict(
-    model_type="gpt_oss", hidden_size=2880, intermediate_size=2880, head_dim=64, num_attention_heads=64,
-    num_key_value_heads=8, num_experts_per_tok=4, vocab_size=201_088, max_position_embeddings=131_072,
-    rms_norm_eps=1e-5, sliding_window=128, swiglu_limit=7.0, attention_bias=True, hidden_act="silu", rope_theta=150_000,
-    tie_word_embeddings=False,
-    rope_scaling=dict(
-        rope_type="yarn", factor=32.0, beta_fast=32.0, beta_slow=1.0, truncate=False,
-        original_max_position_embeddings=4096,
-    ),
-)  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("layers", "experts", "total", "active"), [(24, 32, 20.91e9, 3.61e9), (36, 128, 116.83e9, 5.13e9)]
-)
-def test_gpt_oss_as_published(tmp_path, counter, layers, experts, total, active):
-    """All parameters, and a token's without the embedding, are those of the model card's table 1 (arXiv 2508.10925)."""
-    settings = GPT_OSS | dict(
-        num_hidden_layers=layers,
-        num_local_experts=experts,
-        layer_types=["sliding_attention", "full_attention"] * (layers // 2),
-    )
-    (tmp_path / "config.json").write_text(json.dumps(settings))
-    hf, recipe = read_hf_config(tmp_path), make_recipe()
-    whole = counter.whole(hf, recipe)
-    cut = ["actor.tensor_parallel=4", "actor.expert_parallel=8", "actor.expert_tensor_parallel=1"]
-    (rank,) = counter.count(hf, override_recipe(recipe, cut), 8)
-    parameters = whole.dense + whole.expert
-    assert parameters == pytest.approx(total, rel=1e-3)
-    of_expert = 3 * 2880 * 2880 + 3 * 2880
-    assert whole.expert == layers * experts * of_expert
-    assert sizes.active_parameters(hf, parameters) == pytest.approx(active, rel=5e-3)
-    attention = 2880 * (2 * 64 + 2 * 8) * 64 + (64 + 2 * 8) * 64 + 2880 + 64
-    outside = 2 * 201_088 * 2880 + 2880 + layers * (attention + 2880 * experts + experts + 2 * 2880)
-    assert whole.dense == outside
-    assert rank.expert == whole.expert / 8
-    # a rank has a quarter of embedding, head, projections and sinks, and all of the rest
-    whole_on_each = layers * (2880 + 2880 * experts + experts + 2 * 2880) + 2880
-    assert rank.dense == (outside - whole_on_each) / 4 + whole_on_each
-    assert sizes.kv_bytes_per_token(hf, 1) == 2 * layers // 2 * 2 * 8 * 64
-    assert sizes.state_bytes(hf, 1) == 2 * 128 * layers // 2 * 2 * 8 * 64
-
-
-def test_candidates_of_dynamic_sampling_take_time_and_disk():
+def test_candidates_of_dynamic_sampling_take_time_and_disk_and_with_a_token_budget_only_disk():
     twice = override_recipe(RECIPE, ["rollout.oversample=2"])
-    seconds = [plan(r).rollout_seconds for r in (RECIPE, twice)]
-    disks = [disk_bytes(HF, r, 30_500_000_000, Assumptions()) for r in (RECIPE, twice)]
-    stored = [disk["rollout store of a stage"] for disk in disks]
-    assert seconds[1] == pytest.approx(2 * seconds[0]) and stored[1] == 2 * stored[0] > 0
-
-
-def test_with_a_token_budget_a_stage_generates_as_much_as_it_trains():
-    partial = override_recipe(RECIPE, ["rollout.oversample=2", "rollout.token_budget=1024"])
-    twice = override_recipe(RECIPE, ["rollout.oversample=2"])
-    seconds = [plan(r).rollout_seconds for r in (RECIPE, partial)]
-    disks = [disk_bytes(HF, r, 30_500_000_000, Assumptions()) for r in (twice, partial)]
-    assert seconds[0] == pytest.approx(seconds[1]) and disks[0] == disks[1]
+    partial = override_recipe(twice, ["rollout.token_budget=1024"])
+    one, two, budget = (plan(r).rollout_seconds for r in (RECIPE, twice, partial))
+    assert two == pytest.approx(2 * one) and budget == pytest.approx(one)
+    disks = [disk_bytes(HF, r, 30_500_000_000, Assumptions()) for r in (RECIPE, twice, partial)]
+    assert disks[1]["rollout store of a stage"] == 2 * disks[0]["rollout store of a stage"] > 0
+    assert disks[1] == disks[2]
 
 
 def test_micro_batches_in_flight():
@@ -285,9 +217,8 @@ def test_head_buffer():
 
 
 def test_memory_of_an_engine():
-    assert sizes.kv_bytes_per_token(HF, 1) == 2 * 48 * 4 * 128 * 2 == 98_304
-    assert sizes.kv_bytes_per_token(HF, 2) == 49_152
-    assert sizes.kv_bytes_per_token(HF, 8) == 24_576  # a head is never split
+    # keys and values of 48 layers; a head is never split
+    assert [family_of(HF).cached_elements(HF, tensor) for tensor in (1, 2, 8)] == [2 * 48 * 128 * n for n in (4, 2, 1)]
     items = plan().rollout
     assert items["weights, bf16"] == 30_532_122_624  # two bytes each, on two GPUs
     assert sum(items.values()) == pytest.approx(0.92 * 139.8 * GIB)
@@ -350,6 +281,6 @@ def test_operations_and_passes_of_an_update():
     embedding, idle = 151_936 * 2048, 48 * 120 * 3 * 2048 * 768
     assert active == 30_532_122_624 - embedding - idle
     assert sizes.forward_flops(HF, active, 1000) == 2 * active * 1000 + 2 * 48 * 4096 * 1000**2
-    assert sizes.touched_parameters(HF, 30_532_122_624, 1) == pytest.approx(active + embedding)
+    assert sizes.touched_parameters(HF, plan().whole, 1) == pytest.approx(active + embedding)
     # four passes (forward, recompute, and two of backward), and four more
     assert plan().seconds_of_update(4) == pytest.approx(2 * plan().update_seconds)

@@ -329,7 +329,7 @@ def test_stale_256_first_trains_rollouts_of_the_base_model_and_then_has_four_lag
     assert Counter(lags[260:]) == dict.fromkeys(range(256, 260), (4000 - 260) // 4)
 
 
-@pytest.mark.parametrize(("budget", "oversample", "stages"), [(4096, 2, 1), (2731, 1.5, 2), (4096, 4, 3)])
+@pytest.mark.parametrize(("budget", "oversample", "stages"), [(2731, 1.5, 2), (4096, 4, 3)])
 def test_a_group_waits_at_most_as_many_stages_as_the_docs_say(budget, oversample, stages):
     """docs/schedules.md says at most m + ceil(oversample) - 3 stages; random lengths reach this bound."""
     sizes = [f"rollout.token_budget={budget}", f"rollout.oversample={oversample}"]

@@ -15,13 +15,11 @@ from megarl.recipe.actor_table import OptimizerTable
     [
         ({}, {1: 2.0, 50: 2.0, 100: 2.0}),
         ({"warmup_updates": 10}, {1: 0.2, 5: 1.0, 10: 2.0, 11: 2.0, 100: 2.0}),
-        ({"warmup_updates": 200}, {1: 0.01, 100: 1.0}),
         # 5 of verl's steps with 4 updates each: 0 in the first, then 1/5 ..
         (
             {"warmup_updates": 20, "warmup_step": 4},
             {1: 0.0, 4: 0.0, 5: 0.4, 8: 0.4, 9: 0.8, 17: 1.6, 20: 1.6, 21: 2.0, 100: 2.0},
         ),
-        ({"schedule": "linear"}, {1: 2.0, 34: 2 * 66 / 99, 100: 0.0}),
         ({"schedule": "linear", "warmup_updates": 20, "min_lr": 1.0}, {10: 1.0, 20: 2.0, 60: 1.5, 100: 1.0}),
         (
             {"schedule": "cosine", "warmup_updates": 40},
@@ -44,11 +42,9 @@ def test_learning_rates_with_warm_up_and_decay(settings, expected):
     ("settings", "said"),
     [
         ({"schedule": "wsd"}, "needs decay_updates"),
-        ({"schedule": "cosine", "decay_updates": 5}, "needs decay_updates"),
         ({"min_lr": 1e-7}, "end of a decay"),
         ({"warmup_step": 16}, "set warmup_updates too"),
         ({"schedule": "linear", "lr": 1e-6, "min_lr": 1e-5}, "above lr"),
-        ({"schedule": "cosin"}, "constant"),
     ],
 )
 def test_inconsistent_settings_of_a_schedule_are_refused(settings, said):

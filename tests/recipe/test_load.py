@@ -22,10 +22,9 @@ def test_settings_that_cannot_work_with_one_response_per_prompt_are_refused(reci
         load_recipe(recipe, [*single, *settings])
 
 
-@pytest.mark.parametrize("size", ["1", "0", '"two"'])
-def test_fewer_than_two_virtual_stages_are_refused(recipe, size):
+def test_fewer_than_two_virtual_stages_are_refused(recipe):
     with pytest.raises(UserError, match="leave it out for one"):
-        load_recipe(recipe, [f"megatron.virtual_pipeline_model_parallel_size={size}"])
+        load_recipe(recipe, ["megatron.virtual_pipeline_model_parallel_size=1"])
 
 
 def test_an_infinite_bound_of_the_ratio_survives_writing_and_reading(recipe, tmp_path):

@@ -9,6 +9,7 @@ import json
 import tomllib
 
 import pytest
+import tomli_w
 
 from megarl.storage.run_dir import RunDir
 from tests.extent import few
@@ -47,8 +48,6 @@ FAMILIES = {
     ),
     # engines are at most S = 11 updates behind, and get a new policy every kappa = 10 updates; in the paper 60 or 12
     "qwen3_8b/prefix_ratio_grpo": ({"updates_per_stage": 26}, [*range(12), *range(2, 12), *range(2, 6)]),
-    # on-policy except for the mini-batches of a step
-    "deepseek_7b/bapo": ({"stages": 2, "updates_per_stage": 16}, [*range(8)] * 4),
     # every batch is trained twice
     "deepseek_7b/bapo-replay": ({"stages": 2, "updates_per_stage": 16}, [*range(8)] * 4),
     # a response gets two tokens per stage and ends in its third stage at the latest
@@ -82,37 +81,17 @@ def toy(example, divided, model, prompts):
         settings["eval.samples"] = None
     for key, value in settings.items():
         name, field = key.split(".")
-        if value is None:
-            table.setdefault(name, {}).pop(field, None)
-        else:
-            table.setdefault(name, {})[field] = value
-    return table
+        table.setdefault(name, {})[field] = value
+    return {name: {key: value for key, value in keys.items() if value is not None} for name, keys in table.items()}
 
 
-def write_toml(table):
-    """TOML of tables of plain values; strings, numbers and lists are written as in JSON."""
-    lines = []
-    for name, fields in table.items():
-        lines += [f"[{name}]", *(f"{key} = {inline(value)}" for key, value in fields.items())]
-    return "\n".join(lines)
-
-
-def inline(value):
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {inline(item)}" for key, item in value.items()) + "}"
-    return json.dumps(value)
-
-
-# a staged, a live and a partial one
-SOME = few(FAMILIES, "qwen3_8b/m2po", "deepseek_7b/bapo-partial", "qwen2_5_math_7b/mu_grpo-async")
-
-
-@pytest.mark.parametrize("example", SOME)
+# a live and a partial one
+@pytest.mark.parametrize("example", few(FAMILIES, "qwen3_8b/m2po", "deepseek_7b/bapo-partial"))
 def test_a_scaled_down_example_has_the_lags_and_evaluations_of_its_schedule(example, guessing_model, prompts, tmp_path):
     divided, lags = FAMILIES[example]
     table = toy(example, divided, guessing_model, prompts)
     recipe, path = tmp_path / "recipe.toml", tmp_path / "run"
-    recipe.write_text(write_toml(table))
+    recipe.write_text(tomli_w.dumps(table))
     trained = megarl("train", str(recipe), "--run-dir", str(path))
     assert trained.returncode == 0, trained.stderr
     run = RunDir.open(path)

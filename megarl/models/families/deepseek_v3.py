@@ -1,10 +1,10 @@
 """DeepSeek-V3, R1 and Moonlight: latent attention; sigmoid routing within groups; the first layers are dense."""
 
-from megarl.models.family import FirstLayersDense
+from megarl.models.family import Family
 from megarl.models.feed_forward import GatedMlp, MixtureOfExperts
 from megarl.models.latent_attention import MultiHeadLatentAttention
 
-FAMILY = FirstLayersDense(
+FAMILY = Family(
     MultiHeadLatentAttention(),
     MixtureOfExperts(shared="mlp.shared_experts", sigmoid=True),
     dense=GatedMlp(),

@@ -1,10 +1,10 @@
 """GLM-4.5, 4.6 and their Air: half of each head is rotated; sigmoid routing; the first layers are dense."""
 
 from megarl.models.attention import GroupedQueryAttention
-from megarl.models.family import FirstLayersDense
+from megarl.models.family import Family
 from megarl.models.feed_forward import GatedMlp, MixtureOfExperts
 
-FAMILY = FirstLayersDense(
+FAMILY = Family(
     GroupedQueryAttention(
         qk_norm="head",
         qk_norm_if="use_qk_norm",

@@ -1,10 +1,10 @@
 """Qwen3-MoE: the attention of Qwen3, and a mixture of experts in most or all layers."""
 
 from megarl.models.attention import GroupedQueryAttention
-from megarl.models.family import EveryNthSparse
+from megarl.models.family import Family
 from megarl.models.feed_forward import GatedMlp, MixtureOfExperts
 
-FAMILY = EveryNthSparse(
+FAMILY = Family(
     GroupedQueryAttention(qk_norm="head"),
     MixtureOfExperts(),
     dense=GatedMlp(),

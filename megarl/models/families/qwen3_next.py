@@ -2,10 +2,10 @@
 
 from megarl.models.attention import GroupedQueryAttention
 from megarl.models.delta_net import GatedDeltaNet
-from megarl.models.family import EveryNthSparse
+from megarl.models.family import Family
 from megarl.models.feed_forward import GatedMlp, MixtureOfExperts
 
-FAMILY = EveryNthSparse(
+FAMILY = Family(
     GroupedQueryAttention(qk_norm="head", partial_rotary=True, output_gate=True),
     MixtureOfExperts(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate.weight"),
     dense=GatedMlp(),
