@@ -9,7 +9,6 @@ from __future__ import annotations
 import gc
 import hashlib
 import pickle
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,6 @@ import torch
 from tests.actor import family_ranks
 from tests.actor.layout_ranks import LAYOUTS, MATRIX, recipe_of, update_samples
 from tests.extent import EVERY
-from tests.rehearsal.branches import of_all_recipes
 from tests.rehearsal.counts import counted
 from tests.rehearsal.forks import in_fork, in_ranks
 from tests.rehearsal.updates import (
@@ -138,8 +136,7 @@ def outcome(sealed_of, tmp_path_factory):
 
             results = in_ranks(rank, case.layout.ranks)
             (reporting,) = [result for result in results if result.reports]
-            taken = set().union(*(result.branches for result in results))
-            file.write_bytes(pickle.dumps(replace(reporting, gradient=results[0].gradient, branches=taken)))
+            file.write_bytes(pickle.dumps(replace(reporting, gradient=results[0].gradient)))
         return pickle.loads(file.read_bytes())
 
     return of
@@ -181,68 +178,6 @@ def test_waits_and_launches_stay_within_limits(outcome):
     for seen in outcome(CASES["one"], "cuda").seen:
         assert seen.waits.total() <= WAITS, seen.waits.most_common()
         assert seen.launch_count <= LAUNCHES
-
-
-def test_no_branch_of_a_recipe_is_unvisited(outcome):
-    """Branches that depend on sizes: those of the 34 recipes of full size, and those of the updates above."""
-    visited = set().union(*(outcome(case, "cuda").branches for case in (CASES | OTHER_CASES).values()))
-    recipes = of_all_recipes()
-    assert len(recipes) == 34
-    missing = {path: sorted(taken - visited) for path, taken in recipes.items() if not taken <= visited}
-    assert not missing, missing
-
-
-# Mistakes that the rehearsal device shows, and no test on a CPU would.
-
-
-def test_a_missing_name_of_transformer_engine_is_found(outcome):
-    from megatron.core.transformer.moe import moe_utils
-
-    del moe_utils.te_general_gemm  # which megarl.actor defines
-    # a setting that no other test has, here and below, so that the outcome is computed anew
-    with pytest.raises(AssertionError, match="NameError: name 'te_general_gemm' is not defined"):
-        outcome(replace(CASES["one"], fields={"ratio_max": 4.7}), "cuda")
-
-
-@pytest.mark.parametrize("bucket_size", [1, 2000])
-def test_a_head_that_is_read_without_a_call_is_found(outcome, monkeypatch, bucket_size):
-    """Nobody waits for its weight, in which Megatron itself finds a fault one update later: here it has not arrived."""
-    from megarl.actor.model import LogprobHead
-
-    monkeypatch.setattr(LogprobHead, "__call__", LogprobHead.forward)
-    found = outcome(Case(LAYOUTS["DP2"], actor=TORCH, updates=0, bucket_size=bucket_size), "cuda")
-    assert all(gradient.isnan().any() for gradient in found.gradient.values())
-
-
-def test_a_tensor_on_the_host_is_found(outcome, monkeypatch):
-    from megarl.actor import step
-
-    def on_host(micro_batch, output):
-        batch = token_batch(micro_batch, output)
-        return replace(batch, advantages=batch.advantages.cpu())
-
-    token_batch = step.token_batch
-    monkeypatch.setattr(step, "token_batch", on_host)
-    with pytest.raises(AssertionError, match="RuntimeError: Expected all tensors to be on the same device"):
-        outcome(replace(CASES["one"], fields={"ratio_max": 4.8}), "cuda")
-
-
-def test_a_wait_in_the_objective_is_found(outcome, monkeypatch):
-    from megarl.objectives import OBJECTIVES
-
-    before = max(seen.own_waits.total() for seen in outcome(CASES["one"], "cuda").seen)
-    kind = OBJECTIVES["mu_grpo"]
-    terms = kind.terms
-
-    def curious(self, batch, statistics):
-        result = terms(self, batch, statistics)
-        assert result.loss.sum().item() == result.loss.sum().item()
-        return result
-
-    monkeypatch.setattr(kind, "terms", curious)
-    again = outcome(replace(CASES["one"], fields={"ratio_max": 4.9}), "cuda")
-    with pytest.raises(AssertionError, match=re.escape(f"{2 * again.micro_batches} x item at") + ".* curious"):
-        check_waits(again, before)
 
 
 # Master weights, moments and Adam in host memory: Megatron's HybridDeviceOptimizer.
@@ -290,29 +225,6 @@ def updates_with(optimizers: list[str], sealed, folder, ranks: int = 1) -> list[
         return results
 
     return in_ranks(rank, ranks)[0]
-
-
-def test_an_actor_that_is_dropped_frees_its_memory(sealed, tmp_path):
-    def used() -> list[int]:
-        from megarl.actor import packing, parallel, step
-        from megarl.objectives import build_objective
-
-        join(0, 1, "cuda", tmp_path / "meeting")
-        recipe = recipe_of(LAYOUTS["one"], sealed / "model", actor=TORCH | {"backend": "cuda"})
-        parallel.build_groups(recipe, gloo=False)
-        found = []
-        for _ in range(3):
-            actor = step.Actor.build(recipe, sealed / "model", device_of("cuda"))
-            batches = packing.micro_batches(update_samples(sealed / "rollouts", 0), 128, actor.device, share=True)
-            step.train_step(actor, batches, build_objective("mu_grpo", {}), lr=1e-2)
-            found.append(torch.cuda.memory_allocated())
-            del actor, batches
-            gc.collect()
-            found.append(torch.cuda.memory_allocated())
-        return found
-
-    held, freed, *later = in_fork(used)
-    assert later == [held, freed] * 2 and freed < held / 100
 
 
 def check_place(actor, name: str) -> None:
