@@ -18,9 +18,15 @@ import torch.distributed as dist
 
 from megarl.objectives import build_objective
 from megarl.recipe import layout as parallelism
-from tests.actor import lora_ranks
 from tests.actor.conftest import make_hf_model, read_settings
-from tests.actor.layout_ranks import Layout, recipe_of, seal_rollouts, update_samples, whole_gradient
+from tests.actor.layout_ranks import (
+    Layout,
+    adapter_gradient,
+    recipe_of,
+    seal_rollouts,
+    update_samples,
+    whole_gradient,
+)
 
 # tolerances of bfloat16: relative, in nats per token, relative; see `tests/rehearsal/on_device/test_updates.py`
 GRADIENT, LOSS, NORM = 0.05, 3e-3, 0.02
@@ -164,7 +170,7 @@ def make_updates(
     if recipe.actor.lora is None:
         gradient = whole_gradient(actor, model, folder / f"gradient-{backend}")
     else:
-        gradient = lora_ranks.gradient(actor)
+        gradient = adapter_gradient(actor)
 
     def train(actor: Any, updates: range) -> list[dict[str, float]]:
         metrics = []

@@ -83,23 +83,6 @@ def test_train_then_optimize_in_another_layout(untrained_recipe, tmp_path):
         assert abs(ours["ratio/mean"] - 1) < 0.05  # the actor agrees with the engine
 
 
-def remove_a_name_of_transformer_engine(monkeypatch):
-    from megatron.core.transformer.moe import moe_utils
-
-    from megarl.actor import model  # noqa: F401 - defines the name
-
-    monkeypatch.delattr(moe_utils, "te_general_gemm")
-
-
-def fail_to_export(monkeypatch):
-    from megarl.actor import hf
-
-    def broken(*_):
-        raise KeyError("model.layers.0.mlp.gate.weight")
-
-    monkeypatch.setattr(hf, "export_hf", broken)
-
-
 def forget_master_weights(monkeypatch):
     from megarl.actor import checkpoint
 
@@ -111,20 +94,13 @@ def forget_master_weights(monkeypatch):
     monkeypatch.setattr(checkpoint, "sharded_adam_state", without)
 
 
-MISTAKES = {
-    remove_a_name_of_transformer_engine: "name 'te_general_gemm' is not defined",
-    fail_to_export: "model.layers.0.mlp.gate.weight",
-    forget_master_weights: "a checkpoint does not restore master weights",
-}
-
-
-@pytest.mark.parametrize("mistake", list(MISTAKES)[0 if EVERY else -1 :], ids=lambda mistake: mistake.__name__)
-def test_a_broken_actor_ends_the_run_before_any_rollout(recipe, tmp_path, monkeypatch, capfd, mistake):
-    mistake(monkeypatch)
+def test_a_broken_actor_ends_the_run_before_any_rollout(recipe, tmp_path, monkeypatch, capfd):
+    forget_master_weights(monkeypatch)
     with pytest.raises(AssertionError, match="SystemExit: 1"):
         megarl("train", recipe, "--run-dir", tmp_path / "run", *CUDA)
     said = capfd.readouterr().err
-    assert "megarl: the rehearsal failed" in said and "nothing was generated" in said and MISTAKES[mistake] in said
+    assert "megarl: the rehearsal failed" in said and "nothing was generated" in said
+    assert "a checkpoint does not restore master weights" in said
     run = tmp_path / "run"
     assert not (run / "stages/000/rollouts").exists() and not (run / "rehearsal").exists()
     assert not [line for line in (run / "events.jsonl").read_text().splitlines() if '"rollout"' in line]

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.actor import family_ranks
-from tests.actor.layout_ranks import LAYOUTS, MATRIX, recipe_of, update_samples
+from tests.actor.layout_ranks import FAMILIES as LAYOUTS_OF
+from tests.actor.layout_ranks import LAYOUTS, MATRIX, TRAINED, recipe_of, update_samples
 from tests.extent import EVERY
 from tests.rehearsal.counts import counted
 from tests.rehearsal.forks import in_fork, in_ranks
@@ -62,13 +62,13 @@ PLAIN = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_tied")  # with no layers o
 def layouts_of(family: str) -> Iterable[str]:
     if not EVERY:
         return ["TP2 EP2"]
-    wanted = LAYOUTS if EVERY_LAYOUT else ("DP2", *family_ranks.FAMILIES.get(family, ()))
+    wanted = LAYOUTS if EVERY_LAYOUT else ("DP2", *(LAYOUTS_OF[family][0] if family in LAYOUTS_OF else ()))
     return [layout for layout in wanted if LAYOUTS[layout].ranks > 1 and fits(family, LAYOUTS[layout])]
 
 
 FAMILIES = {
     f"{family} {layout}": Case(LAYOUTS[layout], family=family, **RESUMED)
-    for family in (*family_ranks.TRAINED, *(PLAIN if EVERY else ()))
+    for family in (*TRAINED, *(PLAIN if EVERY else ()))
     for layout in layouts_of(family)
 }
 # these compute something else than CASES, so the CPU computes each of them too
