@@ -37,7 +37,7 @@ def batches(draw: st.DrawFn) -> TokenBatch:
         loss_mask=trained.bool(),
         cu_seqlens=lengths.cumsum(0).int(),
         old_logprobs=torch.zeros(len(tokens)),
-    ).validate()
+    )
 
 
 @quick
