@@ -43,6 +43,11 @@ THRESHOLDS = {
 MEMORY = 640_000  # bytes of the device; the head's buffer is a 64th of it
 
 
+# where master weights, moments and Adam are: Megatron's HybridDeviceOptimizer offloads a share of them
+HOST = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+OPTIMIZERS = {"device": {}, "host": HOST, "half": HOST | {"optimizer_offload_fraction": 0.5}}
+
+
 @dataclass(frozen=True)
 class Case:
     layout: Layout = field(default_factory=lambda: Layout(1))
@@ -54,6 +59,8 @@ class Case:
     many_pieces: bool = True  # whether `THRESHOLDS` apply
     bucket_size: int | None = 1  # of Megatron's DDP, parameters; None: Megatron's default
     saved_after: int | None = None  # updates, of which those after them are made again from a checkpoint
+    optimizer: str = "device"  # of `OPTIMIZERS`
+    others: tuple[str, ...] = ()  # of `OPTIMIZERS`, with which they are made again too
 
 
 @dataclass
@@ -156,9 +163,15 @@ def make_updates(
     replay = case.actor.get("routing_replay", "none")
     # a bucket for each parameter, as the head of a model of true size has one: Megatron waits for each on its own
     ddp = {} if case.bucket_size is None else {"bucket_size": case.bucket_size}
-    recipe = recipe_of(case.layout, model, actor=case.actor | {"backend": backend}, megatron_ddp=ddp)
+
+    def build(optimizer: str) -> Any:
+        tables = {"actor": case.actor | {"backend": backend}, "megatron_ddp": ddp}
+        tables["megatron_optimizer"] = OPTIMIZERS[optimizer] if backend == "cuda" else {}
+        return build_actor(recipe_of(case.layout, model, **tables), model, replay)
+
+    recipe = recipe_of(case.layout, model, actor=case.actor | {"backend": backend})
     parallel.build_groups(recipe)
-    actor = build_actor(recipe, model, replay)
+    actor = build(case.optimizer)
     objective = build_objective(case.objective, case.fields)
 
     def batches(update: int) -> list[Any]:
@@ -185,14 +198,14 @@ def make_updates(
     if case.saved_after is None or backend != "cuda":
         metrics = train(actor, range(case.updates))
     else:
-        metrics = train_twice(case, actor, lambda: build_actor(recipe, model, replay), train, folder)
+        metrics = train_twice(case, actor, build, train, folder)
     return Outcome(gradient if rank == 0 else {}, metrics, seen, len(batches(0)), parallel.reports_metrics())
 
 
 def train_twice(
     case: Case,
     actor: Any,
-    build: Callable[[], Any],
+    build: Callable[[str], Any],
     train: Callable[[Any, range], list[dict[str, float]]],
     folder: Path,
 ) -> list[dict[str, float]]:
@@ -212,13 +225,33 @@ def train_twice(
     if actor.recipe.actor.lora is None:
         hf.export_hf(actor.models, folder / "export", actor.recipe.model.path, case.updates)
         compare_export(actor, folder / "export")  # which the actor has from now on
-    resumed = build()
+    resumed = build(case.optimizer)
     assert checkpoint.load(resumed, path) == case.saved_after
     assert train(resumed, others) == metrics[case.saved_after :]
     gather_parameters(resumed.replicas)
     pairs = zip(weights(actor), weights(resumed), strict=True)
     assert all(torch.equal(ours, again) for ours, again in pairs)
+    check_place(resumed, case.optimizer)
+    for other in case.others:  # within Adam's rounding
+        changed = build(other)
+        assert checkpoint.load(changed, path) == case.saved_after
+        for ours, theirs in zip(train(changed, others), metrics[case.saved_after :], strict=True):
+            assert abs(ours["loss"] - theirs["loss"]) <= LOSS
+            assert abs(ours["grad_norm"] - theirs["grad_norm"]) <= NORM * theirs["grad_norm"]
+        check_place(changed, other)
     return metrics
+
+
+def check_place(actor: Any, optimizer: str) -> None:
+    """Moments and master weights are where `OPTIMIZERS` wants them, in float32."""
+    from megarl.actor.optimizer_state import distributed_optimizers
+
+    states = [s for part in distributed_optimizers(actor.optimizer) for s in part.optimizer.state.values()]
+    names = ("exp_avg", "exp_avg_sq", *(["master_param"] if optimizer != "device" else []))
+    tensors = [state[key] for state in states for key in names]
+    assert {x.dtype for x in tensors} == {torch.float32}
+    on_host = sum(x.numel() for x in tensors if not x.is_cuda) / sum(x.numel() for x in tensors)
+    assert {"host": on_host == 1, "half": 0.4 < on_host < 0.9, "device": on_host == 0}[optimizer], on_host
 
 
 def weights(actor: Any) -> list[torch.Tensor]:

@@ -14,24 +14,19 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.actor.layout_ranks import FAMILIES as LAYOUTS_OF
-from tests.actor.layout_ranks import LAYOUTS, MATRIX, TRAINED, recipe_of, update_samples
+from tests.actor.layout_ranks import LAYOUTS, MATRIX, TRAINED
 from tests.extent import EVERY
 from tests.rehearsal.counts import counted
 from tests.rehearsal.forks import in_fork, in_ranks
 from tests.rehearsal.updates import (
     EVERY_LAYOUT,
     LAYERS,
-    LOSS,
-    NORM,
     Case,
     Distance,
     Outcome,
-    device_of,
     fits,
-    join,
     run_updates,
     seal,
 )
@@ -48,6 +43,8 @@ SEVERAL = {name: Case(LAYOUTS[name], **RESUMED) for name in MATRIX if LAYOUTS[na
 CASES = {
     **SEVERAL,
     "one": Case(actor=TORCH, many_pieces=False, bucket_size=None),
+    "optimizer on the host": Case(actor=TORCH, updates=4, saved_after=2, optimizer="host", others=("device", "half")),
+    "optimizer of another": Case(LAYOUTS["DP2"], **RESUMED, others=("host",)),
     "EP2": Case(LAYOUTS["EP2"], **RESUMED, bucket_size=10_000),  # several buckets of several parameters
     "recompute": Case(LAYOUTS["TP2 EP2"], actor=TORCH | {"recompute": "full"}, bucket_size=None),
     # few updates: Triton's interpreter, which both need, is slow
@@ -178,73 +175,3 @@ def test_waits_and_launches_stay_within_limits(outcome):
     for seen in outcome(CASES["one"], "cuda").seen:
         assert seen.waits.total() <= WAITS, seen.waits.most_common()
         assert seen.launch_count <= LAUNCHES
-
-
-# Master weights, moments and Adam in host memory: Megatron's HybridDeviceOptimizer.
-
-HOST = {
-    "use_precision_aware_optimizer": True,
-    "optimizer_cpu_offload": True,
-    "optimizer_offload_fraction": 1.0,
-}
-PARTS = {"all": HOST, "half": HOST | {"optimizer_offload_fraction": 0.5}, "none": {}}
-
-
-def updates_with(optimizers: list[str], sealed, folder, ranks: int = 1) -> list[list[dict[str, float]]]:
-    """Metrics of four updates with the first optimizer, with a checkpoint after two, then of two from it with each."""
-
-    def rank(rank: int) -> list[list[dict[str, float]]]:
-        from megarl.actor import checkpoint, packing, parallel, step
-        from megarl.objectives import build_objective
-
-        layout = LAYOUTS["one" if ranks == 1 else "DP2"]
-        join(rank, ranks, "cuda", folder / "meeting")
-        objective, results = build_objective("mu_grpo", {}), []
-        for number, name in enumerate([optimizers[0], *optimizers]):
-            actor = TORCH | {"backend": "cuda"}
-            recipe = recipe_of(layout, sealed / "model", actor=actor, megatron_optimizer=PARTS[name])
-            if number == 0:
-                parallel.build_groups(recipe, gloo=False)
-            built = step.Actor.build(recipe, sealed / "model", device_of("cuda"))
-            if number:
-                assert checkpoint.load(built, folder / "saved/update_000002") == 2
-            metrics = []
-            for update in range(2 * bool(number), 2 + 2 * bool(number)):
-                samples = update_samples(sealed / "rollouts", update)
-                batches = packing.micro_batches(samples, 128, built.device, share=True)
-                metrics.append(step.train_step(built, batches, objective, lr=1e-2))
-            if not number:
-                checkpoint.save(built, folder / "saved", 2, keep=1, wait=False)
-                for update in (2, 3):  # while the checkpoint is written
-                    samples = update_samples(sealed / "rollouts", update)
-                    batches = packing.micro_batches(samples, 128, built.device, share=True)
-                    metrics.append(step.train_step(built, batches, objective, lr=1e-2))
-                checkpoint.finish(built)
-            check_place(built, name)
-            results.append(metrics)
-        return results
-
-    return in_ranks(rank, ranks)[0]
-
-
-def check_place(actor, name: str) -> None:
-    """Moments and master weights are where the recipe wants them, in float32."""
-    from megarl.actor.optimizer_state import distributed_optimizers
-
-    states = [s for part in distributed_optimizers(actor.optimizer) for s in part.optimizer.state.values()]
-    names = ("exp_avg", "exp_avg_sq", *(["master_param"] if name != "none" else []))
-    tensors = [state[key] for state in states for key in names]
-    assert {x.dtype for x in tensors} == {torch.float32}
-    on_host = sum(x.numel() for x in tensors if not x.is_cuda) / sum(x.numel() for x in tensors)
-    assert {"all": on_host == 1, "half": 0.4 < on_host < 0.9, "none": on_host == 0}[name], on_host
-
-
-@pytest.mark.parametrize(("optimizers", "ranks"), [(["all", "none", "half"], 1), (["none", "all"], 2)])
-def test_an_optimizer_on_the_host_makes_the_same_updates(sealed, tmp_path, optimizers, ranks):
-    """A checkpoint continues bit for bit with the optimizer that wrote it, and within Adam's rounding with another."""
-    straight, again, *others = updates_with(optimizers, sealed, tmp_path, ranks)
-    assert len(straight) == 4 and again == straight[2:]
-    for other in others:
-        for ours, theirs in zip(other, straight[2:], strict=True):
-            assert ours["loss"] == pytest.approx(theirs["loss"], abs=LOSS)
-            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=NORM)
