@@ -1,4 +1,4 @@
-"""Counts kernel launches and waits for the device, by the place in Python that causes them."""
+"""Counts kernel launches, and waits for the device by the place in Python that causes them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,9 @@ LISTENER = ctypes.CFUNCTYPE(None, ctypes.c_char_p, ctypes.c_char_p)
 
 @dataclass
 class Seen:
-    """Counts by place: ``path:line function`` of the innermost frame that is not torch's, or "autograd" without one."""
+    """Places are ``path:line function`` of the innermost frame that is not torch's, or "autograd" without one."""
 
     waits: Counter[str] = field(default_factory=Counter)  # "what at place"
-    launches: Counter[str] = field(default_factory=Counter)  # by place, with ``launches=True``
     launch_count: int = 0
 
     @property
@@ -35,15 +34,13 @@ class Seen:
 
 
 @contextlib.contextmanager
-def counted(launches: bool = False) -> Iterator[Seen]:
-    """Counts waits and launches in all threads. launches: count launches by place too, which is slow."""
+def counted() -> Iterator[Seen]:
+    """Counts waits and launches in all threads."""
     seen = Seen()
 
     def listen(kind: bytes, name: bytes) -> None:
         if kind == b"wait":
             seen.waits[f"{name.decode()} at {place()}"] += 1
-        elif launches:
-            seen.launches[place()] += 1
 
     listener, before = LISTENER(listen), lib.launch_count()
     lib.set_listener(ctypes.cast(listener, ctypes.c_void_p).value)

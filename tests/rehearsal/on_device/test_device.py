@@ -41,11 +41,10 @@ def test_mixed_devices_are_refused():
 
 def test_waits_and_launches_are_counted():
     x = torch.ones(4, device="cuda")
-    with counted(launches=True) as seen:
+    with counted() as seen:
         y = x * 2 + 1
         y[1:].view(3, 1).transpose(0, 1)
     assert seen.launch_count == 2 and not seen.waits
-    assert [place.split(":")[0] for place in seen.launches] == ["tests/rehearsal/on_device/test_device.py"]
     with counted() as seen:
         y.sum().item()
         y.cpu()
