@@ -166,6 +166,7 @@ def save_of_two(rank, model, folder):
     dist.destroy_process_group()
 
 
+@pytest.mark.layouts
 def test_every_rank_reports_why_one_rank_could_not_write(tmp_path):
     make_hf_model("qwen3").save_pretrained(tmp_path / "model")
     run_ranks(save_of_two, (tmp_path / "model", tmp_path), 2)

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from tests.actor.te_worker import COMPOSITIONS, KINDS, RESUMED
 from tests.actor.test_lora import check_peft
-from tests.extent import few
+from tests.extent import EVERY, few
 from tests.helpers import ROOT
 
 STAND_INS = Path(__file__).parent / "stand_ins"
@@ -25,13 +25,13 @@ DENSE = ("llama", "qwen2", "qwen3")
 
 @pytest.fixture(scope="module")
 def compared(tmp_path_factory):
-    """The results of `te_worker`, and its folder; one process for several families, because its imports take seconds.
+    """The results of `te_worker` for all families, and its folder; one process, because its imports take seconds.
 
-    One family has the oldest version that Megatron declares.
+    With every case, one family has the oldest version that Megatron declares.
     """
-    folder = tmp_path_factory.mktemp("compared")
-    newest = compute(folder, *(family for family in FAMILIES if family != "olmoe"))
-    return newest | compute(folder, "olmoe", TE_STAND_IN="2.9.0"), folder
+    folder, oldest = tmp_path_factory.mktemp("compared"), ["olmoe"] * EVERY
+    newest = compute(folder, *(family for family in FAMILIES if family not in oldest))
+    return newest | (compute(folder, *oldest, TE_STAND_IN="2.9.0") if oldest else {}), folder
 
 
 def compute(folder, *families, **variables):
