@@ -180,6 +180,18 @@ class TokenBatch:
             _check_finite(name, getattr(self, name), self.loss_mask)
         return self
 
+    def by_sequence(self, values: torch.Tensor) -> dict[int, dict[int, Any]]:
+        """{``sequence_index`` of each sequence: {position: value}} of its trained tokens, for values [T].
+
+        Waits for the device.
+        """
+        assert self.sequence_index is not None
+        found: dict[int, dict[int, Any]] = {sequence: {} for sequence in self.sequence_index.tolist()}
+        rows = torch.stack([self.sequence_index[self.sequence_ids], self.positions])[:, self.loss_mask].tolist()
+        for sequence, position, value in zip(*rows, values[self.loss_mask].tolist(), strict=True):
+            found[sequence][position] = value
+        return found
+
 
 def segment_ids(boundaries: torch.Tensor, tokens: int) -> torch.Tensor:
     """Boundaries [segments + 1] -> [tokens] int64, the segment of each token. Does not wait for the device."""

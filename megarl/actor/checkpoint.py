@@ -135,8 +135,14 @@ def save(
         if dist.get_rank() == 0:
             make_directory(directory)
             temporary = stack.enter_context(atomic_directory(target))
-        path = _broadcast_path(temporary)
-        position = _copy_metrics(metrics, path)
+        box = [temporary]
+        dist.broadcast_object_list(box, src=0)
+        path, position = box[0], None
+        assert path is not None
+        if metrics is not None:
+            with disk_errors(path):
+                (path / METRICS).write_bytes(metrics.lines)
+            position = metrics.position
         state = _sharded_state(actor) | {"random": _random_state()}
         request = dist_checkpointing.save(state, str(path), async_sharded_save=True, **_WRITER)
         _write_common(actor, update, path)
@@ -146,14 +152,6 @@ def save(
     if wait:
         finish(actor)
     return target
-
-
-def _copy_metrics(metrics: MetricsWriter | None, path: Path) -> Position | None:
-    if metrics is None:
-        return None
-    with disk_errors(path):
-        (path / METRICS).write_bytes(metrics.lines)
-    return metrics.position
 
 
 def _write_common(actor: Actor, update: int, path: Path) -> None:
@@ -329,12 +327,6 @@ def _restore_random_state(state: dict[str, torch.Tensor]) -> None:
     get_cuda_rng_tracker().set_states(tracked)
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _broadcast_path(path: Path | None) -> Path:
-    box = [str(path)]
-    dist.broadcast_object_list(box, src=0)
-    return Path(box[0])
 
 
 def _shared_statistics(actor: Actor) -> dict[str, Any] | None:

@@ -49,7 +49,8 @@ class IndexDispatcher(MoETokenDispatcher):
             self._start_exchange_of_counts()
         experts, top_k = routing_map.shape[1], self.config.moe_router_topk
         pairs = torch.nonzero_static(routing_map.flatten(), size=routing_map.shape[0] * top_k)[:, 0]
-        pairs, order = _sort(pairs, pairs % experts)
+        order = (pairs % experts).argsort(stable=True)
+        pairs = pairs[order]
         self.tokens = (pairs // experts)[:, None]  # row -> its token
         self.rows = _inverse(order).view(-1, top_k)  # token -> its rows
         hidden = hidden_states.view(-1, self.hidden_shape[-1])
@@ -153,11 +154,6 @@ def gather_rows(
     backward pass sums over them, without atomic additions.
     """
     return _GatherRows.apply(rows, sources, targets, backend)
-
-
-def _sort(values: torch.Tensor, keys: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    order = keys.argsort(stable=True)
-    return values[order], order
 
 
 def _inverse(order: torch.Tensor) -> torch.Tensor:

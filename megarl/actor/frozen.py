@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from megarl.actor import routing
 from megarl.actor.hf import load_hf
@@ -49,8 +49,7 @@ class FrozenPolicy:
         names = [name for name in self.fields if name != "routed_experts"]
         if not logs:  # only the last pipeline stage computes log-probs
             return micro_batches
-        annotated = []
-        for micro, log in zip(micro_batches, logs, strict=True):
-            logprobs: dict[str, Any] = dict.fromkeys(names, log.batch.logprobs)
-            annotated.append(replace(micro, batch=replace(micro.batch, **logprobs)))
-        return annotated
+        return [
+            replace(micro, batch=replace(micro.batch, **dict.fromkeys(names, log.batch.logprobs)))  # type: ignore[arg-type]
+            for micro, log in zip(micro_batches, logs, strict=True)
+        ]

@@ -59,6 +59,9 @@ class Adapter(torch.nn.Module):
             # norm only on the first tensor-parallel rank
             if axis is not None or self.group.size() == 1:
                 set_tensor_model_parallel_attributes(parameter, True, axis or 0, 1)
+            elif not matrix.of_experts:
+                # each rank applies it to its own tokens; the attribute makes Megatron sum the gradients
+                parameter.sequence_parallel = True  # type: ignore[attr-defined]
 
     def _divided_axis(self, parameter: torch.Tensor) -> int | None:
         """The dimension of A or B that tensor parallelism divides; None if the parameter is replicated."""
@@ -103,15 +106,6 @@ class Adapter(torch.nn.Module):
 
 class LinearAdapter(Adapter):
     """The adapter of a linear layer, whose tokens tensor-parallel ranks divide."""
-
-    def __init__(
-        self, key: str, weight: torch.Tensor, shape: tuple[int, ...], matrix: Matrix, table: LoraTable
-    ) -> None:
-        super().__init__(key, weight, shape, matrix, table)
-        # each rank applies a replicated one to its own tokens; the attribute makes Megatron sum the gradients
-        for parameter in (self.a, self.b):
-            if self._divided_axis(parameter) is None:
-                parameter.sequence_parallel = self.group.size() > 1  # type: ignore[attr-defined]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The matrix's input -> the term to add to its output."""

@@ -59,19 +59,20 @@ def non_finite_update(
         return NonFiniteUpdate(f"{what}; the update was not applied", [])
     gathered: list[Any] = [None] * group.size()
     dist.all_gather_object(gathered, [_examine(log.batch, objective) for log in logs], group=group)
-    merged: dict[int, dict[str, Any]] = {}
-    for sequence, tensor, bad, logprobs, whole in (x for rank in gathered for log in rank for x in log):
-        entry = merged.setdefault(sequence, {"bad": {}, "logprobs": {}, "whole": whole})
-        entry["logprobs"] |= logprobs
-        if tensor:
-            entry["bad"].setdefault(tensor, []).extend(bad)
-    order = [*_INPUTS, "loss"]
-    chosen = {s: e for s, e in merged.items() if e["bad"]} or merged
+    merged: dict[int, dict[str, dict[int, Any]]] = {}
+    for tensor, sequence, values in (found for rank in gathered for log in rank for found in log):
+        merged.setdefault(sequence, {}).setdefault(tensor, {}).update(values)
     offenders = []
-    for sequence, entry in sorted(chosen.items()):
-        tensor = min(entry["bad"], key=order.index, default="gradient")
-        bad = sorted(entry["bad"].get(tensor, []))
-        offenders.append(Offender(sequence, tensor, bad, dict(sorted(entry["logprobs"].items())), entry["whole"]))
+    for sequence, tensors in sorted(merged.items()):
+        logprobs = tensors.pop("of the actor")
+        bad = {name: [i for i, finite in sorted(values.items()) if not finite] for name, values in tensors.items()}
+        tensor = next((name for name, positions in bad.items() if positions), "gradient")
+        whole = logs[0].batch.with_prompts
+        if logprobs:  # none in sequences that do not train
+            offenders.append(
+                Offender(sequence, tensor, bad.get(tensor, []), dict(sorted(logprobs.items())), whole_sequences=whole)
+            )
+    offenders = [offender for offender in offenders if offender.tensor != "gradient"] or offenders
     first = offenders[0]
     return NonFiniteUpdate(
         f"{what}; the update was not applied. {first.tensor} is not finite in sequence {first.sequence} of the batch"
@@ -87,21 +88,13 @@ def _where(models: list[Any]) -> str:
     return f", not finite in {len(bad)} of {len(every)} parameters, the first being {bad[0]}" if bad else ""
 
 
-def _examine(batch: TokenBatch, objective: Objective) -> list[tuple[int, str, list[int], Any, bool]]:
-    """For each sequence of this rank: (index in the optimizer batch, first tensor that is not finite or "", positions
-    where it is not, log-probs by position, whether positions count input tokens)."""
-    mask, ids, positions = batch.loss_mask, batch.sequence_ids, batch.positions
-    assert batch.sequence_index is not None
-    bad = {name: mask & ~torch.isfinite(getattr(batch, name)) for name in _INPUTS if getattr(batch, name) is not None}
-    bad["loss"] = mask & ~_loss_is_finite(batch, objective)
-    examined = []
-    for local, sequence in enumerate(batch.sequence_index.tolist()):
-        mine = (ids == local) & mask
-        logprobs = dict(zip(positions[mine].tolist(), batch.logprobs[mine].tolist(), strict=True))
-        tensor = next((name for name, where in bad.items() if bool((where & mine).any())), "")
-        where = positions[bad[tensor] & mine].tolist() if tensor else []
-        examined.append((sequence, tensor, where, logprobs, batch.with_prompts))
-    return examined
+def _examine(batch: TokenBatch, objective: Objective) -> list[tuple[str, int, dict[int, Any]]]:
+    """(name, index in the optimizer batch, values by position) for each sequence of this rank: its log-probs "of the
+    actor", and whether each of `_INPUTS` and the loss is finite."""
+    values = {"of the actor": batch.logprobs}
+    values |= {name: torch.isfinite(x) for name in _INPUTS if (x := getattr(batch, name)) is not None}
+    values["loss"] = _loss_is_finite(batch, objective)
+    return [(name, *found) for name, tensor in values.items() for found in batch.by_sequence(tensor).items()]
 
 
 def _loss_is_finite(batch: TokenBatch, objective: Objective) -> torch.Tensor:

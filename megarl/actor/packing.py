@@ -304,7 +304,9 @@ def _routed_experts(
     for segment, record, start in zip(segments, records, np.cumsum(lengths) - lengths, strict=True):
         if record is not None:
             experts[start : start + segment.length] = record[segment.first : segment.first + segment.length]
-    on_device = to_device(device, experts[kept].swapaxes(0, 1))
+    # as under sequence parallelism, a rank's routers see its own tokens
+    size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
+    on_device = to_device(device, experts[kept].swapaxes(0, 1)).chunk(size, 1)[rank]
     return {layer + 1: chosen for layer, chosen in enumerate(on_device)}
 
 
@@ -376,17 +378,7 @@ def micro_batches(
     tokens = [packed_length(part, multiple, shard, share) for part in parts]
     if virtual:
         tokens = [max(tokens)] * len(parts)
-    packed = [
+    return [
         pack(part, bin or [len(samples)], device, length, shard, share)
         for part, bin, length in zip(parts, bins, tokens, strict=True)
     ]
-    return [_sequence_parallel(batch) for batch in packed]
-
-
-def _sequence_parallel(batch: MicroBatch) -> MicroBatch:
-    """The micro-batch with ``routed_experts`` of this rank's tokens only, which its routers see under sequence
-    parallelism."""
-    if batch.routed_experts is None or mpu.get_tensor_model_parallel_world_size() == 1:
-        return batch
-    size, rank = mpu.get_tensor_model_parallel_world_size(), mpu.get_tensor_model_parallel_rank()
-    return replace(batch, routed_experts={k: v.chunk(size)[rank] for k, v in batch.routed_experts.items()})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from typing import Any
 
 import torch
@@ -55,15 +56,9 @@ def _count(hf: dict[str, Any], recipe: Recipe, ranks: int, rank: int) -> dict[st
             models = build_model(hf, recipe)
             lora.attach(models, recipe)
         named = [item for model in models for item in model.named_parameters()]
-        sizes = {
-            (of_adapters, of_experts): sum(
-                parameter.numel()
-                for name, parameter in named
-                if (lora.is_adapters(name), ".experts." in name) == (of_adapters, of_experts)
-            )
-            for of_adapters in (False, True)
-            for of_experts in (False, True)
-        }
+        sizes: Counter[tuple[bool, bool]] = Counter()
+        for name, parameter in named:
+            sizes[lora.is_adapters(name), ".experts." in name] += parameter.numel()
         matrices = [p.numel() for name, p in named if _MATRIX.search(name) and not lora.is_adapters(name)]
         trained = [(name, p) for name, p in named if p.requires_grad]
         return {

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from megarl.actor.model import PolicyModel
 from megarl.actor.packing import Sample, micro_batches
 from megarl.actor.schedule import collect, run_micro_batches
-from megarl.batch import TokenBatch
 from megarl.recipe.megatron import token_alignment
 
 
@@ -38,23 +37,11 @@ def score(
         for model, temperature in zip(models, temperatures, strict=True):
             model.temperature = temperature
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [part for log in logs for part in _parts(log.batch)])
+    dist.all_gather_object(everyone, [log.batch.by_sequence(log.batch.logprobs) for log in logs])
     scores = [np.full(len(tokens) - 1, np.nan, np.float32) for tokens in sequences]
-    for sequence, positions, logprobs in (part for rank in everyone for part in rank):
-        scores[sequence][positions] = logprobs
+    for sequence, logprobs in (item for rank in everyone for found in rank for item in found.items()):
+        if logprobs:  # none in the filler of an empty micro-batch
+            # the prompt is one token, so positions among input tokens, which a shard counts, and among those of the
+            # response are equal
+            scores[sequence][list(logprobs)] = list(logprobs.values())
     return scores
-
-
-def _parts(batch: TokenBatch) -> list[tuple[int, list[int], list[float]]]:
-    """(sequence, positions, log-probs at these positions) for each sequence of this rank.
-
-    The prompt is one token, so positions among input tokens, which a shard counts, and among response tokens are equal.
-    """
-    mask, ids, positions = batch.loss_mask, batch.sequence_ids, batch.positions
-    assert batch.sequence_index is not None
-    parts = []
-    for local, sequence in enumerate(batch.sequence_index.tolist()):
-        mine = (ids == local) & mask
-        if bool(mine.any()):  # False for the filler of an empty micro-batch
-            parts.append((sequence, positions[mine].tolist(), batch.logprobs[mine].tolist()))
-    return parts

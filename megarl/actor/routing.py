@@ -52,27 +52,21 @@ class LayerRouting:
         """Megatron's contract: scores [t, experts] -> scores and indices of the chosen experts, both [t, topk]."""
         assert default_compute_topk is not None
         values, own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        self.own = own
-        if self.target is None:
-            self._note(scores, own)
-            return values, own
-        target = self.target.to(own.dtype)
-        known = target >= 0
-        if self.counted is not None:
-            differs = known & ~(target[:, :, None] == own[:, None, :]).any(-1)
-            parts = [differs.sum(1), known.sum(1), differs.any(1), known.any(1)]
-            counted = torch.stack(parts).double() @ self.counted
-            self.agreement = counted if self.agreement is None else self.agreement + counted
-        if not self.replays:
-            self._note(scores, own)
-            return values, own
-        chosen = torch.where(known, target, own)
-        self._note(scores, chosen)
-        return scores.gather(1, chosen), chosen
-
-    def _note(self, scores: torch.Tensor, chosen: torch.Tensor) -> None:
+        self.own = chosen = own
+        if self.target is not None:
+            target = self.target.to(own.dtype)
+            known = target >= 0
+            if self.counted is not None:
+                differs = known & ~(target[:, :, None] == own[:, None, :]).any(-1)
+                parts = [differs.sum(1), known.sum(1), differs.any(1), known.any(1)]
+                counted = torch.stack(parts).double() @ self.counted
+                self.agreement = counted if self.agreement is None else self.agreement + counted
+            if self.replays:
+                chosen = torch.where(known, target, own)
+                values = scores.gather(1, chosen)
         if self.counted is not None:
             self.routed = scores.detach(), chosen
+        return values, chosen
 
     def distribution(self, scores: torch.Tensor) -> torch.Tensor:
         """[t, experts] float32, the router's probabilities of the experts; sigmoid scores divided by their sum."""
@@ -86,29 +80,20 @@ class LayerRouting:
 def install(models: Sequence[torch.nn.Module], replays: bool) -> None:
     """Prepare the routers of these model chunks for `begin` and `end`. replays: as in `LayerRouting`.
 
-    A model without experts is left as it is; a chunk of a model with experts may have only dense layers.
+    A chunk of a model with experts may have only dense layers.
     """
     for model in models:
-        config: Any = model.config
-        if config.num_moe_experts is None:
-            continue
-        routers = [m for m in model.modules() if isinstance(m, TopKRouter)]
-        layers = [LayerRouting(router, replays) for router in routers]
-        for router, layer in zip(routers, layers, strict=True):
-            router.router_replay = layer
-        model.layer_routings = layers  # type: ignore[assignment]
+        model.layer_routings = [LayerRouting(m, replays) for m in model.modules() if isinstance(m, TopKRouter)]  # type: ignore[assignment]
+        for layer in routings(model):
+            layer.router.router_replay = layer
 
 
 def routings(model: torch.nn.Module) -> list[LayerRouting]:
     """The `LayerRouting`s of a chunk, wrapped in DDP or not; [] without `install` and in a chunk of dense layers."""
-    return _installed(model) or []
-
-
-def _installed(model: torch.nn.Module) -> list[LayerRouting] | None:
     inner: Any = model
     while hasattr(inner, "module"):
         inner = inner.module
-    return getattr(inner, "layer_routings", None)
+    return getattr(inner, "layer_routings", [])
 
 
 def begin(model: torch.nn.Module, experts: Experts | None, trained: Callable[[], torch.Tensor] | None) -> None:
@@ -170,10 +155,10 @@ def count(models: Sequence[torch.nn.Module], device: torch.device) -> torch.Tens
 
     A row for each layer of the whole model: how often the trained tokens chose each expert; the sum of the entropies of
     the router, in nats; the number of trained tokens. The last row has `LayerRouting.agreement`, summed over layers.
-    Collective over all ranks. None without `install`.
+    Collective over all ranks. None for a model without experts.
     """
-    config: Any = next((model.config for model in models if _installed(model) is not None), None)
-    if config is None:
+    config: Any = models[0].config
+    if config.num_moe_experts is None:
         return None
     total = torch.zeros(config.num_layers + 1, config.num_moe_experts + 2, dtype=torch.float64, device=device)
     for layers in (routings(model) for model in models):

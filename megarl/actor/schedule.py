@@ -74,18 +74,14 @@ def run_micro_batches(
 def token_batch(micro_batch: MicroBatch, output: LogprobsAndEntropy) -> TokenBatch:
     """The objective's batch of a micro-batch, with the model's log-probs and entropy filled in."""
     batch, packed = micro_batch.batch, micro_batch.packed
+    logprobs, entropy = output
     if batch.shard is not None:
         assert packed.trained is not None
-        output = _scatter(output[0], packed.trained, batch), _scatter(output[1], packed.trained, batch)
-    logprobs, entropy = output
+        size, trained = batch.loss_mask.numel(), packed.trained
+        logprobs, entropy = (x.new_zeros(size).index_copy(0, trained, x) for x in output)
     # by default the proximal policy is the current one, which is the policy before this update
     old_logprobs = logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
     return replace(batch, logprobs=logprobs, entropy=entropy, old_logprobs=old_logprobs)
-
-
-def _scatter(values: torch.Tensor, indices: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
-    """[N] values of the trained labels at their ``indices`` among all tokens of the batch, 0 elsewhere."""
-    return values.new_zeros(batch.loss_mask.numel()).index_copy(0, indices, values)
 
 
 def collect(micro_batch: MicroBatch, output: LogprobsAndEntropy) -> Loss:

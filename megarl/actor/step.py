@@ -6,7 +6,6 @@ import math
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -145,17 +144,27 @@ def compute_gradients(
     for replica in actor.replicas:
         replica.zero_grad_buffer()
     actor.optimizer.zero_grad()
-    backend = actor.recipe.actor.kernel_backend
-    vocabulary = actor.models[0].true_vocab_size if detail else 0
-    loss = partial(
-        _loss,
-        objective=objective,
-        statistics=statistics,
-        backend=backend,
-        vocabulary=vocabulary,
-        samples=samples,
-        responses=actor.recipe.optimizer.ess_scaling,
-    )
+    backend, responses = actor.recipe.actor.kernel_backend, actor.recipe.optimizer.ess_scaling
+    vocabulary = actor.models[0].true_vocab_size
+
+    def loss(micro_batch: MicroBatch, output: LogprobsAndEntropy) -> Loss:
+        """The loss as Megatron wants it: (sum, count, log). Megatron divides by the global count."""
+        batch = token_batch(micro_batch, output)
+        terms = objective(batch, statistics(batch), backend)
+        weights = token_weights(batch.loss_mask, batch.cu_seqlens, objective.aggregation, batch.shard)
+        total = (terms.loss * weights).sum()
+        count = micro_batch.sequence_count if objective.aggregation == "sequence_mean" else micro_batch.token_count
+        batch = batch.detach()
+        log = MicroBatchLog(batch, terms.metrics | (response_metrics(batch) if responses else {}), terms.histograms)
+        if detail:
+            metrics, histograms = detailed(batch, terms.kept)
+            tokens = _count_tokens(micro_batch, terms.kept, vocabulary)
+            log = MicroBatchLog(batch, log.metrics | metrics, terms.histograms | histograms, tokens)
+        if samples:
+            log.histograms["sample_tokens"] = _count_by_sample(batch, terms.kept, samples)
+        # torch.tensor would wait for a copy
+        return total, torch.full((), count, dtype=torch.int, device=total.device), log
+
     logs = run_micro_batches(actor.replicas, micro_batches, loss)
     return logs, _reduce(logs, routing.count(actor.models, actor.device), detail)
 
@@ -189,37 +198,6 @@ def _whole_batch_statistics(objective: Objective, logs: list[MicroBatchLog], bac
 def _batch_group() -> dist.ProcessGroup:
     """The ranks that together hold the optimizer batch."""
     return mpu.get_data_parallel_group(with_context_parallel=True)
-
-
-def _loss(
-    micro_batch: MicroBatch,
-    output: LogprobsAndEntropy,
-    objective: Objective,
-    statistics: Callable[[TokenBatch], Any],
-    backend: str,
-    vocabulary: int,
-    samples: int,
-    responses: bool,
-) -> Loss:
-    """The loss of a micro-batch as Megatron wants it: (sum, count, log). Megatron divides by the global count.
-
-    vocabulary: size of the vocabulary, for detailed metrics; 0: no detailed metrics. samples: as in `train_step`.
-    responses: whether to add the metrics from which ``ess/responses`` is computed.
-    """
-    batch = token_batch(micro_batch, output)
-    terms = objective(batch, statistics(batch), backend)
-    weights = token_weights(batch.loss_mask, batch.cu_seqlens, objective.aggregation, batch.shard)
-    loss = (terms.loss * weights).sum()
-    count = micro_batch.sequence_count if objective.aggregation == "sequence_mean" else micro_batch.token_count
-    batch = batch.detach()
-    log = MicroBatchLog(batch, terms.metrics | (response_metrics(batch) if responses else {}), terms.histograms)
-    if vocabulary:
-        metrics, histograms = detailed(batch, terms.kept)
-        tokens = _count_tokens(micro_batch, terms.kept, vocabulary)
-        log = MicroBatchLog(batch, log.metrics | metrics, terms.histograms | histograms, tokens)
-    if samples:
-        log.histograms["sample_tokens"] = _count_by_sample(batch, terms.kept, samples)
-    return loss, torch.full((), count, dtype=torch.int, device=loss.device), log  # torch.tensor would wait for a copy
 
 
 def _count_by_sample(batch: TokenBatch, kept: torch.Tensor, samples: int) -> torch.Tensor:

@@ -41,10 +41,7 @@ def moment_histogram(
     check_backend(backend, keys.device)
     if backend in STATISTICS_IN_TORCH:
         return _table(keys.long(), (keys >= 0), keys, prefix, shift, bits)
-    table = torch.zeros(2, 1 << bits, dtype=torch.int64, device=keys.device)
-    where = (ctypes.c_int(shift), ctypes.c_int(bits))
-    library.call("moment_histogram", keys.device, keys, keys.numel(), prefix, *where, table)
-    return table
+    return _compiled("moment_histogram", keys, keys.numel(), prefix, shift=shift, bits=bits)
 
 
 def moment_ties(
@@ -61,10 +58,13 @@ def moment_ties(
     check_backend(backend, keys.device)
     if backend in STATISTICS_IN_TORCH:
         return _table(tie_order(tokens, places), keys == key, keys, prefix, shift, bits)
-    table = torch.zeros(2, 1 << bits, dtype=torch.int64, device=keys.device)
     boundaries = (tokens.cu_seqlens, tokens.segments)
-    where = (ctypes.c_int(shift), ctypes.c_int(bits))
-    library.call("moment_ties", keys.device, keys, key, places, *boundaries, prefix, *where, table)
+    return _compiled("moment_ties", keys, key, places, *boundaries, prefix, shift=shift, bits=bits)
+
+
+def _compiled(name: str, keys: torch.Tensor, *arguments: torch.Tensor | int, shift: int, bits: int) -> torch.Tensor:
+    table = torch.zeros(2, 1 << bits, dtype=torch.int64, device=keys.device)
+    library.call(name, keys.device, keys, *arguments, ctypes.c_int(shift), ctypes.c_int(bits), table)
     return table
 
 

@@ -220,15 +220,3 @@ def one_rank():
     yield torch.device("cpu")
     mpu.destroy_model_parallel()
     dist.destroy_process_group()
-
-
-@pytest.fixture(scope="session")
-def model_and_rollouts(tmp_path_factory):
-    """Paths of a tiny Qwen3-MoE of four layers, and of sealed rollouts with the log-probs of a policy near it."""
-    from tests.actor.layout_ranks import seal_rollouts
-
-    folder = tmp_path_factory.mktemp("sealed")
-    model = make_hf_model("qwen3_moe", num_hidden_layers=4, initializer_range=0.1)
-    model.save_pretrained(folder / "model")
-    seal_rollouts(model, folder / "rollouts")
-    return folder / "model", folder / "rollouts"

@@ -1,6 +1,7 @@
-"""What one rank of `test_layout_matrix` computes: all layouts of one world size in turn, in the same processes."""
+"""What one rank of `test_layout_matrix` computes: the cases of all layouts of one world size, in the same processes."""
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,42 +14,11 @@ from safetensors.torch import load_file
 
 from megarl.objectives import build_objective
 from megarl.recipe.tables import Recipe
-from tests.actor.conftest import make_recipe
-from tests.extent import EVERY, few
+from tests.actor.conftest import make_hf_model, make_recipe
+from tests.extent import few
 
-UPDATES, FEW = 20 if EVERY else 6, 3  # a resumed one makes six
-# they make all updates; between them they have all kinds of parallelism
-LONG = ("one", "TP2 EP4", "CP2 PP2", "DP2 EP2")
+UPDATES = 6
 PROMPTS = 4  # groups per update
-
-
-@dataclass(frozen=True)
-class Case:
-    objective: str
-    fields: dict[str, Any] = field(default_factory=dict)
-    updates: int = FEW
-    routing_replay: str = "none"
-    optimizer: dict[str, Any] = field(default_factory=dict)
-
-
-CASES = {
-    "mu_grpo": Case("mu_grpo", updates=UPDATES),
-    "m2po": Case("m2po", {"m2_threshold": 0.04}, UPDATES),
-    "gspo": Case("gspo", {"eps_low": 0.05, "eps_high": 0.05}, UPDATES),
-    "minpro": Case("minpro", updates=UPDATES),
-    "bapo": Case("bapo"),
-    "ess scaling": Case("reinforce", optimizer={"ess_scaling": True, "schedule": "cosine"}),
-    "frozen policies": Case(
-        "grpo",
-        {"aggregation": "sequence_mean", "kl": {"coefficient": 0.1}, "truncated_importance": {"maximum": 1.1}},
-    ),
-    "replay actor": Case("mu_grpo", routing_replay="actor"),
-    "replay engine": Case("mu_grpo", routing_replay="engine"),
-}
-
-
-def updates_of(name: str, case: str) -> int:
-    return CASES[case].updates if name in LONG else FEW
 
 
 @dataclass(frozen=True)
@@ -59,7 +29,7 @@ class Layout:
 
 
 LAYOUTS = {
-    "one": Layout(1),  # with whole sequences; in all others responses share their prompts
+    "one": Layout(1),  # with whole sequences, without recomputation; in all others responses share their prompts
     "one, shared prompts": Layout(1),
     "TP2 ETP2": Layout(2, {"tensor_parallel": 2}),
     "TP2 EP2": Layout(2, {"tensor_parallel": 2, "expert_tensor_parallel": 1, "expert_parallel": 2}),
@@ -75,9 +45,92 @@ LAYOUTS = {
     "DP2 EP2": Layout(4, {"expert_parallel": 2}),
     "TP2 CP2": Layout(4, {"tensor_parallel": 2, "context_parallel": 2}),
 }
-# those of the matrix
 MATRIX = few(LAYOUTS, "one", "one, shared prompts", "TP2 EP2", "PP2 VPP2", "CP2 PP2", "DP2 EP2")
-MATRIX_CASES = few(CASES, "mu_grpo", "m2po", "frozen policies", "replay actor", "replay engine")
+
+
+@dataclass(frozen=True)
+class Case:
+    objective: str = "mu_grpo"
+    fields: dict[str, Any] = field(default_factory=dict)
+    updates: int = 3
+    layouts: tuple[str, ...] = MATRIX  # in the order of `LAYOUTS`; all but "one" are compared with it
+    family: str = "qwen3_moe"
+    routing_replay: str = "none"
+    recompute: Any = "none"
+    lora: dict[str, Any] | None = None
+    optimizer: dict[str, Any] = field(default_factory=dict)
+    dispatcher: str = "alltoall"  # of several ranks
+    lr: float = 1e-3
+    limit: float = 1e-5  # distance of the gradients, relative to their length
+    continued: bool = False  # whether a checkpoint goes from layout to layout
+
+
+# the layouts for which a family's layers have their own code, and the parts of them that these recompute
+LAYERS = ("one", "TP2 EP2", "PP2 uneven", "CP2")
+FAMILIES: dict[str, tuple[tuple[str, ...], list[str]]] = {
+    "olmoe": (LAYERS[:2], ["core_attn", "layernorm", "moe"]),
+    "qwen2_moe": (LAYERS[:2], ["layernorm", "mlp", "shared_experts"]),
+    "glm4_moe": (LAYERS[:3], ["layernorm", "mlp", "moe"]),
+    "deepseek_v3": (LAYERS, ["core_attn", "layernorm", "mlp", "shared_experts"]),
+    "deepseek_v3_moonlight": (LAYERS[:2], ["core_attn", "moe"]),
+    "qwen3_next": (LAYERS, ["core_attn", "layernorm", "moe"]),
+    "gpt_oss": (LAYERS, ["core_attn", "layernorm", "moe"]),
+    "qwen3_5_moe": (LAYERS[:3], ["layernorm", "moe", "shared_experts"]),
+}
+# those with layers that no other family has
+TRAINED = few(FAMILIES, "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss")
+CONTINUED = few(("olmoe", "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss"), "glm4_moe", "deepseek_v3")
+LORA_LAYOUTS = ("one", "TP2 ETP2", "TP2 EP2", "PP2", "CP2", "EP2", "DP2", "PP2 VPP2")
+LORA_LAYOUTS = few(LORA_LAYOUTS, "one", "TP2 EP2", "CP2", "PP2 VPP2")
+EVERY_CASE = {
+    "mu_grpo": Case(updates=UPDATES),
+    "m2po": Case("m2po", {"m2_threshold": 0.04}, UPDATES),
+    "gspo": Case("gspo", {"eps_low": 0.05, "eps_high": 0.05}, UPDATES),
+    "minpro": Case("minpro", updates=UPDATES),
+    "bapo": Case("bapo"),
+    "ess scaling": Case("reinforce", optimizer={"ess_scaling": True, "schedule": "cosine"}),
+    "frozen policies": Case(
+        "grpo",
+        {"aggregation": "sequence_mean", "kl": {"coefficient": 0.1}, "truncated_importance": {"maximum": 1.1}},
+    ),
+    "replay actor": Case(routing_replay="actor", recompute="full"),
+    "replay engine": Case(routing_replay="engine", recompute="full"),
+    # Megatron-Core's flex dispatcher with DeepEP, for which there is a stand-in
+    "flex": Case(layouts=("one", "TP2 ETP2", "EP2"), recompute="full", dispatcher="flex"),
+    **{
+        name: Case(
+            "reinforce", updates=2, layouts=layouts, family=name, routing_replay="actor", recompute=parts, lr=1e-2,
+            limit=1e-6, continued=name in CONTINUED,
+        )
+        for name, (layouts, parts) in FAMILIES.items()
+    },
+    **{
+        f"adapters of {what}": Case(
+            "reinforce", updates=2, layouts=LORA_LAYOUTS, family="glm4_moe", recompute="full", lr=1e-2, limit=1e-6,
+            lora={"rank": 4, "alpha": 2.0, **targets}, continued=True,
+        )
+        for what, targets in {"all": {}, "experts": {"targets": ["experts.linear_fc1", "mlp.linear_fc2"]}}.items()
+    },
+}  # fmt: skip
+CASES = {
+    name: EVERY_CASE[name]
+    for name in few(
+        EVERY_CASE, "mu_grpo", "m2po", "frozen policies", "replay actor", "replay engine", "flex", *TRAINED,
+        "adapters of all", "adapters of experts",
+    )
+}  # fmt: skip
+
+
+def seal_models(folder: Path) -> None:
+    """Write the models of all cases to ``folder``, and rollouts with the log-probs of a policy near Qwen3-MoE."""
+    for name in {case.family for case in CASES.values()}:
+        # a layer for each chunk of virtual stages where there are such
+        layers = {"num_hidden_layers": 4 if name in ("qwen3_moe", "glm4_moe") else 3}
+        shared = {"n_shared_experts": 2} if name == "glm4_moe" else {}
+        model = make_hf_model(name, initializer_range=0.1, **layers, **shared)
+        model.save_pretrained(folder / "models" / name)
+        if name == "qwen3_moe":
+            seal_rollouts(model, folder / "rollouts")
 
 
 @torch.no_grad()
@@ -170,47 +223,139 @@ def whole_gradient(actor: Any, model: Path, scratch: Path) -> dict[str, torch.Te
     return gradient
 
 
-def run_layout(name: str, model: Path, rollouts: Path, folder: Path) -> dict[str, Any]:
-    """For every case: the first gradient, and the metrics of all updates, which only the last pipeline stage knows."""
-    from megarl.actor import frozen, packing, parallel, step
+def build_actor(name: str, layout: str, folder: Path) -> Any:
+    """The actor of a case, with its frozen policies; adapters are filled with random numbers, the same everywhere."""
+    from megarl.actor import frozen, step
 
-    recipe = recipe_of(LAYOUTS[name], model)
-    parallel.build_groups(recipe)
-    results: dict[str, Any] = {"reports": parallel.reports_metrics()}
+    case, model = CASES[name], folder / "models" / CASES[name].family
+    recompute = "full" if case.recompute != "none" and layout == "PP2 uneven" else case.recompute
+    recompute = "none" if layout == "one" else recompute
+    table = {"recompute": recompute, "routing_replay": case.routing_replay, "lora": case.lora}
+    megatron = {"moe_token_dispatcher_type": case.dispatcher} if layout != "one" else {}
+    recipe = recipe_of(LAYOUTS[layout], model, actor=table, optimizer=case.optimizer, megatron=megatron)
+    actor = step.Actor.build(recipe, model, torch.device("cpu"))
+    if case.routing_replay == "actor":
+        actor.frozen.append(frozen.FrozenPolicy.build(("routed_experts",), recipe, model))
+    for wanted in ("ref_logprobs", "old_logprobs"):
+        if wanted in build_objective(case.objective, case.fields).requires:
+            actor.frozen.append(frozen.FrozenPolicy.build((wanted,), recipe, model))
+    return actor
 
-    def micro_batches(actor: Any, samples: list[Any]) -> list[Any]:
-        assert actor.models[0].shares_prompts
-        return packing.micro_batches(samples, 128, actor.device, share=name != "one")
 
-    for case in MATRIX_CASES:
-        settings = CASES[case]
-        objective, replay = build_objective(settings.objective, settings.fields), settings.routing_replay
-        # the layout "one" recomputes nothing, so the comparison with it tests replay under recomputation
-        recompute = "full" if replay != "none" and name != "one" else "none"
-        table = {"recompute": recompute, "routing_replay": replay}
-        recipe = recipe_of(LAYOUTS[name], model, actor=table, optimizer=settings.optimizer)
-        actor = step.Actor.build(recipe, model, torch.device("cpu"))
-        if replay == "actor":
-            actor.frozen.append(frozen.FrozenPolicy.build(("routed_experts",), recipe, model))
-        for wanted in ("ref_logprobs", "old_logprobs"):
-            if wanted in objective.requires:
-                actor.frozen.append(frozen.FrozenPolicy.build((wanted,), recipe, model))
-        samples = update_samples(rollouts, 0, replay)
-        batches = micro_batches(actor, samples)
-        if case == "mu_grpo":
-            results["logprobs"] = logprobs(actor, batches, len(samples))
-        step.compute_gradients(actor, batches, objective)
-        gradient = whole_gradient(actor, model, folder / f"gradient {name}")
-        metrics = []
-        for update in range(updates_of(name, case)):
-            samples = update_samples(rollouts, update, replay)
-            batches = micro_batches(actor, samples)
-            metrics.append(step.train_step(actor, batches, objective, lr=1e-3, samples=len(samples)))
-        tokens = [line.pop("sample_tokens", {}).get("counts") for line in metrics]
-        results[case] = {"gradient": gradient, "metrics": metrics, "micro_batches": len(batches), "tokens": tokens[0]}
-    results["scores"] = reference_scores(recipe, model)
-    results["offenders"] = offenders(recipe, model, update_samples(rollouts, 0))
-    return results
+def batches_of(actor: Any, name: str, layout: str, update: int, folder: Path) -> list[Any]:
+    samples = update_samples(folder / "rollouts", update, CASES[name].routing_replay)
+    share = layout != "one" and actor.models[0].shares_prompts
+    return micro_batches(samples, actor, share)
+
+
+def micro_batches(samples: list[Any], actor: Any, share: bool) -> list[Any]:
+    from megarl.actor import packing
+
+    return packing.micro_batches(samples, 128, actor.device, share=share)
+
+
+def train(name: str, layout: str, folder: Path) -> dict[str, Any]:
+    """The first gradient, and the metrics of all updates, which only the last pipeline stage knows."""
+    from megarl.actor import step
+
+    case, actor = CASES[name], build_actor(name, layout, folder)
+    objective, results = build_objective(case.objective, case.fields), {}
+    samples = len(update_samples(folder / "rollouts", 0))
+    batches = batches_of(actor, name, layout, 0, folder)
+    if name == "mu_grpo":
+        results["logprobs"] = logprobs(actor, batches, samples)
+    if case.lora:
+        fill_adapters(actor)
+    step.compute_gradients(actor, batches, objective)
+    if case.lora:
+        gradient = adapter_gradient(actor)
+    else:
+        gradient = whole_gradient(actor, folder / "models" / case.family, folder / f"gradient {layout}")
+    metrics = []
+    for update in range(case.updates):
+        batches = batches_of(actor, name, layout, update, folder)
+        metrics.append(step.train_step(actor, batches, objective, lr=case.lr, samples=samples))
+    tokens = [line.pop("sample_tokens", {}).get("counts") for line in metrics]
+    return results | {"gradient": gradient, "metrics": metrics, "tokens": tokens[0]}
+
+
+@torch.no_grad()
+def fill_adapters(actor: Any) -> None:
+    """Give the adapters' B random numbers, without which A has no gradient."""
+    from megarl.actor import lora
+
+    for model in actor.models:
+        for shard in lora.sharded_state(model).values():
+            if shard.key.endswith(".b"):
+                seed = sum(map(ord, shard.key))
+                whole = torch.randn(shard.global_shape, generator=torch.Generator().manual_seed(seed)) / 20
+                shard.data.copy_(whole[part_of(shard.global_offset, shard.data.shape)])
+
+
+def part_of(offset: tuple[int, ...], shape: tuple[int, ...]) -> tuple[slice, ...]:
+    return tuple(slice(first, first + size) for first, size in zip(offset, shape, strict=True))
+
+
+def adapter_gradient(actor: Any) -> dict[str, torch.Tensor]:
+    """The gradients of all adapters, of the update just computed, as `whole_adapters`."""
+    gather_gradient(actor)
+    return whole_adapters(actor, lambda parameter: parameter.main_grad)
+
+
+def whole_adapters(actor: Any, value: Callable[[Any], torch.Tensor]) -> dict[str, torch.Tensor]:
+    """{key in a checkpoint: ``value(parameter)``} for all adapters, as whole tensors assembled from all ranks.
+
+    Asserts that ranks with the same part of a tensor agree.
+    """
+    from megarl.actor import lora
+
+    mine = [
+        (tensor.key, tensor.global_shape, tensor.global_offset, value(tensor.data).detach().cpu().float())
+        for model in actor.models
+        for tensor in lora.sharded_state(model).values()
+    ]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, mine)
+    found: dict[str, torch.Tensor] = {}
+    for key, shape, offset, part in (entry for rank in everyone for entry in rank):
+        place = part_of(offset, part.shape)
+        tensor = found.setdefault(key, torch.full(shape, torch.nan))
+        assert bool(tensor[place].isnan().all()) or torch.allclose(tensor[place], part, rtol=1e-6, atol=1e-9), key
+        tensor[place] = part
+    return found
+
+
+def policy(actor: Any, target: Path) -> dict[str, torch.Tensor]:
+    """The tensors that training changes."""
+    from megarl.actor.hf import export_hf
+    from tests.actor.test_hf_layouts import stored
+
+    if actor.recipe.actor.lora is not None:
+        return {key: tensor.clone() for key, tensor in whole_adapters(actor, lambda parameter: parameter).items()}
+    export_hf(actor.models, target, actor.recipe.model.path, 0)
+    return stored(target)
+
+
+def continued(name: str, layout: str, folder: Path) -> list[dict[str, torch.Tensor]]:
+    """The tensors of two policies: as the newest checkpoint, by another layout, gives it, and after one more update.
+
+    The first layout finds no checkpoint and begins with the initial policy. The second policy is saved as a checkpoint.
+    The layout "one" then goes on, and also gives the policy after the update of each layout that comes later.
+    """
+    from megarl.actor import checkpoint, step
+
+    case, actor = CASES[name], build_actor(name, layout, folder)
+    saved, target = folder / f"{name} checkpoints", folder / f"{name} {layout}"
+    found = checkpoint.checkpoints(saved)
+    done = checkpoint.load(actor, found[-1][1]) if found else 0
+    policies = [policy(actor, target / "loaded")]
+    for update in range(len(case.layouts) if layout == "one" else 1):
+        batches = batches_of(actor, name, layout, (done + update) % 2, folder)
+        step.train_step(actor, batches, build_objective(case.objective, {}), lr=case.lr)
+        if update == 0:
+            checkpoint.save(actor, saved, done + 1, keep=1)
+        policies.append(policy(actor, target / f"after {update}"))
+    return policies
 
 
 def logprobs(actor: Any, batches: list[Any], samples: int) -> list[torch.Tensor]:
@@ -257,7 +402,7 @@ def offenders(recipe: Recipe, model: Path, samples: list[Any]) -> list[dict[str,
 
     Asserts that all ranks refuse the update and keep their weights.
     """
-    from megarl.actor import packing, step
+    from megarl.actor import step
     from megarl.actor.nonfinite import NonFiniteUpdate
     from megarl.phases.samples import describe
 
@@ -267,7 +412,7 @@ def offenders(recipe: Recipe, model: Path, samples: list[Any]) -> list[dict[str,
     stored[-1] = np.nan
     samples[bad] = replace(samples[bad], rollout_logprobs=stored)
     before = [p.detach().clone() for chunk in actor.models for p in chunk.parameters()]
-    batches = packing.micro_batches(samples, 128, actor.device, share=True)
+    batches = micro_batches(samples, actor, share=True)
     with pytest.raises(NonFiniteUpdate, match="not applied") as error:
         step.train_step(actor, batches, build_objective("mu_grpo", {}), lr=1e-3)
     after = [p for chunk in actor.models for p in chunk.parameters()]
@@ -279,74 +424,29 @@ def join(rank: int, ranks: int, folder: Path) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder}/ranks{ranks}", rank=rank, world_size=ranks)
 
 
-def worker(rank: int, ranks: int, model: Path, rollouts: Path, folder: Path) -> None:
+def worker(rank: int, ranks: int, folder: Path) -> None:
     join(rank, ranks, folder)
     from megatron.core import parallel_state as mpu
 
-    for name in MATRIX:
-        if LAYOUTS[name].ranks != ranks:
+    from megarl.actor import parallel
+
+    model = folder / "models/qwen3_moe"
+    for layout, settings in LAYOUTS.items():
+        cases = [name for name, case in CASES.items() if layout in case.layouts]
+        if settings.ranks != ranks or not cases:
             continue
-        results = run_layout(name, model, rollouts, folder)
-        if results["reports"]:
-            torch.save(results, folder / f"{name}.pt")
+        recipe = recipe_of(settings, model)
+        parallel.build_groups(recipe)
+        results: dict[str, Any] = {name: train(name, layout, folder) for name in cases}
+        for name in cases:
+            if CASES[name].continued:
+                results[name]["continued"] = continued(name, layout, folder)
+        if layout in MATRIX:
+            results["scores"] = reference_scores(recipe, model)
+            results["offenders"] = offenders(recipe, model, update_samples(folder / "rollouts", 0))
+        if parallel.reports_metrics():
+            torch.save(results, folder / f"{layout}.pt")
+        results.clear()
         dist.barrier()
         mpu.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
-def continue_in(names: list[str], model: Path, rollouts: Path, folder: Path) -> dict[str, Any]:
-    """{(layout of the checkpoint, layout that resumes): {update: loss}}, on the rank that reports metrics.
-
-    Each layout makes 6 updates and saves a checkpoint after the first few. Then it makes the remaining updates again,
-    from this checkpoint, which must give the same bits, and from those of all layouts before it.
-    """
-    from megarl.actor import checkpoint, packing, parallel, step
-
-    objective = build_objective("mu_grpo", {})
-    results: dict[str, Any] = {}
-    for name in names:
-        recipe = recipe_of(LAYOUTS[name], model)
-        parallel.build_groups(recipe)
-
-        def updates(actor: Any, numbers: range, recipe: Recipe = recipe) -> list[dict[str, float]]:
-            def one(number: int) -> dict[str, float]:
-                samples = update_samples(rollouts, number)
-                batches = packing.micro_batches(samples, 128, actor.device, share=True)
-                return step.train_step(actor, batches, objective, lr=1e-2)
-
-            return [one(number) for number in numbers]
-
-        def weights(actor: Any) -> list[torch.Tensor]:
-            return [p.detach().clone() for chunk in actor.models for p in chunk.parameters()]
-
-        saved_after = 1 + names.index(name) % 4
-        straight = step.Actor.build(recipe, model, torch.device("cpu"))
-        updates(straight, range(saved_after))
-        checkpoint.save(straight, folder / name, saved_after, keep=1, wait=False)
-        expected = updates(straight, range(saved_after, 6))  # while the checkpoint is written
-        checkpoint.finish(straight)
-
-        for source in names[: names.index(name) + 1]:
-            resumed = step.Actor.build(recipe, model, torch.device("cpu"))
-            (found,) = checkpoint.checkpoints(folder / source)
-            done = checkpoint.load(resumed, found[1])
-            metrics = updates(resumed, range(done, 6))
-            if source == name:
-                assert metrics == expected
-                pairs = zip(weights(straight), weights(resumed), strict=True)
-                assert all(torch.equal(a, b) for a, b in pairs), f"rank {dist.get_rank()}"
-            if parallel.reports_metrics():
-                results[source, name] = {done + 1 + i: m["loss"] for i, m in enumerate(metrics)}
-        from megatron.core import parallel_state as mpu
-
-        mpu.destroy_model_parallel()
-    return results
-
-
-def resume_worker(rank: int, ranks: int, names: list[str], model: Path, rollouts: Path, folder: Path) -> None:
-    join(rank, ranks, folder)
-    results: list[Any] = [None] * ranks
-    dist.all_gather_object(results, continue_in(names, model, rollouts, folder))
-    if rank == 0:
-        torch.save({key: value for part in results for key, value in part.items()}, folder / "results.pt")
     dist.destroy_process_group()

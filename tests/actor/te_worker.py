@@ -16,8 +16,10 @@ import torch
 from megarl.rollout.continuous import checked_experts
 from tests.actor.conftest import FAMILIES, make_hf_model, make_recipe
 from tests.actor.test_step import make_samples
+from tests.extent import few
 
 KINDS = ("torch", "transformer_engine")
+COMPOSITIONS = few(("", " lora", " replay", " lora replay"), "", " lora replay")  # of models with experts
 STEADY = {"eps": 1e-3}  # Adam's default turns the rounding of a gradient near 0 into a step of full size
 RESUMED = ("qwen3_moe", "deepseek_v3", "gpt_oss")  # families whose checkpoints are loaded into the other kind of layers
 # every size is a multiple of 16, as fp8 needs it
@@ -70,8 +72,11 @@ def compared(family: str, folder: Path, device: torch.device) -> dict[str, Any]:
         actors = {kind: (table | {"layers": kind}, {}) for kind in KINDS}
         actors["fp8"] = (table | {"layers": KINDS[1]}, FP8)
         for kind, (own, megatron) in actors.items():
-            for replay in (False, True) if hf["num_experts"] else (False,):
-                name = f"{kind}{lora}{' replay' if replay else ''}"
+            for replay in (False, True):
+                composition = f"{lora}{' replay' if replay else ''}"
+                if composition not in (COMPOSITIONS if hf["num_experts"] else tables):
+                    continue
+                name = f"{kind}{composition}"
                 actor, losses = trained(folder / "model", own, megatron, hf if replay else None, device, result, name)
                 result["losses"][name] = losses
                 if kind == KINDS[1] and not lora and not replay:
@@ -80,7 +85,7 @@ def compared(family: str, folder: Path, device: torch.device) -> dict[str, Any]:
                 if lora and family != "gpt_oss":  # PEFT has no names for adapters of its experts
                     table_of = actor.recipe.actor.lora
                     export_adapters(actor.models, folder / f"{name} adapters", table_of, folder / "model", None, 2)
-                if not megatron and not replay:
+                if not megatron:
                     result["scores"][name] = scored(actor, folder / name, device)
     if family in RESUMED:
         result["resumed"] = {lora: resumed(folder, table, device, lora) for lora, table in tables.items()}

@@ -14,21 +14,12 @@ import torch
 import torch.distributed as dist
 
 from megarl.errors import UserError
-from megarl.objectives import build_objective
 from tests.actor.conftest import make_hf_model, make_recipe
 from tests.actor.layout_ranks import join
 from tests.actor.ranks import run_ranks
-from tests.actor.test_step import CPU, build, make_samples
+from tests.actor.test_step import build, updates
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-def updates(actor, numbers):
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
-    objective = build_objective("mu_grpo", {})
-    return [train_step(actor, micro_batches(make_samples(seed=n), 64, CPU), objective, lr=1e-2) for n in numbers]
 
 
 def weights(actor):
@@ -142,10 +133,16 @@ def test_manifest_lists_every_file_and_verify_names_a_damaged_one(saved):
     other.rename(path)
 
 
-def save_of_two(rank, model, folder, error, message):
-    """One of two ranks: rank 1 fails while it writes a checkpoint, and both must raise ``message``.
+ERRORS = [
+    (OSError(errno.EDQUOT, "Disk quota exceeded"), "no space left while writing .*update_000003"),
+    (ValueError("odd"), "update_000003 could not be written: .*unexpected pos"),
+]
 
-    torch's writer raises a misleading RuntimeError on top of the ``error``; ``fail`` does so too.
+
+def save_of_two(rank, model, folder):
+    """One of two ranks: rank 1 fails while it writes a checkpoint, and both must raise the message.
+
+    torch's writer raises a misleading RuntimeError on top of the error; ``fail`` does so too.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -153,31 +150,26 @@ def save_of_two(rank, model, folder, error, message):
 
     join(rank, 2, folder)
     parallel.build_groups(make_recipe(model))
+    for error, message in ERRORS:
 
-    def fail(*arguments, **options):
-        try:
-            raise error
-        finally:
-            raise RuntimeError("unexpected pos 704 vs 598")
+        def fail(*arguments, error=error, **options):
+            try:
+                raise error
+            finally:
+                raise RuntimeError("unexpected pos 704 vs 598")
 
-    if rank == 1:
-        filesystem_async._write_item = fail
-    with pytest.raises((UserError, RuntimeError), match=message):
-        checkpoint.save(build(model), folder / "checkpoints", 3, keep=2)
+        if rank == 1:
+            filesystem_async._write_item = fail
+        with pytest.raises((UserError, RuntimeError), match=message):
+            checkpoint.save(build(model), folder / "checkpoints", 3, keep=2)
     dist.barrier()
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("error", "message"),
-    [
-        (OSError(errno.EDQUOT, "Disk quota exceeded"), "no space left while writing .*update_000003"),
-        (ValueError("odd"), "update_000003 could not be written: .*unexpected pos"),
-    ],
-)
-def test_every_rank_reports_why_one_rank_could_not_write(tmp_path, error, message):
+@pytest.mark.layouts
+def test_every_rank_reports_why_one_rank_could_not_write(tmp_path):
     make_hf_model("qwen3").save_pretrained(tmp_path / "model")
-    run_ranks(save_of_two, (tmp_path / "model", tmp_path, error, message), 2)
+    run_ranks(save_of_two, (tmp_path / "model", tmp_path), 2)
     assert not list((tmp_path / "checkpoints").glob("update_*"))
 
 

@@ -61,15 +61,14 @@ def test_chunks_of_several_ranks_are_sorted_by_expert():
     assert chunk_order(chunks, 10).tolist() == [0, 1, 5, 6, 7, 8, 9, 2, 3, 4]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3", "llama", "glm4_moe", "deepseek_v3_moonlight"])
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_layers_do_not_wait_for_the_device(tmp_path, family, recompute):
+@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3_moonlight"])
+def test_layers_do_not_wait_for_the_device(tmp_path, family):
     """Forward and backward pass on the meta device, where `.item()`, `.tolist()` and indexing by a mask raise."""
     from megarl.actor.model import build_model
     from megarl.actor.packing import Sample, micro_batches
 
     meta = torch.device("meta")
-    (model,) = build_model(read_settings(tmp_path, family), make_recipe(actor={"recompute": recompute}))
+    (model,) = build_model(read_settings(tmp_path, family), make_recipe(actor={"recompute": "full"}))
     samples = [
         Sample(torch.ones(2).int().numpy(), torch.ones(n).int().numpy(), torch.zeros(n).numpy(), 1.0) for n in (3, 3, 5)
     ]

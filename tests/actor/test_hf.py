@@ -34,46 +34,36 @@ def packed_logits(model, sequences):
     return dict(zip(order, logits.split(lengths), strict=True))
 
 
+def export_hf(*arguments, **options):
+    from megarl.actor import hf
+
+    return hf.export_hf(*arguments, **options)
+
+
 def random_sequences(lengths, vocab=67):
     rng = np.random.default_rng(0)
     return [rng.integers(0, vocab, n).astype(np.int32) for n in lengths]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_logits_equal_transformers(family, tmp_path):
+def test_logits_equal_those_of_transformers_and_an_export_has_the_same_tensors(family, tmp_path):
     reference = make_hf_model(family)
-    reference.save_pretrained(tmp_path)
-    (model,) = load_models(tmp_path)
+    reference.save_pretrained(tmp_path / "in")
+    (model,) = models = load_models(tmp_path / "in")
     sequences = random_sequences([9, 4, 31, 9, 2, 17])
     for index, logits in packed_logits(model, sequences).items():
         expected = reference(torch.from_numpy(sequences[index][None, :-1]).long()).logits[0]
         assert logits.shape == expected.shape
         assert (logits - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max()))
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_exported_model_has_the_same_logits_in_transformers(family, tmp_path):
-    from transformers import AutoModelForCausalLM
-
-    from megarl.actor.hf import export_hf
-
-    reference = make_hf_model(family)
-    reference.save_pretrained(tmp_path / "in")
-    info = export_hf(load_models(tmp_path / "in"), tmp_path / "out", like=tmp_path / "in", version=7)
+    info = export_hf(models, tmp_path / "out", like=tmp_path / "in", version=7)
     assert info.version == 7
-    again = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
-    tokens = torch.from_numpy(random_sequences([23])[0][None]).long()
-    # the gate of a shared expert is a matrix-vector product, whose rounding depends on the alignment of the weights
-    rounds = any("shared_expert_gate" in name for name in reference.state_dict())
-    assert (again(tokens).logits - reference(tokens).logits).abs().max() <= (1e-5 if rounds else 0)
+    assert (tmp_path / "out/config.json").read_bytes() == (tmp_path / "in/config.json").read_bytes()
     one, two = load_file(tmp_path / "in/model.safetensors"), load_file(tmp_path / "out/model.safetensors")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
 
 
 def test_weights_hash_changes_with_the_weights_alone(tmp_path):
-    from megarl.actor.hf import export_hf
-
     make_hf_model("qwen3").save_pretrained(tmp_path / "in")
     models = load_models(tmp_path / "in")
     hashes = [export_hf(models, tmp_path / n, tmp_path / "in", 0).weights_hash for n in ("a", "b")]
@@ -84,7 +74,6 @@ def test_weights_hash_changes_with_the_weights_alone(tmp_path):
 
 
 def test_errors_name_what_is_wrong_with_a_model(tmp_path):
-
     with pytest.raises(UserError, match="config.json"):
         load_models(tmp_path)
     make_hf_model("qwen3").save_pretrained(tmp_path)
@@ -106,7 +95,6 @@ def test_errors_name_what_is_wrong_with_a_model(tmp_path):
     [
         ("gpt_oss", "gate_up_proj_bias", (4, 49), r"gate_up_proj_bias has 49 gate and up projections, an odd number"),
         ("gpt_oss", "gate_up_proj", (4, 32, 49), r"gate_up_proj has 49 gate and up projections, an odd number"),
-        ("gpt_oss", "gate_up_proj_bias", (4,), r"no tensor .*gate_up_proj_bias"),
         ("gpt_oss", "down_proj_bias", (4, 33), r"down_proj_bias has shape \(33,\)"),
         ("qwen3_moe", "gate_up_proj", (4, 49, 32), r"gate_up_proj has 49 gate and up projections, an odd number"),
         ("qwen3_moe", "down_proj", (4, 32), r"no tensor .*down_proj"),
@@ -128,44 +116,7 @@ def test_errors_name_fused_experts_of_a_wrong_shape(family, tensor, shape, words
         load_models(tmp_path)
 
 
-class OneWeightPerExpert(torch.nn.Module):
-    """A module with the parameters of Megatron-Core's `TEGroupedMLP`, as zeros."""
-
-    def __init__(self, experts):
-        super().__init__()
-        for fc, stacked in ((1, experts.weight1), (2, experts.weight2)):
-            linear = torch.nn.Module()
-            for i, weight in enumerate(stacked):
-                linear.register_parameter(f"weight{i}", torch.nn.Parameter(torch.zeros_like(weight)))
-            self.add_module(f"linear_fc{fc}", linear)
-
-
-def test_stacked_experts_and_one_weight_per_expert_are_loaded_alike(tmp_path):
-    """The second form is also exported, and gives back the same bytes."""
-    from megarl.actor.hf import export_hf, load_hf
-
-    reference = make_hf_model("qwen3_moe")
-    reference.save_pretrained(tmp_path / "in")
-    models = load_models(tmp_path / "in")
-    stacked = [layer.mlp.experts for layer in models[0].decoder.layers]
-    for layer in models[0].decoder.layers:
-        layer.mlp.experts = OneWeightPerExpert(layer.mlp.experts)
-    load_hf(models, tmp_path / "in")
-    for layer, ours, theirs in zip(models[0].decoder.layers, stacked, reference.model.layers, strict=True):
-        for i in range(4):
-            experts = layer.mlp.experts
-            first, second = (getattr(linear, f"weight{i}") for linear in (experts.linear_fc1, experts.linear_fc2))
-            assert torch.equal(first, theirs.mlp.experts.gate_up_proj[i])
-            assert torch.equal(second, theirs.mlp.experts.down_proj[i])
-            assert torch.equal(first, ours.weight1[i])
-            assert torch.equal(second, ours.weight2[i])
-    export_hf(models, tmp_path / "out", tmp_path / "in", 0)
-    one, two = (tmp_path / d / "model.safetensors" for d in ("in", "out"))
-    assert one.read_bytes() == two.read_bytes()
-
-
 def test_errors_name_damaged_and_unexpected_weights(tmp_path):
-
     make_hf_model("qwen3").save_pretrained(tmp_path)
     file = tmp_path / "model.safetensors"
     whole = file.read_bytes()
@@ -195,9 +146,6 @@ def test_errors_name_damaged_and_unexpected_weights(tmp_path):
 
 
 def test_tied_model_that_stores_its_lm_head_is_exported_with_it(tmp_path):
-
-    from megarl.actor.hf import export_hf
-
     make_hf_model("qwen3_tied").save_pretrained(tmp_path / "in")
     tensors = {name: tensor.clone() for name, tensor in load_file(tmp_path / "in/model.safetensors").items()}
     tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()

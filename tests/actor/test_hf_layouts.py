@@ -139,7 +139,7 @@ def test_loading_and_exporting_need_at_most_the_largest_tensor_and_a_block(root,
     block = 4 * 2**20
     largest = max(tensor.nbytes for tensor in stored(root / "models" / "qwen3_moe_large_fused").values())
     assert largest == 20_001 * 512 * 2
-    for rank in range(hf_worker.LAYOUTS[layout][0]):
+    for rank in range(hf_worker.LAYOUTS[layout].ranks):
         result = json.loads((root / "results" / f"{layout}-qwen3_moe_large_fused-{rank}.json").read_text())
         print(layout, rank, {key: f"{value / 2**20:.1f} MiB" for key, value in result.items()})
         assert max(result.values()) < largest + block, result
@@ -151,7 +151,7 @@ def test_exports_of_many_files_load_into_transformers(root):
 
     models = [
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).state_dict()
-        for path in (root / "models/qwen3_moe_fused", root / "exports/tp2_ep2_etp2/qwen3_moe_fused")
+        for path in (root / "models/qwen3_moe_fused", root / "exports/TP2 EP2 ETP2/qwen3_moe_fused")
     ]
-    assert len(weight_files(root / "exports/tp2_ep2_etp2/qwen3_moe_fused")) == 4
+    assert len(weight_files(root / "exports/TP2 EP2 ETP2/qwen3_moe_fused")) == 4
     assert all(torch.equal(models[0][key], models[1][key]) for key in models[0])

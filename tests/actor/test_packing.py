@@ -169,7 +169,7 @@ def test_prompts_are_shared_only_where_nothing_depends_on_their_number(settings,
     assert shares_prompts(settings) == shares
 
 
-def test_filler_reaches_the_length_and_has_no_labels():
+def test_filler_reaches_the_length_in_sequences_no_longer_than_the_longest_sample():
     from megarl.actor.packing import Sample, pack
 
     samples = [Sample(np.array([10, 11]), np.array([20, 21]), np.zeros(2, np.float32), 1.0)]
@@ -179,12 +179,6 @@ def test_filler_reaches_the_length_and_has_no_labels():
     assert batch.packed.cu_seqlens_q.tolist() == [0, 3, 4]
     assert batch.packed.trained.tolist() == [1, 2]
     assert batch.batch.cu_seqlens.tolist() == [0, 2]
-
-
-def test_filler_sequences_are_no_longer_than_the_longest_sample():
-    from megarl.actor.packing import Sample, pack
-
-    samples = [Sample(np.array([10, 11]), np.array([20, 21]), np.zeros(2, np.float32), 1.0)]
     batch = pack(samples, [0], torch.device("cpu"), tokens=11)
     assert batch.packed.length_runs == ((3, 3), (1, 2))
     assert batch.token_count == int(batch.batch.loss_mask.sum()) == 2
@@ -221,47 +215,30 @@ def test_context_shards_hold_every_token_once_at_its_place(lengths, size, multip
         prompt_tokens, logprobs = rng.integers(2, 99, prompt), logprobs.astype(np.float32)
         mask = rng.random(len(response)) < 0.5 if index % 2 == 0 else None
         samples.append(Sample(prompt_tokens, response, logprobs, index, index != 1, experts, mask))
-    device = torch.device("cpu")
-
-    def experts_of(batch, token):
-        return [expert for layer in (1, 2) for expert in batch.routed_experts[layer][token]]
-
-    whole = pack(samples, range(len(samples)), device)
-    order, found = whole.batch.sequence_index.tolist(), {}
-    group = torch.distributed.group.WORLD
+    order = sorted(range(len(samples)), key=lambda i: len(samples[i]))
+    found = {}
     for rank in range(size):
-        shard = ContextShard(group, rank, size)
-        part = pack(samples, range(len(samples)), device, packed_length(samples, multiple, shard), shard)
+        shard = ContextShard(torch.distributed.group.WORLD, rank, size)
+        length = packed_length(samples, multiple, shard)
+        part = pack(samples, range(len(samples)), torch.device("cpu"), length, shard)
+        batch = part.batch
         assert part.tokens.size(1) % multiple == 0
-        assert part.batch.sequence_index.tolist() == order
-        assert part.token_count == int(part.batch.loss_mask.sum())
-        tokens = part.batch.loss_mask.numel()
-        places = part.batch.positions
-        sequences = torch.repeat_interleave(torch.arange(len(samples)), part.batch.cu_seqlens.diff())
-        for i in range(tokens):
-            row = (
-                part.tokens[0, i],
-                part.labels[0, i],
-                part.batch.rollout_logprobs[i],
-                part.batch.advantages[i],
-                part.batch.loss_mask[i],
-                *experts_of(part, i),
-            )
-            found[int(sequences[i]), int(places[i])] = tuple(float(x) for x in row)
-    starts = whole.packed.cu_seqlens_q.tolist()
-    trained = set(whole.packed.trained.tolist())
-    responses = iter(range(len(whole.batch.loss_mask)))
-    for sequence in range(len(samples)):
-        for place, i in enumerate(range(starts[sequence], starts[sequence + 1])):
-            j = next(responses) if i in trained else None
-            expected = [whole.tokens[0, i], whole.labels[0, i]]
-            fields = (whole.batch.rollout_logprobs, whole.batch.advantages, whole.batch.loss_mask)
-            expected += [0, 0, 0] if j is None else [field[j] for field in fields]
-            sample = samples[whole.batch.sequence_index[sequence]]
-            recorded = np.full((2, 3), -1) if sample.routed_experts is None else sample.routed_experts[place]
-            assert [int(x) for x in experts_of(whole, i)] == recorded.reshape(-1).tolist()
-            expected += recorded.reshape(-1).tolist()
-            assert found.pop((sequence, place)) == tuple(float(x) for x in expected)
+        assert batch.sequence_index.tolist() == order
+        assert part.token_count == int(batch.loss_mask.sum())
+        for i, (sequence, place) in enumerate(zip(batch.sequence_ids, batch.positions, strict=True)):
+            row = (part.tokens[0, i], part.labels[0, i], batch.rollout_logprobs[i], batch.advantages[i])
+            experts = [expert for layer in (1, 2) for expert in part.routed_experts[layer][i]]
+            found[order[sequence], int(place)] = [float(x) for x in (*row, batch.loss_mask[i], *experts)]
+    for index, sample in enumerate(samples):
+        tokens = np.concatenate([sample.prompt_tokens, sample.response_tokens])
+        mask = np.ones(len(sample.response_tokens), bool) if sample.loss_mask is None else sample.loss_mask
+        for place in range(len(sample)):
+            response = place + 1 - len(sample.prompt_tokens)
+            values = [0.0, 0.0, 0.0]
+            if response >= 0:
+                values = [sample.rollout_logprobs[response], sample.advantage, sample.trained & mask[response]]
+            recorded = [-1] * 6 if sample.routed_experts is None else sample.routed_experts[place].flatten()
+            assert found.pop((index, place)) == [*tokens[place : place + 2], *values, *recorded]
     assert all(row[4] == 0 and set(row[5:]) == {-1} for row in found.values())  # padding
 
 

@@ -15,6 +15,8 @@ from tests.actor.conftest import FAMILIES, make_hf_model, make_recipe
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 CPU = torch.device("cpu")
+# as another family's
+SAME_PARAMETERS = ("qwen3_moe_unnormalised", "llama_rope_scaling", "olmoe_normalised", "gpt_oss_all_windows")
 
 
 def make_samples(count=7, seed=0):
@@ -36,6 +38,15 @@ def build(path, **tables):
     from megarl.actor.step import Actor
 
     return Actor.build(make_recipe(path, **tables), path, CPU)
+
+
+def updates(actor, numbers):
+    """The metrics of updates, each with samples of its own."""
+    from megarl.actor.packing import micro_batches
+    from megarl.actor.step import train_step
+
+    objective = build_objective("mu_grpo", {})
+    return [train_step(actor, micro_batches(make_samples(seed=n), 64, CPU), objective, lr=1e-2) for n in numbers]
 
 
 def trained(sample):
@@ -86,12 +97,15 @@ def reference_update(model, samples, objective, recipe, lr):
     return float(loss), float(norm)
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3", "llama"])
 @pytest.mark.parametrize(
-    ("name", "fields"),
-    [("mu_grpo", {}), ("grpo", {"aggregation": "sequence_mean"}), ("reinforce", {})],
+    ("family", "name", "fields", "budget"),
+    [
+        ("qwen3_moe", "grpo", {"aggregation": "sequence_mean"}, 24),
+        ("qwen3_moe", "reinforce", {}, 10_000),
+        ("qwen3", "mu_grpo", {}, 10_000),
+        ("llama", "mu_grpo", {}, 24),
+    ],
 )
-@pytest.mark.parametrize("budget", [10_000, 24])
 def test_update_equals_plain_torch(family, name, fields, budget, tmp_path):
     from safetensors.torch import load_file
 
@@ -135,26 +149,11 @@ def test_tokens_of_tools_are_read_by_the_model_but_have_no_loss(tmp_path):
         [replace(s, rollout_logprobs=own) for s, own in zip(samples, noise, strict=True)],
         [replace(s, response_tokens=own) for s, own in zip(samples, other, strict=True)],
     ]
-    for name in ("mu_grpo", "gspo", "bapo", "m2po", "minpro"):
+    for name in ("gspo", "m2po"):
         objective = build_objective(name, {})
         found = [train_step(build(tmp_path), micro_batches(v, 30, CPU), objective, lr=1e-3) for v in variants]
         assert found[0] == found[1], name
         assert found[0]["loss"] != found[2]["loss"], name  # the model reads them
-
-
-def test_metrics_are_means_over_tokens_not_over_micro_batches(tmp_path):
-    """The split into micro-batches of unequal length does not change them."""
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
-    make_hf_model("qwen3").save_pretrained(tmp_path)
-    objective, results = build_objective("grpo", {}), []
-    for budget in (10_000, 30, 12):
-        actor = build(tmp_path)
-        results.append(train_step(actor, micro_batches(make_samples(), budget, CPU), objective, lr=1e-3))
-    for other in results[1:]:
-        for key in ("loss", "entropy", "ratio/mean", "grad_norm"):
-            assert other[key] == pytest.approx(results[0][key], rel=1e-5), key
 
 
 def test_the_learning_rate_follows_the_effective_sample_size(tmp_path):
@@ -226,8 +225,10 @@ def test_a_gradient_that_is_not_finite_by_itself_is_named_by_its_parameter(tmp_p
         train_step(actor, micro_batches(make_samples(), 24, CPU), build_objective("reinforce", {}), lr=1e-3)
 
 
-@pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "adapters"),
+    [*((name, False) for name in FAMILIES if name not in SAME_PARAMETERS), ("qwen3_moe", True), ("deepseek_v3", True)],
+)
 def test_every_trained_parameter_is_read_in_a_call_of_its_module(family, adapters, tmp_path):
     """Megatron's DDP waits for a gathered weight only before the call of the module that owns it, so an actor that read
     one without a call would compute with a weight of before the update."""
@@ -250,13 +251,10 @@ def test_every_trained_parameter_is_read_in_a_call_of_its_module(family, adapter
 
 
 def test_an_actor_that_is_dropped_is_freed(tmp_path):
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
     make_hf_model("qwen3_moe").save_pretrained(tmp_path)
     actor = build(tmp_path)
-    model, batches = weakref.ref(actor.models[0]), micro_batches(make_samples(), 64, CPU)
-    train_step(actor, batches, build_objective("mu_grpo", {}), lr=0.01)
+    model = weakref.ref(actor.models[0])
+    updates(actor, [0])
     del actor
     gc.collect()
     assert model() is None

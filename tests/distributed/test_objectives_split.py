@@ -124,7 +124,7 @@ def make_batch(data: dict[str, torch.Tensor], policy: Policy, sequences: list[in
         old_logprobs=data["old"][where], ref_logprobs=data["ref"][where],
         sequence_index=torch.tensor(sequences, dtype=torch.int64), shard=shard,
     )  # fmt: skip
-    return batch.validate(), where
+    return batch, where
 
 
 def update(

@@ -33,7 +33,9 @@ QUESTIONS = {
     "Where are log-probs computed without logits of the whole vocabulary ever being stored?": (
         "megarl/actor/model.py: PolicyModel._postprocess"
     ),
-    "The loss is a sum over tokens. By what is it divided, and who counts that?": "megarl/actor/step.py: _loss",
+    "The loss is a sum over tokens. By what is it divided, and who counts that?": (
+        "megarl/actor/step.py: compute_gradients"
+    ),
     "What writes the line of metrics.jsonl, and why does no update appear twice after a kill?": (
         "megarl/storage/metrics/__init__.py: MetricsWriter"
     ),

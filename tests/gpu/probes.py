@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-GIB = 2**30
 SECONDS = 20
 
 
@@ -58,44 +57,10 @@ def forks_share_pinned_memory() -> list[bool]:
     return [os.read(seen, 1) == b"\1", uploaded]
 
 
-def free_gib() -> list[float]:
-    """Free memory of the device while 4 GiB are held, after they were dropped, and after `empty_cache`."""
-    held, found = torch.empty(GIB, device="cuda"), []
-    found.append(torch.cuda.mem_get_info()[0])
-    del held
-    found.append(torch.cuda.mem_get_info()[0])
-    torch.cuda.empty_cache()
-    return [round(value / GIB, 2) for value in (*found, torch.cuda.mem_get_info()[0])]
-
-
 def fill_free_memory_with_nan() -> None:
     """So that what a kernel leaves unwritten, or reads beside its input, shows."""
     held = [torch.full((size,), torch.nan, device="cuda") for size in (1 << 24, *[1 << 18] * 64, *[1 << 8] * 512)]
     del held
-
-
-def grouped_products_write_all() -> list[bool]:
-    """Whether a product and its gradients are finite where groups have no rows, in memory of NaN."""
-    tokens = torch.randn(96, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    weight = torch.randn(8, 128, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    ends = torch.tensor([0, 40, 40, 41, 41, 90, 96, 96], device="cuda", dtype=torch.int32)
-    fill_free_memory_with_nan()
-    out = torch.nn.functional.grouped_mm(tokens, weight.transpose(1, 2), offs=ends)
-    gradients = torch.autograd.grad(out.float().square().sum(), (tokens, weight))
-    return [bool(x.isfinite().all()) for x in (out, *gradients)]
-
-
-def attention_writes_all() -> list[bool]:
-    """The same of flash attention over short sequences with narrow heads."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    sizes = torch.tensor([1, 7, 33, 5, 130])
-    q, k, v = (torch.randn(176, 4, 16, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-    begins = torch.cat([torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)]).int().cuda()
-    fill_free_memory_with_nan()
-    out: torch.Tensor = varlen_attn(q, k, v, begins, begins, 130, 130, window_size=(-1, 0))
-    gradients = torch.autograd.grad(out.float().square().sum(), (q, k, v))
-    return [bool(x.isfinite().all()) for x in (out, *gradients)]
 
 
 PROBES: dict[str, Callable[[], Any]] = {
@@ -105,9 +70,6 @@ PROBES: dict[str, Callable[[], Any]] = {
     "a device works that was hidden after it": lambda: device_works(late=True),
     "a fork reads pinned memory": a_fork_reads_pinned_memory,
     "a fork shares pinned memory with its parent, and uploads have what the parent wrote": forks_share_pinned_memory,
-    "grouped products of empty groups are finite": grouped_products_write_all,
-    "attention of short sequences is finite": attention_writes_all,
-    "GiB free while 4 are held, once dropped, once the cache is emptied": free_gib,
 }
 
 

@@ -10,12 +10,10 @@ import time
 from pathlib import Path
 
 import psutil
-import torch
 
 from tests.gpu import __main__ as gpu
 from tests.gpu.steps import BUDGETS, Step, distribution, package, steps
 from tests.helpers import ROOT
-from tests.kernels.benchmark import load_benchmark
 from tests.rehearsal.build import build
 
 REHEARSED = ("doctor", "build", "contact", "probes", "kernels", "actor", "quickstart", "sanitizer", "vllm")
@@ -73,14 +71,6 @@ def test_steps_beside_each_other_are_all_run(tmp_path):
     results = gpu.run_steps(chosen, tmp_path, lambda result: None)
     assert {result.name: result.outcome for result in results} == dict.fromkeys("xyz", "passed")
     assert results[-1].name == "z"
-
-
-def test_what_the_profiler_recorded_of_a_device_is_found():
-    with torch.profiler.profile() as profile:
-        torch.ones(3).sum()
-    common = load_benchmark("common")
-    assert "aten::sum" in {event.name for event in common.device_events(profile, "CPU")}
-    assert common.device_events(profile) == []
 
 
 def test_without_a_gpu_the_error_is_one_line(tmp_path):

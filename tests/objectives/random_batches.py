@@ -49,4 +49,4 @@ def random_batch(seed: int, kind: str | None = None) -> TokenBatch:
     cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]).int()
     return TokenBatch(
         logprobs.requires_grad_(), rollout, advantages, mask, cu_seqlens, old_logprobs=old, ref_logprobs=ref
-    ).validate()
+    )

@@ -27,7 +27,7 @@ def four_tokens() -> TokenBatch:
         loss_mask=torch.ones(4, dtype=torch.bool),
         cu_seqlens=torch.tensor([0, 2, 4], dtype=torch.int32),
         old_logprobs=torch.tensor([0.4, 0.1, 0.6, 0.2]).log(),
-    ).validate()
+    )
 
 
 S = math.sqrt(0.75)  # geometric mean of 1.5 and .5

@@ -49,7 +49,7 @@ def ask():
 def test_planned_bytes_equal_those_that_megatron_allocates(ask, counter, name):
     """On the first and the last pipeline stage, within 0.1 % because Megatron pads its buffers.
 
-    Activations are compared in `tests.actor.test_activation_sizes`.
+    Activations are compared in `tests/rehearsal/on_device/test_memory.py`.
     """
     path, nodes, changes = CASES[name]
     recipe = load_recipe(EXAMPLES / path, ["actor.expert_tensor_parallel=1", *changes])

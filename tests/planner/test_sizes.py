@@ -1,6 +1,6 @@
 """Sizes and times of `megarl plan`, compared with counts by hand, mostly of Qwen3-30B-A3B.
 
-`tests.actor.test_activation_sizes` compares activations with what a real model keeps for its backward pass.
+`tests/rehearsal/on_device/test_memory.py` compares activations with what a real model keeps for its backward pass.
 """
 
 from dataclasses import replace

@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 
 from megarl.objectives import build_objective
 from megarl.recipe import layout as parallelism
-from tests.actor import lora_ranks
 from tests.actor.conftest import make_hf_model, read_settings
-from tests.actor.layout_ranks import Layout, recipe_of, seal_rollouts, update_samples, whole_gradient
-from tests.rehearsal.branches import branches, many_pieces
+from tests.actor.layout_ranks import (
+    Layout,
+    adapter_gradient,
+    recipe_of,
+    seal_rollouts,
+    update_samples,
+    whole_gradient,
+)
 
 # tolerances of bfloat16: relative, in nats per token, relative; see `tests/rehearsal/on_device/test_updates.py`
 GRADIENT, LOSS, NORM = 0.05, 3e-3, 0.02
 LAYERS = 4
 EVERY_LAYOUT = "MEGARL_EVERY_LAYOUT" in os.environ  # every family in every layout that it fits
+# sizes by which megarl divides its work, with the values that divide a tiny model's as those of a large one
+THRESHOLDS = {
+    "actor.hf.MAX_FILE_BYTES": 20_000,
+    "actor.hf.BLOCK_BYTES": 256,
+    "models.delta_net.CHUNK": 4,  # which `delta_rule.sequence_chunks` has as a default
+    "kernels.token_pass.triton_backend.TILE": 8,
+    "kernels.token_pass.triton_backend._STRETCH": 2,
+}
+MEMORY = 640_000  # bytes of the device; the head's buffer is a 64th of it
+
+
+# where master weights, moments and Adam are: Megatron's HybridDeviceOptimizer offloads a share of them
+HOST = {"use_precision_aware_optimizer": True, "optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+OPTIMIZERS = {"device": {}, "host": HOST, "half": HOST | {"optimizer_offload_fraction": 0.5}}
 
 
 @dataclass(frozen=True)
@@ -34,10 +56,11 @@ class Case:
     actor: dict[str, Any] = field(default_factory=dict)
     updates: int = 3
     family: str = "qwen3_moe"  # of `tests.actor.conftest`
-    # whether the thresholds of `tests.rehearsal.branches` are those that cut a tiny model into many pieces
-    many_pieces: bool = True
+    many_pieces: bool = True  # whether `THRESHOLDS` apply
     bucket_size: int | None = 1  # of Megatron's DDP, parameters; None: Megatron's default
     saved_after: int | None = None  # updates, of which those after them are made again from a checkpoint
+    optimizer: str = "device"  # of `OPTIMIZERS`
+    others: tuple[str, ...] = ()  # of `OPTIMIZERS`, with which they are made again too
 
 
 @dataclass
@@ -49,7 +72,6 @@ class Outcome:
     seen: list[Any]  # what ``counted()`` gave for each update
     micro_batches: int
     reports: bool  # whether this rank reports metrics
-    branches: set[str]  # `tests.rehearsal.branches`
 
 
 @dataclass
@@ -101,6 +123,24 @@ def seal(family: str, folder: Path) -> None:
     seal_rollouts(model, folder / "rollouts", updates=4)
 
 
+@contextlib.contextmanager
+def many_pieces() -> Iterator[None]:
+    """Within this context a tiny model is cut into as many pieces as one of true size is."""
+    from megarl.actor import delta_rule
+    from tests.rehearsal import device
+
+    with contextlib.ExitStack() as stack:
+        for name, value in THRESHOLDS.items():
+            module, _, constant = name.rpartition(".")
+            target = importlib.import_module(f"megarl.{module}")
+            kind = type(getattr(target, constant))
+            stack.enter_context(mock.patch.object(target, constant, kind(value)))
+        size = THRESHOLDS["models.delta_net.CHUNK"]
+        stack.enter_context(mock.patch.object(delta_rule.sequence_chunks, "__defaults__", (size,)))
+        stack.enter_context(mock.patch.object(device, "TOTAL_MEMORY", MEMORY))
+        yield
+
+
 def run_updates(rank: int, case: Case, backend: str, *arguments: Any) -> Outcome:
     """As `make_updates`, on the device with the thresholds of the case."""
     with many_pieces() if case.many_pieces and backend == "cuda" else nullcontext():
@@ -123,9 +163,15 @@ def make_updates(
     replay = case.actor.get("routing_replay", "none")
     # a bucket for each parameter, as the head of a model of true size has one: Megatron waits for each on its own
     ddp = {} if case.bucket_size is None else {"bucket_size": case.bucket_size}
-    recipe = recipe_of(case.layout, model, actor=case.actor | {"backend": backend}, megatron_ddp=ddp)
+
+    def build(optimizer: str) -> Any:
+        tables = {"actor": case.actor | {"backend": backend}, "megatron_ddp": ddp}
+        tables["megatron_optimizer"] = OPTIMIZERS[optimizer] if backend == "cuda" else {}
+        return build_actor(recipe_of(case.layout, model, **tables), model, replay)
+
+    recipe = recipe_of(case.layout, model, actor=case.actor | {"backend": backend})
     parallel.build_groups(recipe)
-    actor = build_actor(recipe, model, replay)
+    actor = build(case.optimizer)
     objective = build_objective(case.objective, case.fields)
 
     def batches(update: int) -> list[Any]:
@@ -137,7 +183,7 @@ def make_updates(
     if recipe.actor.lora is None:
         gradient = whole_gradient(actor, model, folder / f"gradient-{backend}")
     else:
-        gradient = lora_ranks.gradient(actor)
+        gradient = adapter_gradient(actor)
 
     def train(actor: Any, updates: range) -> list[dict[str, float]]:
         metrics = []
@@ -152,23 +198,14 @@ def make_updates(
     if case.saved_after is None or backend != "cuda":
         metrics = train(actor, range(case.updates))
     else:
-        metrics = train_twice(case, actor, lambda: build_actor(recipe, model, replay), train, folder)
-    longest = max(len(sample) for sample in update_samples(rollouts, 0))
-    response = max(len(sample.response_tokens) for sample in update_samples(rollouts, 0))
-    return Outcome(
-        gradient if rank == 0 else {},
-        metrics,
-        seen,
-        len(batches(0)),
-        parallel.reports_metrics(),
-        branches(recipe, actor.models, actor.replicas, longest, response) if backend == "cuda" else set(),
-    )
+        metrics = train_twice(case, actor, build, train, folder)
+    return Outcome(gradient if rank == 0 else {}, metrics, seen, len(batches(0)), parallel.reports_metrics())
 
 
 def train_twice(
     case: Case,
     actor: Any,
-    build: Callable[[], Any],
+    build: Callable[[str], Any],
     train: Callable[[Any, range], list[dict[str, float]]],
     folder: Path,
 ) -> list[dict[str, float]]:
@@ -188,13 +225,33 @@ def train_twice(
     if actor.recipe.actor.lora is None:
         hf.export_hf(actor.models, folder / "export", actor.recipe.model.path, case.updates)
         compare_export(actor, folder / "export")  # which the actor has from now on
-    resumed = build()
+    resumed = build(case.optimizer)
     assert checkpoint.load(resumed, path) == case.saved_after
     assert train(resumed, others) == metrics[case.saved_after :]
     gather_parameters(resumed.replicas)
     pairs = zip(weights(actor), weights(resumed), strict=True)
     assert all(torch.equal(ours, again) for ours, again in pairs)
+    check_place(resumed, case.optimizer)
+    for other in case.others:  # within Adam's rounding
+        changed = build(other)
+        assert checkpoint.load(changed, path) == case.saved_after
+        for ours, theirs in zip(train(changed, others), metrics[case.saved_after :], strict=True):
+            assert abs(ours["loss"] - theirs["loss"]) <= LOSS
+            assert abs(ours["grad_norm"] - theirs["grad_norm"]) <= NORM * theirs["grad_norm"]
+        check_place(changed, other)
     return metrics
+
+
+def check_place(actor: Any, optimizer: str) -> None:
+    """Moments and master weights are where `OPTIMIZERS` wants them, in float32."""
+    from megarl.actor.optimizer_state import distributed_optimizers
+
+    states = [s for part in distributed_optimizers(actor.optimizer) for s in part.optimizer.state.values()]
+    names = ("exp_avg", "exp_avg_sq", *(["master_param"] if optimizer != "device" else []))
+    tensors = [state[key] for state in states for key in names]
+    assert {x.dtype for x in tensors} == {torch.float32}
+    on_host = sum(x.numel() for x in tensors if not x.is_cuda) / sum(x.numel() for x in tensors)
+    assert {"host": on_host == 1, "half": 0.4 < on_host < 0.9, "device": on_host == 0}[optimizer], on_host
 
 
 def weights(actor: Any) -> list[torch.Tensor]:

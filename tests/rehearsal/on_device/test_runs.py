@@ -17,7 +17,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.extent import EVERY
 from tests.helpers import ROOT, events, metrics, write_recipe
 from tests.rehearsal.forks import in_fork
 
@@ -83,23 +82,6 @@ def test_train_then_optimize_in_another_layout(untrained_recipe, tmp_path):
         assert abs(ours["ratio/mean"] - 1) < 0.05  # the actor agrees with the engine
 
 
-def remove_a_name_of_transformer_engine(monkeypatch):
-    from megatron.core.transformer.moe import moe_utils
-
-    from megarl.actor import model  # noqa: F401 - defines the name
-
-    monkeypatch.delattr(moe_utils, "te_general_gemm")
-
-
-def fail_to_export(monkeypatch):
-    from megarl.actor import hf
-
-    def broken(*_):
-        raise KeyError("model.layers.0.mlp.gate.weight")
-
-    monkeypatch.setattr(hf, "export_hf", broken)
-
-
 def forget_master_weights(monkeypatch):
     from megarl.actor import checkpoint
 
@@ -111,20 +93,13 @@ def forget_master_weights(monkeypatch):
     monkeypatch.setattr(checkpoint, "sharded_adam_state", without)
 
 
-MISTAKES = {
-    remove_a_name_of_transformer_engine: "name 'te_general_gemm' is not defined",
-    fail_to_export: "model.layers.0.mlp.gate.weight",
-    forget_master_weights: "a checkpoint does not restore master weights",
-}
-
-
-@pytest.mark.parametrize("mistake", list(MISTAKES)[0 if EVERY else -1 :], ids=lambda mistake: mistake.__name__)
-def test_a_broken_actor_ends_the_run_before_any_rollout(recipe, tmp_path, monkeypatch, capfd, mistake):
-    mistake(monkeypatch)
+def test_a_broken_actor_ends_the_run_before_any_rollout(recipe, tmp_path, monkeypatch, capfd):
+    forget_master_weights(monkeypatch)
     with pytest.raises(AssertionError, match="SystemExit: 1"):
         megarl("train", recipe, "--run-dir", tmp_path / "run", *CUDA)
     said = capfd.readouterr().err
-    assert "megarl: the rehearsal failed" in said and "nothing was generated" in said and MISTAKES[mistake] in said
+    assert "megarl: the rehearsal failed" in said and "nothing was generated" in said
+    assert "a checkpoint does not restore master weights" in said
     run = tmp_path / "run"
     assert not (run / "stages/000/rollouts").exists() and not (run / "rehearsal").exists()
     assert not [line for line in (run / "events.jsonl").read_text().splitlines() if '"rollout"' in line]
@@ -176,14 +151,6 @@ def test_a_phase_is_started_again_after_errors_of_nccl(recipe, tmp_path, monkeyp
     assert [line["update"] for line in metrics(run)] == list(range(1, 13)) and run.final.exists()
 
 
-def stop_after_two_updates(pid: int, run: Path, number: int) -> None:
-    while not (run / "stages/000/checkpoints/update_000002").exists():
-        assert os.waitpid(pid, os.WNOHANG) == (0, 0), "the run has ended"
-        time.sleep(0.01)
-    os.kill(pid, number)
-    os.waitpid(pid, 0)
-
-
 def commands_of_the_readme() -> list[list[str]]:
     section = (ROOT / "README.md").read_text().partition("\n## Run on GPUs\n")[2].partition("\n## ")[0]
     (block,) = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
@@ -203,7 +170,11 @@ def test_the_commands_of_the_readme_work(recipe, tmp_path):
     for arguments in commands_of_the_readme():
         if arguments[0] == "train":
             pid = start_megarl(*arguments, folder=tmp_path)
-            stop_after_two_updates(pid, tmp_path / "runs/a", signal.SIGKILL)
+            while not (tmp_path / "runs/a/stages/000/checkpoints/update_000002").exists():
+                assert os.waitpid(pid, os.WNOHANG) == (0, 0), "the run has ended"
+                time.sleep(0.01)
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         megarl(*arguments, folder=tmp_path)
         done.append(arguments[0])
     assert done == ["plan", "doctor", "train", "optimize", "report"]
@@ -214,17 +185,3 @@ def test_the_commands_of_the_readme_work(recipe, tmp_path):
     assert len({line["loss"] for line in metrics(run)}) == 12 and any(line["grad_norm"] > 0 for line in metrics(run))
     page = (tmp_path / "runs/compare.html").read_text()
     assert "<title>megarl: a, b</title>" in page
-
-
-@pytest.mark.skipif(not EVERY, reason="`test_the_commands_of_the_readme_work` has a resumed run")
-def test_a_run_stopped_by_sigterm_resumes(recipe, tmp_path):
-    from megarl.storage.run_dir import RunDir
-
-    arguments = ["train", recipe, "--run-dir", tmp_path / "run", *CUDA, "--set", "run.rehearse=false"]
-    stop_after_two_updates(start_megarl(*arguments), tmp_path / "run", signal.SIGTERM)
-    run = RunDir.open(tmp_path / "run")
-    assert 2 <= len(metrics(run)) <= 6 and not run.final.exists()
-    megarl(*arguments)
-    assert [line["update"] for line in metrics(run)] == list(range(1, 13))
-    assert "rehearse" not in [event["phase"] for event in events(run, "phase_start")]
-    assert run.final.exists() and (events(run, "resume") or events(run, "phase_stopped"))

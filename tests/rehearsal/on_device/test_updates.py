@@ -9,31 +9,24 @@ from __future__ import annotations
 import gc
 import hashlib
 import pickle
-import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import torch
 
-from tests.actor import family_ranks
-from tests.actor.layout_ranks import LAYOUTS, MATRIX, recipe_of, update_samples
+from tests.actor.layout_ranks import FAMILIES as LAYOUTS_OF
+from tests.actor.layout_ranks import LAYOUTS, MATRIX, TRAINED
 from tests.extent import EVERY
-from tests.rehearsal.branches import of_all_recipes
 from tests.rehearsal.counts import counted
 from tests.rehearsal.forks import in_fork, in_ranks
 from tests.rehearsal.updates import (
     EVERY_LAYOUT,
     LAYERS,
-    LOSS,
-    NORM,
     Case,
     Distance,
     Outcome,
-    device_of,
     fits,
-    join,
     run_updates,
     seal,
 )
@@ -50,6 +43,8 @@ SEVERAL = {name: Case(LAYOUTS[name], **RESUMED) for name in MATRIX if LAYOUTS[na
 CASES = {
     **SEVERAL,
     "one": Case(actor=TORCH, many_pieces=False, bucket_size=None),
+    "optimizer on the host": Case(actor=TORCH, updates=4, saved_after=2, optimizer="host", others=("device", "half")),
+    "optimizer of another": Case(LAYOUTS["DP2"], **RESUMED, others=("host",)),
     "EP2": Case(LAYOUTS["EP2"], **RESUMED, bucket_size=10_000),  # several buckets of several parameters
     "recompute": Case(LAYOUTS["TP2 EP2"], actor=TORCH | {"recompute": "full"}, bucket_size=None),
     # few updates: Triton's interpreter, which both need, is slow
@@ -64,13 +59,13 @@ PLAIN = ("llama", "mixtral", "qwen2", "qwen3", "qwen3_tied")  # with no layers o
 def layouts_of(family: str) -> Iterable[str]:
     if not EVERY:
         return ["TP2 EP2"]
-    wanted = LAYOUTS if EVERY_LAYOUT else ("DP2", *family_ranks.FAMILIES.get(family, ()))
+    wanted = LAYOUTS if EVERY_LAYOUT else ("DP2", *(LAYOUTS_OF[family][0] if family in LAYOUTS_OF else ()))
     return [layout for layout in wanted if LAYOUTS[layout].ranks > 1 and fits(family, LAYOUTS[layout])]
 
 
 FAMILIES = {
     f"{family} {layout}": Case(LAYOUTS[layout], family=family, **RESUMED)
-    for family in (*family_ranks.TRAINED, *(PLAIN if EVERY else ()))
+    for family in (*TRAINED, *(PLAIN if EVERY else ()))
     for layout in layouts_of(family)
 }
 # these compute something else than CASES, so the CPU computes each of them too
@@ -138,8 +133,7 @@ def outcome(sealed_of, tmp_path_factory):
 
             results = in_ranks(rank, case.layout.ranks)
             (reporting,) = [result for result in results if result.reports]
-            taken = set().union(*(result.branches for result in results))
-            file.write_bytes(pickle.dumps(replace(reporting, gradient=results[0].gradient, branches=taken)))
+            file.write_bytes(pickle.dumps(replace(reporting, gradient=results[0].gradient)))
         return pickle.loads(file.read_bytes())
 
     return of
@@ -181,158 +175,3 @@ def test_waits_and_launches_stay_within_limits(outcome):
     for seen in outcome(CASES["one"], "cuda").seen:
         assert seen.waits.total() <= WAITS, seen.waits.most_common()
         assert seen.launch_count <= LAUNCHES
-
-
-def test_no_branch_of_a_recipe_is_unvisited(outcome):
-    """Branches that depend on sizes: those of the 34 recipes of full size, and those of the updates above."""
-    visited = set().union(*(outcome(case, "cuda").branches for case in (CASES | OTHER_CASES).values()))
-    recipes = of_all_recipes()
-    assert len(recipes) == 34
-    missing = {path: sorted(taken - visited) for path, taken in recipes.items() if not taken <= visited}
-    assert not missing, missing
-
-
-# Mistakes that the rehearsal device shows, and no test on a CPU would.
-
-
-def test_a_missing_name_of_transformer_engine_is_found(outcome):
-    from megatron.core.transformer.moe import moe_utils
-
-    del moe_utils.te_general_gemm  # which megarl.actor defines
-    # a setting that no other test has, here and below, so that the outcome is computed anew
-    with pytest.raises(AssertionError, match="NameError: name 'te_general_gemm' is not defined"):
-        outcome(replace(CASES["one"], fields={"ratio_max": 4.7}), "cuda")
-
-
-@pytest.mark.parametrize("bucket_size", [1, 2000])
-def test_a_head_that_is_read_without_a_call_is_found(outcome, monkeypatch, bucket_size):
-    """Nobody waits for its weight, in which Megatron itself finds a fault one update later: here it has not arrived."""
-    from megarl.actor.model import LogprobHead
-
-    monkeypatch.setattr(LogprobHead, "__call__", LogprobHead.forward)
-    found = outcome(Case(LAYOUTS["DP2"], actor=TORCH, updates=0, bucket_size=bucket_size), "cuda")
-    assert all(gradient.isnan().any() for gradient in found.gradient.values())
-
-
-def test_a_tensor_on_the_host_is_found(outcome, monkeypatch):
-    from megarl.actor import step
-
-    def on_host(micro_batch, output):
-        batch = token_batch(micro_batch, output)
-        return replace(batch, advantages=batch.advantages.cpu())
-
-    token_batch = step.token_batch
-    monkeypatch.setattr(step, "token_batch", on_host)
-    with pytest.raises(AssertionError, match="RuntimeError: Expected all tensors to be on the same device"):
-        outcome(replace(CASES["one"], fields={"ratio_max": 4.8}), "cuda")
-
-
-def test_a_wait_in_the_objective_is_found(outcome, monkeypatch):
-    from megarl.objectives import OBJECTIVES
-
-    before = max(seen.own_waits.total() for seen in outcome(CASES["one"], "cuda").seen)
-    kind = OBJECTIVES["mu_grpo"]
-    terms = kind.terms
-
-    def curious(self, batch, statistics):
-        result = terms(self, batch, statistics)
-        assert result.loss.sum().item() == result.loss.sum().item()
-        return result
-
-    monkeypatch.setattr(kind, "terms", curious)
-    again = outcome(replace(CASES["one"], fields={"ratio_max": 4.9}), "cuda")
-    with pytest.raises(AssertionError, match=re.escape(f"{2 * again.micro_batches} x item at") + ".* curious"):
-        check_waits(again, before)
-
-
-# Master weights, moments and Adam in host memory: Megatron's HybridDeviceOptimizer.
-
-HOST = {
-    "use_precision_aware_optimizer": True,
-    "optimizer_cpu_offload": True,
-    "optimizer_offload_fraction": 1.0,
-}
-PARTS = {"all": HOST, "half": HOST | {"optimizer_offload_fraction": 0.5}, "none": {}}
-
-
-def updates_with(optimizers: list[str], sealed, folder, ranks: int = 1) -> list[list[dict[str, float]]]:
-    """Metrics of four updates with the first optimizer, with a checkpoint after two, then of two from it with each."""
-
-    def rank(rank: int) -> list[list[dict[str, float]]]:
-        from megarl.actor import checkpoint, packing, parallel, step
-        from megarl.objectives import build_objective
-
-        layout = LAYOUTS["one" if ranks == 1 else "DP2"]
-        join(rank, ranks, "cuda", folder / "meeting")
-        objective, results = build_objective("mu_grpo", {}), []
-        for number, name in enumerate([optimizers[0], *optimizers]):
-            actor = TORCH | {"backend": "cuda"}
-            recipe = recipe_of(layout, sealed / "model", actor=actor, megatron_optimizer=PARTS[name])
-            if number == 0:
-                parallel.build_groups(recipe, gloo=False)
-            built = step.Actor.build(recipe, sealed / "model", device_of("cuda"))
-            if number:
-                assert checkpoint.load(built, folder / "saved/update_000002") == 2
-            metrics = []
-            for update in range(2 * bool(number), 2 + 2 * bool(number)):
-                samples = update_samples(sealed / "rollouts", update)
-                batches = packing.micro_batches(samples, 128, built.device, share=True)
-                metrics.append(step.train_step(built, batches, objective, lr=1e-2))
-            if not number:
-                checkpoint.save(built, folder / "saved", 2, keep=1, wait=False)
-                for update in (2, 3):  # while the checkpoint is written
-                    samples = update_samples(sealed / "rollouts", update)
-                    batches = packing.micro_batches(samples, 128, built.device, share=True)
-                    metrics.append(step.train_step(built, batches, objective, lr=1e-2))
-                checkpoint.finish(built)
-            check_place(built, name)
-            results.append(metrics)
-        return results
-
-    return in_ranks(rank, ranks)[0]
-
-
-def test_an_actor_that_is_dropped_frees_its_memory(sealed, tmp_path):
-    def used() -> list[int]:
-        from megarl.actor import packing, parallel, step
-        from megarl.objectives import build_objective
-
-        join(0, 1, "cuda", tmp_path / "meeting")
-        recipe = recipe_of(LAYOUTS["one"], sealed / "model", actor=TORCH | {"backend": "cuda"})
-        parallel.build_groups(recipe, gloo=False)
-        found = []
-        for _ in range(3):
-            actor = step.Actor.build(recipe, sealed / "model", device_of("cuda"))
-            batches = packing.micro_batches(update_samples(sealed / "rollouts", 0), 128, actor.device, share=True)
-            step.train_step(actor, batches, build_objective("mu_grpo", {}), lr=1e-2)
-            found.append(torch.cuda.memory_allocated())
-            del actor, batches
-            gc.collect()
-            found.append(torch.cuda.memory_allocated())
-        return found
-
-    held, freed, *later = in_fork(used)
-    assert later == [held, freed] * 2 and freed < held / 100
-
-
-def check_place(actor, name: str) -> None:
-    """Moments and master weights are where the recipe wants them, in float32."""
-    from megarl.actor.optimizer_state import distributed_optimizers
-
-    states = [s for part in distributed_optimizers(actor.optimizer) for s in part.optimizer.state.values()]
-    names = ("exp_avg", "exp_avg_sq", *(["master_param"] if name != "none" else []))
-    tensors = [state[key] for state in states for key in names]
-    assert {x.dtype for x in tensors} == {torch.float32}
-    on_host = sum(x.numel() for x in tensors if not x.is_cuda) / sum(x.numel() for x in tensors)
-    assert {"all": on_host == 1, "half": 0.4 < on_host < 0.9, "none": on_host == 0}[name], on_host
-
-
-@pytest.mark.parametrize(("optimizers", "ranks"), [(["all", "none", "half"], 1), (["none", "all"], 2)])
-def test_an_optimizer_on_the_host_makes_the_same_updates(sealed, tmp_path, optimizers, ranks):
-    """A checkpoint continues bit for bit with the optimizer that wrote it, and within Adam's rounding with another."""
-    straight, again, *others = updates_with(optimizers, sealed, tmp_path, ranks)
-    assert len(straight) == 4 and again == straight[2:]
-    for other in others:
-        for ours, theirs in zip(other, straight[2:], strict=True):
-            assert ours["loss"] == pytest.approx(theirs["loss"], abs=LOSS)
-            assert ours["grad_norm"] == pytest.approx(theirs["grad_norm"], rel=NORM)
