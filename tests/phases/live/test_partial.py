@@ -8,7 +8,6 @@ import time
 
 import numpy as np
 import psutil
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
