@@ -83,7 +83,7 @@ def _returning(fault, which):
     right, numbers = rollout_worker._Requests.receive, itertools.count()
 
     def receive(self, completions):
-        right(self, [(to, fault(one) if which(next(numbers)) else one) for to, one in completions])
+        return right(self, [(to, fault(one) if which(next(numbers)) else one) for to, one in completions])
 
     rollout_worker._Requests.receive = receive
 

@@ -1,6 +1,7 @@
 """Small functions of the phases, compared with results computed by hand."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -93,7 +94,7 @@ def test_metrics_of_an_update():
 )
 def test_equal_rewards_in_the_first_groups_are_told_if_no_update_can_learn_from_them(advantage, rewards, warned):
     """The last of the groups has ``rewards``, all others equal ones."""
-    stats = RolloutStats()
+    stats = RolloutStats(None, 0, None)
     for number in range(SAME_REWARDS - 1):
         stats.add(group(number, [float(number % 2)] * 2))
     assert not stats.equal_rewards(advantage)
@@ -102,13 +103,14 @@ def test_equal_rewards_in_the_first_groups_are_told_if_no_update_can_learn_from_
 
 
 def test_statistics_of_a_rollout():
-    stats = RolloutStats()
+    engine, scoring = SimpleNamespace(decoding=6, decoding_tokens=7), SimpleNamespace(over_limit=1)
+    stats = RolloutStats(None, 0, SimpleNamespace(engine=engine, scoring=scoring, discarded=0))
     for number, rewards in enumerate([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0, 1.0]]):
         stats.add(group(number, rewards))
     ended = [np.zeros(length, np.float32) for length in (3, 5, 4)]
     reasons = ("stop", "length", "interrupted")
-    stats.count([Completion(0, 0, x.astype(np.int32), x, why, None, 0) for x, why in zip(ended, reasons, strict=True)])
-    event = stats.event(decoding=6, decoding_tokens=7, over_limit=1)
+    stats.step([Completion(0, 0, x.astype(np.int32), x, why, None, 0) for x, why in zip(ended, reasons, strict=True)])
+    event = stats.event()
     assert (event["groups"], event["responses"], event["decoding"], event["decoding_tokens"]) == (4, 8, 6, 7)
     assert (event["ended"], event["tokens"]) == (2, 12)
     assert event["over_limit"] == 1

@@ -106,10 +106,7 @@ def serve(stage: Stage) -> None:
         return
     replicas = ReplicaGroup.join(while_waiting=stop.exit_if_asked)
     make_directory(stage.rollouts)
-    worker = evaluate_due(stage, replicas, lambda: stop.asked)
-    if stop.asked:
-        worker.close()
-        sys.exit(STOPPED)
+    worker = evaluate_due(stage, replicas, stop)
     names = stage.rollouts / SERVED
     with RolloutWriter(
         stage.rollouts, weights_hash=worker.weights_hash, logprob_mode="processed", external=True
