@@ -64,6 +64,6 @@ def test_answers_that_stay_faulty_end_the_phase(recipe):
 
 def test_the_discarded_answers_of_all_turns_are_stored_with_the_response():
     one = Conversation(0, [3], discarded=3, finish_reason="stop")
-    one.add_answer([4], [-1.0])
+    one.add([4], [-1.0])
     assert one.response(1.0, None, 0).discarded == 3
     assert dataclasses.replace(one, discarded=0).response(1.0, None, 0).discarded is None
