@@ -44,14 +44,11 @@ def test_the_rehearsal_passes_with_adapters(recipe):
     assert result.returncode == 0 and "updates, their export and a checkpoint passed" in result.stdout, result.stderr
 
 
-@pytest.mark.parametrize("updates", [10, 12])
-def test_the_policy_of_a_checkpoint_is_exported(undisturbed, tmp_path, updates):
-    command = ("export", undisturbed, "--stage", 1, "--update", updates, "--output", tmp_path / "policy")
-    result = megarl(*command)
+def test_the_policy_of_a_checkpoint_is_exported(undisturbed, tmp_path):
+    result = megarl("export", undisturbed, "--stage", 1, "--update", 10, "--output", tmp_path / "policy")
     assert result.returncode == 0, result.stderr
-    exported = (tmp_path / "policy" / WEIGHTS).read_bytes()
-    assert (exported == (undisturbed / "final" / WEIGHTS).read_bytes()) == (updates == 12)
-    assert exported != (undisturbed / "stages/001/policy" / WEIGHTS).read_bytes()
+    places = (tmp_path / "policy", undisturbed / "final", undisturbed / "stages/001/policy")
+    assert len({(place / WEIGHTS).read_bytes() for place in places}) == 3
 
 
 def test_exported_adapters_added_to_the_base_model_give_the_final_policy(undisturbed, tmp_path):

@@ -6,7 +6,6 @@ from megarl.views.audit import audit
 from tests.actor.ranks import run_ranks
 from tests.helpers import megarl, read_lines
 from tests.phases.plain_loop import train
-from tests.phases.test_kill import kill_at
 
 SETTINGS = ("schedule.stages=1", "schedule.passes=2", "eval.every=0")
 OPTIONS = [part for setting in SETTINGS for part in ("--set", setting)]
@@ -29,15 +28,6 @@ def test_every_pass_trains_the_same_batches_in_the_same_order(twice, tmp_path):
     assert of_groups[:3] == of_groups[3:] and len(set(map(tuple, of_groups[:3]))) == 3
     run_ranks(train, (twice, tmp_path / "loop"), 1)
     assert (tmp_path / "loop/model.safetensors").read_bytes() == (twice / WEIGHTS).read_bytes()
-
-
-def test_a_run_killed_in_its_second_pass_ends_with_the_same_bytes(recipe, twice, tmp_path):
-    run = tmp_path / "run"
-    kill_at("open .*metrics.jsonl", 5, recipe, run, *OPTIONS)
-    result = megarl("train", recipe, "--run-dir", run, *OPTIONS)
-    assert result.returncode == 0, result.stderr
-    assert [line["pass"] for line in read_lines(run / "metrics.jsonl")] == [0, 0, 0, 1, 1, 1]
-    assert (run / WEIGHTS).read_bytes() == (twice / WEIGHTS).read_bytes()
 
 
 def test_the_audit_of_several_passes_accounts_for_every_group(twice):

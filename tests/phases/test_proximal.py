@@ -62,6 +62,7 @@ def test_the_proximal_policy_is_the_one_before_the_step(run, tmp_path):
     assert clipped[0] == clipped[3] == 0 < min(max(clipped[1:3]), max(clipped[4:]))
 
 
+@pytest.mark.crash
 def test_a_run_killed_within_a_step_ends_with_the_same_bytes(recipe, run, tmp_path):
     again = tmp_path / "run"
     kill_at("open .*metrics.jsonl", 5, recipe, again, *OPTIONS)
