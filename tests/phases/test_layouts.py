@@ -3,13 +3,13 @@
 Here whole commands run in a few layouts; `tests/actor/test_layout_matrix.py` has all layouts.
 """
 
-import functools
-import json
-
 import pytest
 from safetensors.torch import load_file
 
-from tests.helpers import megarl
+from megarl.errors import UserError
+from megarl.recipe.load import load_recipe
+from megarl.storage.run_dir import RunDir
+from tests.helpers import megarl, read_lines
 
 pytestmark = pytest.mark.layouts
 
@@ -24,58 +24,37 @@ def sealed(recipe, tmp_path_factory):
     return run
 
 
-@pytest.fixture(scope="module")
-def optimized(sealed, tmp_path_factory):
-    """A cached function: (objective settings, processes, layout settings) -> (metrics, weights) of a branch."""
-
-    @functools.cache
-    def optimize(objective, processes, layout):
-        branch = tmp_path_factory.mktemp("branch") / "run"
-        settings = ("actor.tokens_per_micro_batch=40", f"actor.processes_per_node={processes}", *objective, *layout)
-        arguments = [part for setting in settings for part in ("--set", setting)]
-        result = megarl("optimize", sealed, "--stage", "0", "--output", branch, *arguments)
-        assert result.returncode == 0, result.stderr
-        metrics = [json.loads(line) for line in (branch / "metrics.jsonl").read_text().splitlines()]
-        weights = {
-            n: tensor for file in (branch / "final").glob("*.safetensors") for n, tensor in load_file(file).items()
-        }
-        return metrics, weights
-
-    return optimize
-
-
-def test_pipeline_ranks_agree_on_forward_passes_for_lagged_statistics(optimized):
-    """Only the last pipeline rank has the statistics, but all ranks must agree whether an extra forward pass is due."""
-    lagged = ("objective.name=m2po", "actor.statistics_scope=lagged")
-    (one, _), (two, _) = optimized(lagged, 1, ()), optimized(lagged, 2, ("actor.pipeline_parallel=2",))
-    for a, b in zip(one, two, strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-3, abs=1e-6)
+def optimize(sealed, branch, processes, *settings):
+    """The metrics of a branch of the sealed stage that so many processes make."""
+    settings = ("actor.tokens_per_micro_batch=40", f"actor.processes_per_node={processes}", *settings)
+    arguments = [part for setting in settings for part in ("--set", setting)]
+    result = megarl("optimize", sealed, "--stage", "0", "--output", branch, *arguments)
+    assert result.returncode == 0, result.stderr
+    return read_lines(branch / "metrics.jsonl")
 
 
 @pytest.mark.parametrize(
     ("objective", "layout"),
     [
-        ("mu_grpo", ("actor.expert_parallel=2",)),
-        ("m2po", ("actor.pipeline_parallel=2",)),  # an objective whose statistics are computed over all ranks
+        (("objective.name=mu_grpo",), "actor.expert_parallel=2"),
+        # only the last pipeline rank has the statistics, but all must agree whether an extra forward pass is due
+        (("objective.name=m2po", "actor.statistics_scope=lagged"), "actor.pipeline_parallel=2"),
     ],
 )
-def test_two_processes_make_the_same_updates(optimized, objective, layout):
-    name = (f"objective.name={objective}",)
-    (one, weights), (two, others) = optimized(name, 1, ()), optimized(name, 2, layout)
+def test_two_processes_make_the_same_updates(sealed, tmp_path, objective, layout):
+    one = optimize(sealed, tmp_path / "one", 1, *objective)
+    two = optimize(sealed, tmp_path / "two", 2, *objective, layout)
     assert [m["update"] for m in one] == [m["update"] for m in two] == list(range(1, 7))
     assert one[0]["grad_norm"] == pytest.approx(two[0]["grad_norm"], rel=1e-5)
     for a, b in zip(one, two, strict=True):
         for key in ("loss", "entropy", "kept_fraction", "ess", "reward/mean"):
             assert a[key] == pytest.approx(b[key], rel=1e-3, abs=1e-6), (a["update"], key)
+    weights, others = (load_file(tmp_path / run / "final/model.safetensors") for run in ("one", "two"))
     assert weights.keys() == others.keys()
     assert max(float((weights[k] - others[k]).abs().max()) for k in weights) < 1e-3
 
 
 def test_a_run_resumes_in_another_layout_but_not_with_another_recipe(recipe, tmp_path):
-    from megarl.errors import UserError
-    from megarl.recipe.load import load_recipe
-    from megarl.storage.run_dir import RunDir
-
     run = RunDir.create(tmp_path, load_recipe(recipe))
     other = load_recipe(recipe, ["actor.processes_per_node=2", "actor.expert_parallel=2"])
     assert RunDir.create(tmp_path, other).recipe == RunDir.open(tmp_path).recipe == other != run.recipe

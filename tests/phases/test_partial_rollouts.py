@@ -111,22 +111,6 @@ def test_the_oldest_unfinished_groups_are_finished_if_too_few_are_complete(undis
     assert 0 < len(finished) == TRAINED - (CANDIDATES - len(cut.group_ids))
 
 
-def test_a_later_stage_continues_the_stored_responses(undisturbed):
-    continued = 0
-    for stage in undisturbed.stages()[1:]:
-        before, now = stores(stage.previous), stores(stage)
-        for number in sealed_groups(stage.previous.rollouts, "carried"):
-            (old,) = (before[0] if not before[0].missing([number]) else before[1]).read([number])
-            (new,) = (now[0] if not now[0].missing([number]) else now[1]).read([number])
-            for a, b in zip(old.responses, new.responses, strict=True):
-                for name in ("tokens", "rollout_logprobs", "versions"):
-                    np.testing.assert_array_equal(getattr(a, name), getattr(b, name)[: len(a.tokens)])
-                continued += len(b.tokens) > len(a.tokens)
-                if a.finish_reason != "unfinished":
-                    assert len(a.tokens) == len(b.tokens)
-    assert continued > 5
-
-
 @torch.inference_mode()
 def logprobs_under(policy, group, response):
     """[n] float32: log-probs of a response's tokens under a policy, at the temperature at which they were sampled."""

@@ -40,7 +40,7 @@ def keeps_one(recipe, tmp_path_factory):
     """(the same run with ``keep_policies = 1``, killed during removals; `count` at the moments when it held most)."""
     root, most = tmp_path_factory.mktemp("kept") / "run", []
     command = [*settings(*SMALL, *KEEP)]
-    for stage, moment in ((1, "record"), (1, "rename"), (1, "delete"), (2, "rename"), (2, "delete")):
+    for stage, moment in ((1, "record"), (1, "rename"), (1, "delete")):
         folder = rf"stages/{stage:03d}"
         pattern = {
             "record": rf"replace .*{folder}/removed_policy\.json",
