@@ -28,18 +28,15 @@ def group(number, rewards):
     return Group(number, np.array([5], np.int32), tuple(response(r, i + 1) for i, r in enumerate(rewards)))
 
 
-def test_advantages_are_relative_to_the_group():
-    samples = to_samples([group(0, [1.0, 0.0]), group(1, [1.0, 1.0])], ObjectiveTable(advantage="group_mean"))
+def test_advantages_are_relative_to_the_group_and_groups_without_variance_are_dropped_on_request():
+    groups = [group(0, [1.0, 0.0]), group(1, [1.0, 1.0])]
+    samples = to_samples(groups, ObjectiveTable(advantage="group_mean"))
     assert [s.advantage for s in samples] == [0.5, -0.5, 0.0, 0.0]
     assert [len(s.response_tokens) for s in samples] == [1, 2, 1, 2]
     assert all(s.trained for s in samples)
-
-
-def test_groups_without_variance_are_dropped_on_request():
-    groups = [group(0, [1.0, 0.0]), group(1, [1.0, 1.0])]
-    samples = to_samples(groups, ObjectiveTable(advantage="group_mean", zero_variance="drop"))
-    assert [s.advantage for s in samples] == [0.5, -0.5]
-    (filler,) = to_samples(groups[1:], ObjectiveTable(advantage="group_mean", zero_variance="drop"))
+    drop = ObjectiveTable(advantage="group_mean", zero_variance="drop")
+    assert [s.advantage for s in to_samples(groups, drop)] == [0.5, -0.5]
+    (filler,) = to_samples(groups[1:], drop)
     assert not filler.trained
 
 
@@ -69,7 +66,7 @@ def test_each_span_of_a_continued_response_keeps_its_experts():
     assert join_experts([part(2, None, 4), part(1, None, 5)]) is None
 
 
-@pytest.mark.parametrize(("experts", "name"), [(8, "int8"), (128, "int8"), (129, "int16"), (512, "int16")])
+@pytest.mark.parametrize(("experts", "name"), [(128, "int8"), (129, "int16")])
 def test_expert_ids_have_the_smallest_integer_type_that_also_holds_minus_one(experts, name):
     assert expert_type(experts) == name
     assert np.array([-1, experts - 1], expert_type(experts)).tolist() == [-1, experts - 1]
@@ -177,7 +174,7 @@ def test_a_branch_in_other_batches_makes_as_many_updates_as_its_groups_fill(reci
     assert branch_recipe(stage, changes).schedule.updates_per_stage == updates
 
 
-@pytest.mark.parametrize(("keep", "stay"), [(1, [2]), (2, [1, 2]), (3, [0, 1, 2]), (9, [0, 1, 2]), (None, [0, 1, 2])])
+@pytest.mark.parametrize(("keep", "stay"), [(1, [2]), (2, [1, 2]), (9, [0, 1, 2]), (None, [0, 1, 2])])
 def test_checkpoints_of_the_last_finished_stages_are_kept(recipe, tmp_path, keep, stay):
     overrides = [] if keep is None else [f"actor.keep_stages={keep}"]
     run = RunDir.create(tmp_path / "run", load_recipe(recipe, overrides))
