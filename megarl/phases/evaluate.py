@@ -100,11 +100,10 @@ def _evaluate_policy(stage: Stage, version: int, worker: RolloutWorker, replicas
     names = replicas.from_first(f"suites/{version}", stage.run.unevaluated(version))
     for suite in (suite for suite in stage.run.recipe.suites if suite.name in names):
         one = _Evaluation(stage, version, suite, worker, replicas)
-        start = time.monotonic()
         one.answer()
         if worker.stopped():
             return
-        one.finish(start)
+        one.finish()
 
 
 class _Evaluation:
@@ -112,6 +111,7 @@ class _Evaluation:
 
     def __init__(self, stage: Stage, version: int, suite: Suite, worker: RolloutWorker, replicas: ReplicaGroup) -> None:
         self.stage, self.version, self.suite, self.worker, self.replicas = stage, version, suite, worker, replicas
+        self.start = time.monotonic()
         self.prompts: list[Prompt] = worker.prompts.heldout(suite.name)
         self.place = SuiteResponses.of(stage.run.root, suite.name)
         self.directory = self.place.responses(version)
@@ -165,9 +165,9 @@ class _Evaluation:
             responses = tuple(replace(r, answer=a) for r, a in zip(responses, answers, strict=True))
         return replace(group, responses=responses)
 
-    def finish(self, start: float) -> None:
-        """Seal the responses and log the results. start: `time.monotonic` at the beginning of the evaluation."""
-        stage, suite = self.stage, self.suite
+    def finish(self) -> None:
+        """Seal the responses and log the results."""
+        stage, suite, start = self.stage, self.suite, self.start
         generated = round(time.monotonic() - start, 3)
         over = self.replicas.gather(f"answered/{self.key}", self.worker.scoring.over_limit)
         self.worker.scoring.over_limit = self.worker.discarded = 0  # the next suite, or the rollouts, count from 0

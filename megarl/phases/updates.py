@@ -278,27 +278,18 @@ def find_start(stage: Stage) -> Start:
         if damage is None:
             return Start(done, path, read_manifest(path).position)
         if dist.get_rank() == 0:
-            _set_aside(stage, path, damage)
+            place = {"checkpoint": str(path.relative_to(stage.run.root)), "kept_as": set_aside(path).name}
+            stage.log_event("damaged_checkpoint", phase=_phase(stage), damage=damage, **place)
         dist.barrier()
     if stage.number == 0:
-        return Start(0, _verified(stage.run.start()))
+        first = stage.run.start()  # the checkpoint of another run, or None
+        if first is not None and (damage := checkpoint.verify(first)):
+            raise UserError(f"{first}, from which the run starts, is damaged: {damage}. Restore it from a copy")
+        return Start(0, first)
     path = _end_of(stage.previous)
     # metrics.jsonl of a branch has only its own updates, none of the run whose checkpoints it links to
     position = NOTHING if stage.previous.checkpoints.is_symlink() else read_manifest(path).position
     return Start(0, path, position)
-
-
-def _verified(path: Path | None) -> Path | None:
-    """``path``, the checkpoint of another run from which this one starts; `UserError` if it is damaged."""
-    if path is not None and (damage := checkpoint.verify(path)):
-        raise UserError(f"{path}, from which the run starts, is damaged: {damage}. Restore it from a copy")
-    return path
-
-
-def _set_aside(stage: Stage, path: Path, damage: str) -> None:
-    place = str(path.relative_to(stage.run.root))
-    kept = set_aside(path).name
-    stage.log_event("damaged_checkpoint", phase=_phase(stage), checkpoint=place, damage=damage, kept_as=kept)
 
 
 def _end_of(stage: Stage) -> Path:
