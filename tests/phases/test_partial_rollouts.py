@@ -26,6 +26,7 @@ from megarl.workers.preflight import check_recipe
 from tests.helpers import events, megarl, metrics
 from tests.phases.live.conftest import new_run, phases  # noqa: F401 - fixtures
 from tests.phases.live.test_partial import load
+from tests.phases.mutants import nan
 from tests.phases.test_kill import assert_same_run, kill_at
 
 TRAINED, CANDIDATES, STAGES, BUDGET = 6, 18, 3, 2  # groups that a stage trains, its candidates, stages, tokens
@@ -146,27 +147,53 @@ def test_staleness_is_counted_token_by_token(undisturbed):
     assert max(update["staleness"] for update in metrics(undisturbed)) > 3
 
 
-def test_the_budget_changes_no_response_of_the_same_policy(undisturbed):
-    recipe, policy = undisturbed.recipe, undisturbed.stage(0).policy
-    worker = RolloutWorker.build(recipe, 0, policy)
+@pytest.fixture(scope="module")
+def worker(undisturbed):
+    made = RolloutWorker.build(undisturbed.recipe, 0, undisturbed.stage(0).policy)
+    yield made
+    made.close()
 
-    def generate(groups, budget, found):
-        chunks, draws = [groups, None], worker.sampling(budget=budget)
-        earlier = (lambda number: found[number].responses) if found else (lambda number: ())
-        portions = worker.generate(lambda: chunks.pop(0), worker.prompts.train, draws, earlier=earlier)
-        return {group.group_id: group for portion in portions for group in portion}
 
-    left, found = list(range(8)), {}
-    whole = generate(left, math.inf, {})
-    while left:
-        found |= generate(left, BUDGET, found)
-        left = [number for number in left if any_unfinished(found[number].responses)]
-    worker.close()
+def generate(worker, groups, budget, found):
+    """{id: group} of ``groups``, of which ``found`` has those that were begun."""
+    chunks, draws = [groups, None], worker.sampling(budget=budget)
+    earlier = (lambda number: found[number].responses) if found else (lambda number: ())
+    portions = worker.generate(lambda: chunks.pop(0), worker.prompts.train, draws, earlier=earlier)
+    return {group.group_id: group for portion in portions for group in portion}
+
+
+def unfinished(found):
+    return [number for number, group in found.items() if any_unfinished(group.responses)]
+
+
+def test_the_budget_changes_no_response_of_the_same_policy(worker):
+    whole, found = generate(worker, list(range(8)), math.inf, {}), generate(worker, list(range(8)), BUDGET, {})
+    assert len(unfinished(found)) > 2
+    while left := unfinished(found):
+        found |= generate(worker, left, BUDGET, found)
     for number, group in whole.items():
         for mine, theirs in zip(found[number].responses, group.responses, strict=True):
             assert mine.tokens.tolist() == theirs.tokens.tolist()
             assert (mine.reward, mine.finish_reason) == (theirs.reward, theirs.finish_reason)
             np.testing.assert_allclose(mine.rollout_logprobs, theirs.rollout_logprobs, rtol=0, atol=1e-4)
+
+
+def test_discarded_attempts_are_counted_over_all_stages(worker, monkeypatch):
+    step, damaged = worker.engine.step, []
+
+    def faulty():
+        """The first completion of each stage has no log-prob."""
+        ended = step()
+        if ended and not damaged:
+            damaged.append(ended[0])
+            ended = [(ended[0][0], nan(ended[0][1])), *ended[1:]]
+        return ended
+
+    monkeypatch.setattr(worker.engine, "step", faulty)
+    found = generate(worker, list(range(8)), BUDGET, {})
+    damaged.clear()
+    found |= generate(worker, unfinished(found), BUDGET, found)
+    assert sum(response.discarded or 0 for group in found.values() for response in group.responses) == 2
 
 
 def test_two_replicas_generate_the_same_groups(undisturbed, new_run, phases):  # noqa: F811
