@@ -52,13 +52,14 @@ _CACHES = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
 HARMLESS |= dict.fromkeys(_CACHES, "chooses a cache; what is sampled does not depend on it")
 # and (value, fields) of those in which it asks for what is done anyway. All others are refused unless they are null.
 NEUTRAL: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (True, ("add_generation_prompt", "include_reasoning", "parallel_tool_calls", "skip_special_tokens")),
-    (True, ("spaces_between_special_tokens",)),
-    (False, ("add_special_tokens", "continue_final_message", "echo", "ignore_eos", "include_stop_str_in_output")),
-    (False, ("logprobs", "return_prompt_text", "return_token_ids", "return_token_offsets", "store")),
-    (False, ("return_tokens_as_token_ids", "use_beam_search", "watermarking")),
-    (0, ("frequency_penalty", "min_p", "min_tokens", "presence_penalty", "priority", "routed_experts_prompt_start")),
-    (0, ("top_k", "top_logprobs")),
+    (True, ("add_generation_prompt", "include_reasoning", "parallel_tool_calls")),
+    (True, ("skip_special_tokens", "spaces_between_special_tokens")),
+    (False, ("add_special_tokens", "continue_final_message", "echo", "ignore_eos")),
+    (False, ("include_stop_str_in_output", "logprobs", "return_prompt_text", "store")),
+    (False, ("return_token_ids", "return_token_offsets", "return_tokens_as_token_ids")),
+    (False, ("use_beam_search", "watermarking")),
+    (0, ("frequency_penalty", "min_p", "min_tokens", "presence_penalty", "priority")),
+    (0, ("routed_experts_prompt_start", "top_k", "top_logprobs")),
     (1, ("length_penalty", "n", "repetition_penalty", "top_p")),
     (-1, ("top_k",)),
     ([], ("bad_words", "documents", "functions", "logprob_token_ids", "stop", "stop_token_ids")),
