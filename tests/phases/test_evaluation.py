@@ -17,7 +17,9 @@ from megarl.storage.run_dir.evaluations import SuiteResponses
 from megarl.storage.run_dir.retention import best_version, keep_best
 from megarl.views.report.pairs import pair_charts, pair_columns
 from megarl.views.run_reader import read_run
-from tests.helpers import events, megarl, read_lines, start_megarl, wait_for, wait_until_nobody_works_on
+from tests.helpers import events, megarl, read_lines
+from tests.phases.commands import settings, succeed, train
+from tests.phases.test_kill import kill_command
 
 SUITES = """
 every_updates = 2
@@ -54,16 +56,11 @@ def suites(recipe, tmp_path_factory):
     return path
 
 
-def settings(*values):
-    return [word for value in values for word in ("--set", value)]
-
-
 @pytest.fixture(scope="module")
 def whole(suites, tmp_path_factory):
     """A finished run whose policies were evaluated on three suites."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    result = megarl("train", suites, "--run-dir", run, *settings(*SMALL))
-    assert result.returncode == 0, result.stderr
+    train(suites, run, *settings(*SMALL))
     return RunDir.open(run)
 
 
@@ -151,16 +148,6 @@ def assert_same_weights(a, b):
     assert ours.keys() == theirs.keys() and all((ours[name] == theirs[name]).all() for name in ours)
 
 
-def hold_and_kill(pattern, count, *arguments, held):
-    """Start a command and kill it at the ``count``-th file operation that matches ``pattern``."""
-    held.unlink(missing_ok=True)
-    command = start_megarl(*arguments, hold=[pattern, count, str(held)])
-    wait_for(command, held.exists)
-    command.kill()
-    command.wait()
-    return command
-
-
 @pytest.mark.crash
 def test_a_killed_run_repeats_no_stored_response_and_gives_the_same_figures(whole, suites, tmp_path):
     run, arguments = tmp_path / "run", ("train", suites, "--run-dir", tmp_path / "run", *settings(*SMALL))
@@ -172,14 +159,12 @@ def test_a_killed_run_repeats_no_stored_response_and_gives_the_same_figures(whol
         (r"open .*/checkpoints/\.update_000004\..*\.tmp/.", 1),  # after it; resumes from an earlier checkpoint
         (r"replace .*/evaluations/short/update_000004/SEALED", 1),
     ]:
-        hold_and_kill(pattern, count, *arguments, held=tmp_path / "held")
-        wait_until_nobody_works_on(run)
+        kill_command(pattern, count, run, *arguments)
         now = {path: path.stat().st_ino for path in run.glob("evaluations/*/*/*.arrow")}
         assert stored.items() <= now.items(), "a stored response was generated again"
         stored = now
     assert len(stored) > 10
-    result = megarl(*arguments)
-    assert result.returncode == 0, result.stderr
+    succeed(*arguments)
     assert {path: path.stat().st_ino for path in stored} == stored
     assert [e["skipped"] for e in events(RunDir.open(run), "resume") if e["phase"] == "evaluate"] == [8]
     assert figures(RunDir.open(run)) == figures(whole)
@@ -210,14 +195,12 @@ def test_eval_of_a_model_on_several_suites_resumes_after_a_kill(whole, suites, t
     arguments += settings("eval.samples=2", *SMALL)
     output, kept = tmp_path / "evals", [*arguments, "--output", tmp_path / "evals"]
     pattern = r"replace .*/evaluations/heldout/update_000000/.*_00000008\.arrow"
-    hold_and_kill(pattern, 1, *kept, held=tmp_path / "held")
-    wait_until_nobody_works_on(output)
+    kill_command(pattern, 1, output, *kept)
     (first,) = output.glob("evaluations/heldout/update_000000/*.arrow")
     inode = first.stat().st_ino
     figures = []
     for _ in range(2):  # the second time everything is stored already
-        result = megarl(*kept)
-        assert result.returncode == 0, result.stderr
+        result = succeed(*kept)
         figures.append(result.stdout.splitlines()[-9:])
     names = [line.split()[0] for line in figures[0]]
     assert names == ["heldout", "avg@4", "pass@2", "pass@4", "maj@4", "another", "avg@2", "pass@2", "maj@2"]
@@ -232,8 +215,7 @@ def test_eval_of_a_model_on_several_suites_resumes_after_a_kill(whole, suites, t
 
 
 def test_compare_prints_differences_and_refuses_other_prompts(whole, tmp_path):
-    result = megarl("compare", f"{whole.root}:0", whole.root)
-    assert result.returncode == 0, result.stderr
+    result = succeed("compare", f"{whole.root}:0", whole.root)
     for name, samples in (("heldout", 4), ("short", 3), ("greedy", 1)):
         means = [np.mean([row["reward"] for row in table(whole, name, update)]) for update in (0, 8)]
         assert f"{name}: " in result.stdout and f"avg@{samples}    {means[0]:.4f} -> {means[1]:.4f}" in result.stdout
@@ -273,8 +255,7 @@ def test_runs_of_different_lengths_are_compared_after_equal_updates(whole, tmp_p
         shutil.rmtree(place)
     lines = [line for line in read_lines(short / "events.jsonl") if line.get("update", 0) <= 4]
     (short / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = megarl("compare", whole.root, short)
-    assert result.returncode == 0, result.stderr
+    result = succeed("compare", whole.root, short)
     head, accuracy, *_ = result.stdout.splitlines()
     assert f"A = {whole.root} (update 4), B = {short} (update 4)" in head
     assert "+0.0000 [+0.0000, +0.0000]" in accuracy

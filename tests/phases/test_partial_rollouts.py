@@ -23,7 +23,8 @@ from megarl.views.responses.select import Filter, select
 from megarl.views.run_state import RunState
 from megarl.views.sql import query
 from megarl.workers.preflight import check_recipe
-from tests.helpers import events, megarl, metrics
+from tests.helpers import events, metrics
+from tests.phases.commands import train
 from tests.phases.live.conftest import new_run, phases  # noqa: F401 - fixtures
 from tests.phases.live.test_partial import load
 from tests.phases.mutants import nan
@@ -53,8 +54,7 @@ def options(**settings):
 @pytest.fixture(scope="module")
 def undisturbed(recipe, tmp_path_factory):
     path = tmp_path_factory.mktemp("undisturbed") / "run"
-    result = megarl("train", recipe, "--run-dir", path, *options())
-    assert result.returncode == 0, result.stderr
+    train(recipe, path, *options())
     return RunDir.open(path)
 
 
@@ -217,8 +217,7 @@ def test_killed_runs_end_with_the_same_bytes(undisturbed, recipe, tmp_path):
     killed = tmp_path / "killed"
     for pattern, count in MOMENTS:
         kill_at(pattern, count, recipe, killed, *options())
-    result = megarl("train", recipe, "--run-dir", killed, *options())
-    assert result.returncode == 0, result.stderr
+    train(recipe, killed, *options())
     assert_same_run(undisturbed.root, killed)
     assert list(killed.glob("stages/*/rollouts/unfinished/*.arrow"))
 

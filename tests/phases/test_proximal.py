@@ -8,8 +8,9 @@ from megarl.recipe.load import load_recipe
 from megarl.storage.run_dir import RunDir
 from megarl.workers.preflight import check_recipe
 from tests.actor.ranks import run_ranks
-from tests.helpers import megarl, read_lines
-from tests.phases.plain_loop import train
+from tests.helpers import read_lines
+from tests.phases import plain_loop
+from tests.phases.commands import train
 from tests.phases.test_kill import kill_at
 
 SETTINGS = (
@@ -24,13 +25,12 @@ WEIGHTS = "final/model.safetensors"
 def run(recipe, tmp_path_factory):
     """A run of two steps of three updates each."""
     run = tmp_path_factory.mktemp("proximal") / "run"
-    result = megarl("train", recipe, "--run-dir", run, *OPTIONS)
-    assert result.returncode == 0, result.stderr
+    train(recipe, run, *OPTIONS)
     return run
 
 
 def test_the_proximal_policy_is_the_one_before_the_step(run, tmp_path):
-    run_ranks(train, (run, tmp_path / "loop", tmp_path), 1)
+    run_ranks(plain_loop.train, (run, tmp_path / "loop", tmp_path), 1)
     assert (tmp_path / "loop/model.safetensors").read_bytes() == (run / WEIGHTS).read_bytes()
     clipped = [line["clip_fraction"] for line in read_lines(run / "metrics.jsonl")]
     assert clipped[0] == clipped[3] == 0 < min(max(clipped[1:3]), max(clipped[4:]))
@@ -40,8 +40,7 @@ def test_the_proximal_policy_is_the_one_before_the_step(run, tmp_path):
 def test_a_run_killed_within_a_step_ends_with_the_same_bytes(recipe, run, tmp_path):
     again = tmp_path / "run"
     kill_at("open .*metrics.jsonl", 5, recipe, again, *OPTIONS)
-    result = megarl("train", recipe, "--run-dir", again, *OPTIONS)
-    assert result.returncode == 0, result.stderr
+    train(recipe, again, *OPTIONS)
     assert (again / WEIGHTS).read_bytes() == (run / WEIGHTS).read_bytes()
     assert [line["update"] for line in read_lines(again / "metrics.jsonl")] == list(range(1, 7))
 
