@@ -185,7 +185,7 @@ class RolloutWorker:
         other_seeds: is added to the ids of groups for the seeds of their responses.
         scored_first: take a chunk only once all responses generated before are scored.
         """
-        requests = _Requests(self, prompt, draws, earlier, other_seeds)
+        requests = _Requests(self, prompt, draws, earlier, other_seeds, watch)
         whole, stopping = self.engine.repeats_chunks and not within_chunks, False
         portion, stored = list[Group](), time.monotonic()
         try:
@@ -202,12 +202,7 @@ class RolloutWorker:
                     scored = self.scoring.take(wait=True, unless=self.stopped)
                 else:
                     break
-                if watch:
-                    watch.step(ended)
-                for group in scored:
-                    del requests.pending[group.group_id]
-                    if watch:
-                        watch.add(group)
+                requests.tell(ended, scored)
                 portion += scored
                 # chunks come one after another, and so do their groups, since then scoring is in order
                 while portion and (
@@ -233,9 +228,10 @@ class _Requests:
         draws: Sampling,
         earlier: Callable[[int], tuple[Response, ...]],
         other_seeds: int,
+        watch: Watch | None,
     ) -> None:
         self.worker, self.prompt, self.draws, self.earlier = worker, prompt, draws, earlier
-        self.other_seeds = other_seeds
+        self.other_seeds, self.watch = other_seeds, watch
         self.pending = {group.number: group for group in worker.unfinished}  # not scored yet
         self.sizes: list[int] = []  # of the chunks that are not stored yet
         self._left = worker.unfinished  # to continue before any chunk
@@ -287,6 +283,15 @@ class _Requests:
                 response = _joined(group.parts.pop(k), self.draws.max_tokens)
                 self.worker.scoring.add(group, k, replace(response, discarded=group.discarded.get(k)))
         return kept
+
+    def tell(self, ended: Sequence[Completion], scored: Sequence[Group]) -> None:
+        """Tell the `Watch`, if there is one, what a step has ended; ``scored`` groups are not pending then."""
+        for group in scored:
+            del self.pending[group.group_id]
+        if self.watch:
+            self.watch.step(ended)
+            for group in scored:
+                self.watch.add(group)
 
     def _slots(self, groups: Sequence[PendingGroup]) -> list[_Slot]:
         return [(group, k) for group in groups for k in range(self.draws.samples) if k not in group.responses]

@@ -181,6 +181,7 @@ def test_an_evaluation_with_other_settings_starts_anew(whole, tmp_path):
     assert stored.items() >= {"samples": 3, "top_p": 0.7, "max_response_tokens": 2, "temperature": 1.0}.items()
     assert stored["reward"]["kind"] == "exact"
     place = SuiteResponses.of(tmp_path, "short")
+    place.directory.mkdir(parents=True)
     own = {key: value for key, value in stored.items() if key != "crc"}
     (place.begin(0, own) / "shard").touch()
     assert (place.begin(0, own) / "shard").exists()
