@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -179,21 +180,22 @@ def test_the_budget_changes_no_response_of_the_same_policy(worker):
 
 
 def test_discarded_attempts_are_counted_over_all_stages(worker, monkeypatch):
+    """Two attempts at each response of a group were discarded before; one more attempt at a response is now."""
     step, damaged = worker.engine.step, []
 
     def faulty():
-        """The first completion of each stage has no log-prob."""
         ended = step()
         if ended and not damaged:
             damaged.append(ended[0])
             ended = [(ended[0][0], nan(ended[0][1])), *ended[1:]]
         return ended
 
-    monkeypatch.setattr(worker.engine, "step", faulty)
     found = generate(worker, list(range(8)), BUDGET, {})
-    damaged.clear()
-    found |= generate(worker, unfinished(found), BUDGET, found)
-    assert sum(response.discarded or 0 for group in found.values() for response in group.responses) == 2
+    number = unfinished(found)[0]
+    before = tuple(replace(response, discarded=2) for response in found[number].responses)
+    monkeypatch.setattr(worker.engine, "step", faulty)
+    (group,) = generate(worker, [number], BUDGET, {number: replace(found[number], responses=before)}).values()
+    assert sorted(response.discarded for response in group.responses) == [2, 2, 2, 3]
 
 
 def test_two_replicas_generate_the_same_groups(undisturbed, new_run, phases):  # noqa: F811
