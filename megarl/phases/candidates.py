@@ -7,7 +7,6 @@ between two policy versions.
 
 from __future__ import annotations
 
-import heapq
 import json
 import time
 from collections.abc import Sequence
@@ -32,36 +31,30 @@ class Choice:
     def __init__(self, candidates: range, wanted: int) -> None:
         self.candidates, self.wanted = candidates, wanted
         self.varies: dict[int, bool] = {}  # id of each known candidate -> whether its rewards have variance
-        self._first: list[int] = []  # heap with the negated ids of the first ``wanted`` candidates with variance
-        self._unknown = candidates.start  # the first candidate that is not known
 
     def add(self, group: int, varies: bool) -> None:
         """Record whether a candidate's rewards have variance; a second call for the same candidate changes nothing."""
-        if group in self.varies:
-            return
-        self.varies[group] = varies
-        if varies and len(self._first) < self.wanted:
-            heapq.heappush(self._first, -group)
-        elif varies:
-            heapq.heappushpop(self._first, -group)
-        while self._unknown in self.varies:
-            self._unknown += 1
+        self.varies.setdefault(group, varies)
+
+    def _first(self) -> list[int]:
+        """The first ``wanted`` known candidates with variance, in id order."""
+        return sorted(group for group, varies in self.varies.items() if varies)[: self.wanted]
 
     @property
     def end(self) -> int:
         """No candidate with this id or a larger one will be chosen, whatever the unknown candidates turn out to be."""
-        return 1 - self._first[0] if len(self._first) == self.wanted else self.candidates.stop
+        first = self._first()
+        return first[-1] + 1 if len(first) == self.wanted else self.candidates.stop
 
     @property
     def is_final(self) -> bool:
         """Whether no unknown candidate can change the choice."""
-        return self._unknown >= self.end
+        return self.varies.keys() >= set(range(self.candidates.start, self.end))
 
     def chosen(self) -> list[int]:
         """The ids of the chosen groups, sorted."""
-        with_variance = [-minus for minus in self._first]
-        others = sorted(group for group, varies in self.varies.items() if not varies)
-        return sorted(with_variance + others[: self.wanted - len(with_variance)])
+        first, others = self._first(), sorted(group for group, varies in self.varies.items() if not varies)
+        return sorted(first + others[: self.wanted - len(first)])
 
 
 class Candidates:

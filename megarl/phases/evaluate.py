@@ -7,6 +7,7 @@ number of updates of the run that made it.
 from __future__ import annotations
 
 import itertools
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import asdict, replace
@@ -16,9 +17,11 @@ import numpy as np
 
 from megarl.data.prompts import Prompt
 from megarl.distributed import ReplicaGroup
+from megarl.errors import STOPPED
 from megarl.estimates import summarise
-from megarl.phases.generation import missing_chunks
+from megarl.phases.generation import missing_chunks, shared_chunks
 from megarl.phases.rollout_worker import RolloutWorker, never
+from megarl.phases.stop import StopRequest
 from megarl.recipe.tables import Suite
 from megarl.rewards.answers import COMPARED, answer_of
 from megarl.storage.metrics import trackers
@@ -41,79 +44,66 @@ def evaluate(stage: Stage) -> None:
     due = set(replicas.from_first("due", sorted(due)))
     if not due:
         return  # restarted after a process died between its last result and its exit
-    worker = _evaluate_all(stage, replicas, due, sorted(due), never)
-    worker.close()
+    _evaluate_all(stage, replicas, due, for_training=False).close()
     replicas.barrier("evaluated")
 
 
-def evaluate_due(stage: Stage, replicas: ReplicaGroup, interrupted: Callable[[], bool]) -> RolloutWorker:
-    """Evaluate the policies that are due; returns the engine, which has the stage's policy unless interrupted."""
+def evaluate_due(stage: Stage, replicas: ReplicaGroup, stop: StopRequest) -> RolloutWorker:
+    """Evaluate the policies that are due; returns the engine with the stage's policy, or exits if asked to stop."""
     due = set(replicas.from_first("due", stage.due_evaluations()))
-    return _evaluate_all(stage, replicas, due, sorted({*due, stage.first_update}), interrupted, for_training=True)
+    worker = _evaluate_all(stage, replicas, due, True, lambda: stop.asked)
+    if stop.asked:  # the worker may hold unfinished responses of an evaluation
+        worker.close()
+        sys.exit(STOPPED)
+    return worker
 
 
 def _evaluate_all(
     stage: Stage,
     replicas: ReplicaGroup,
     due: Collection[int],
-    versions: Sequence[int],
-    interrupted: Callable[[], bool],
-    for_training: bool = False,
+    for_training: bool,
+    stopped: Callable[[], bool] = never,
 ) -> RolloutWorker:
-    """Load ``versions`` one after another into one engine and evaluate those that are ``due``; returns the engine."""
+    """Load the policies that are ``due`` one after another into one engine and evaluate them; returns the engine.
+
+    for_training: load the stage's policy at the end, which is to generate its rollouts.
+    """
     worker: RolloutWorker | None = None
-    for version in versions:
-        phase = "evaluate" if version in due else "rollout"
-        worker = _load(stage, replicas, worker, version, phase, for_training)
-        worker.stopped = interrupted
+    run = stage.run
+    for version in sorted({*due, stage.first_update} if for_training else due):
+        start, policy = time.monotonic(), run.version(version)
+        run.check_prompts()
+        if worker is None:
+            path = run.under_one_path(policy, replicas.rank)
+            worker = RolloutWorker.build(run.recipe, stage.number, path, for_training)
+            worker.stopped = stopped
+        else:
+            worker.load(policy)
+        drift = worker.check_drift(policy, replicas)
+        place = {"phase": "evaluate" if version in due else "rollout", "rank": replicas.rank}
+        seconds = round(time.monotonic() - start, 3)
+        stage.log_event("weight_drift", **place, load_seconds=seconds, **asdict(drift))
         if version in due:
-            evaluate_policy(stage, version, worker, replicas, interrupted)
-        if interrupted():
+            _evaluate_policy(stage, version, worker, replicas)
+        if stopped():
             break
     assert worker is not None
     return worker
 
 
-def _load(
-    stage: Stage, replicas: ReplicaGroup, worker: RolloutWorker | None, version: int, phase: str, for_training: bool
-) -> RolloutWorker:
-    """Load policy ``version`` into ``worker``, or a new one, and check its weights; returns the worker.
-
-    phase: what the policy is loaded for, "evaluate" or "rollout", for events.jsonl.
-    """
-    start, run = time.monotonic(), stage.run
-    run.check_prompts()
-    policy = run.version(version)
-    if worker is None:
-        path = run.under_one_path(policy, replicas.rank)
-        worker = RolloutWorker.build(run.recipe, stage.number, path, for_training)
-    else:
-        worker.load(policy)
-    drift = worker.check_drift(policy, replicas)
-    seconds = round(time.monotonic() - start, 3)
-    stage.log_event("weight_drift", phase=phase, rank=replicas.rank, load_seconds=seconds, **asdict(drift))
-    return worker
-
-
-def evaluate_policy(
-    stage: Stage,
-    version: int,
-    worker: RolloutWorker,
-    replicas: ReplicaGroup,
-    interrupted: Callable[[], bool] = never,
-) -> None:
+def _evaluate_policy(stage: Stage, version: int, worker: RolloutWorker, replicas: ReplicaGroup) -> None:
     """Evaluate the policy on each suite that has no ``evaluation`` event for it yet, and append these events.
 
-    Responses that an earlier attempt stored are not generated again. An interrupted suite gets no event.
+    Responses that an earlier attempt stored are not generated again. A suite gets no event if the worker is stopped.
     """
     names = replicas.from_first(f"suites/{version}", stage.run.unevaluated(version))
     for suite in (suite for suite in stage.run.recipe.suites if suite.name in names):
         one = _Evaluation(stage, version, suite, worker, replicas)
-        start = time.monotonic()
-        one.answer(interrupted)
-        if interrupted():
+        one.answer()
+        if worker.stopped():
             return
-        one.finish(start)
+        one.finish()
 
 
 class _Evaluation:
@@ -121,12 +111,13 @@ class _Evaluation:
 
     def __init__(self, stage: Stage, version: int, suite: Suite, worker: RolloutWorker, replicas: ReplicaGroup) -> None:
         self.stage, self.version, self.suite, self.worker, self.replicas = stage, version, suite, worker, replicas
+        self.start = time.monotonic()
         self.prompts: list[Prompt] = worker.prompts.heldout(suite.name)
         self.place = SuiteResponses.of(stage.run.root, suite.name)
         self.directory = self.place.responses(version)
         self.key = f"{version}/{suite.name}"  # part of its keys in the replicas' store
 
-    def answer(self, interrupted: Callable[[], bool]) -> None:
+    def answer(self) -> None:
         """Generate and store the responses that are missing; all replicas share the work."""
         found = None
         if self.replicas.rank == 0:
@@ -139,7 +130,7 @@ class _Evaluation:
         if self.replicas.rank == 0 and (there := len(self.prompts) - len(missing)):
             resumed = {"phase": "evaluate", "skipped": there, "total": len(self.prompts), "unit": "prompts"}
             self.stage.log_event("resume", suite=self.suite.name, **resumed)
-        suite, worker, counter = self.suite, self.worker, self.replicas.store
+        suite, worker = self.suite, self.worker
         draws = worker.sampling(
             samples=suite.samples,
             temperature=suite.temperature,
@@ -149,21 +140,13 @@ class _Evaluation:
         chunks = missing_chunks(
             range(len(self.prompts)), missing, worker.engine.repeats_chunks, worker.recipe.rollout.groups_per_chunk
         )
-
-        def take() -> Sequence[int] | None:
-            if interrupted() or (number := counter.add(f"next/{self.key}", 1) - 1) >= len(chunks):
-                return None
-            return chunks[number]
-
         whole = draws.temperature > 0 and draws.top_p == 1
         mode = "processed" if whole else "engine"  # with top_p < 1 or temperature 0 log-probs depend on the engine
         with RolloutWriter(
             self.directory, weights_hash=worker.weights_hash, logprob_mode=mode, writer=self.replicas.rank
         ) as writer:
-            stops = never if worker.engine.repeats_chunks else interrupted  # such engines finish a chunk once begun
-            for groups in worker.generate(
-                take, self.prompts.__getitem__, draws, interrupted=stops, other_seeds=_EVALUATION_SEED
-            ):
+            take = shared_chunks(self.replicas, self.key, chunks, worker.stopped)
+            for groups in worker.generate(take, self.prompts.__getitem__, draws, other_seeds=_EVALUATION_SEED):
                 writer.append([self._as_stored(group) for group in groups if group.group_id in missing])
 
     def _settings(self) -> dict[str, Any]:
@@ -182,9 +165,9 @@ class _Evaluation:
             responses = tuple(replace(r, answer=a) for r, a in zip(responses, answers, strict=True))
         return replace(group, responses=responses)
 
-    def finish(self, start: float) -> None:
-        """Seal the responses and log the results. start: `time.monotonic` at the beginning of the evaluation."""
-        stage, suite = self.stage, self.suite
+    def finish(self) -> None:
+        """Seal the responses and log the results."""
+        stage, suite, start = self.stage, self.suite, self.start
         generated = round(time.monotonic() - start, 3)
         over = self.replicas.gather(f"answered/{self.key}", self.worker.scoring.over_limit)
         self.worker.scoring.over_limit = self.worker.discarded = 0  # the next suite, or the rollouts, count from 0

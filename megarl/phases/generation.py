@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import functools
-import math
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from megarl.distributed import ReplicaGroup
-from megarl.phases.rollout_worker import RolloutWorker, never
-from megarl.phases.stop import StopRequest
+from megarl.phases.rollout_worker import RolloutWorker
 from megarl.recipe.names import GROUP_ADVANTAGES
 from megarl.recipe.schedule import cut_chunks
 from megarl.rollout.engine import Completion
-from megarl.storage.rollouts import Group, Response
+from megarl.storage.rollouts import Group
 from megarl.storage.run_dir import Stage
 from megarl.storage.shards import any_unfinished
 
@@ -43,65 +39,31 @@ def missing_chunks(
     return [part for part in parts if any(group in missing for group in part)]
 
 
-@dataclass
-class ReplicaRollouts:
-    """One replica's part in the rollouts of a stage."""
+def shared_chunks(
+    replicas: ReplicaGroup, name: str, chunks: Sequence[Sequence[int]], ended: Callable[[], bool]
+) -> Callable[[], Sequence[int] | None]:
+    """A function that takes the next chunk; it returns None if there is none, or once ``ended`` returns True.
 
-    stage: Stage
-    replicas: ReplicaGroup
-    worker: RolloutWorker
-    stop: StopRequest
-    stats: RolloutStats = field(default_factory=lambda: RolloutStats())
+    The replicas share the counter ``name``, so that a slow one does not hold up the others.
+    """
 
-    def fill(
-        self,
-        name: str,
-        chunks: Sequence[Sequence[int]],
-        store: Callable[[list[Group]], None],
-        *,
-        may_begin: Callable[[Sequence[int]], bool] = lambda chunk: True,
-        enough: Callable[[], bool] = never,
-        earlier: Callable[[int], tuple[Response, ...]] = lambda group: (),
-        budget: float = math.inf,
-        scored_first: bool = False,
-        on_scored: Callable[[Group], None] = lambda group: None,
-    ) -> None:
-        """Generate ``chunks``, together with all replicas, until there are ``enough`` or a stop is asked for.
+    def take() -> Sequence[int] | None:
+        number = len(chunks) if ended() else replicas.store.add(f"next_chunk/{name}", 1) - 1
+        return chunks[number] if number < len(chunks) else None
 
-        name: of this work in the replicas' store. store: writes a portion of groups. budget: largest number of tokens
-        to add to each response. Other arguments as in `RolloutWorker.generate`.
-        """
-
-        def take() -> Sequence[int] | None:
-            # from a counter that the replicas share, so that a slow one does not hold up the others
-            if self.stop.asked or (number := self.replicas.store.add(f"next_chunk/{name}", 1) - 1) >= len(chunks):
-                return None
-            return chunks[number] if may_begin(chunks[number]) else None
-
-        def count(group: Group) -> None:
-            self.stats.add(group)
-            on_scored(group)
-
-        worker, rank = self.worker, self.replicas.rank
-        for groups in worker.generate(
-            take,
-            worker.prompts.train,
-            worker.sampling(budget=budget),
-            # an engine with `repeats_chunks` finishes the chunk it has begun
-            interrupted=never if worker.engine.repeats_chunks else lambda: self.stop.asked or enough(),
-            earlier=earlier,
-            scored_first=scored_first,
-            on_step=functools.partial(self.stats.step, self.stage, rank, worker),
-            on_scored=count,
-        ):
-            store(groups)
-        self.stats.log(self.stage, rank, worker)
+    return take
 
 
 class RolloutStats:
-    """Counts the responses of one replica in one attempt at a phase."""
+    """Counts the responses of replica ``rank`` in one attempt at a phase; the `Watch` of its ``worker``.
 
-    def __init__(self) -> None:
+    on_group: called with each group.
+    """
+
+    def __init__(
+        self, stage: Stage, rank: int, worker: RolloutWorker, on_group: Callable[[Group], None] = lambda group: None
+    ) -> None:
+        self.stage, self.rank, self.worker, self.on_group = stage, rank, worker, on_group
         self.start = self._logged = time.monotonic()
         self.ended = self.tokens = 0  # responses that have ended, in complete groups or not, and their new tokens
         self.groups = self.responses = 0  # complete groups and their responses
@@ -113,22 +75,19 @@ class RolloutStats:
         self.solve_rates = [0] * SOLVE_RATE_BINS
         self._warned = False
 
-    def step(self, stage: Stage, rank: int, worker: RolloutWorker, ended: Sequence[Completion]) -> None:
-        """Count the responses that ``ended`` in a step of the engine, and log an event if one is due."""
-        self.count(ended)
+    def step(self, ended: Sequence[Completion]) -> None:
+        """Count the responses that ``ended``, or were interrupted, and log an event if one is due."""
+        self.ended += sum(completion.finish_reason != "interrupted" for completion in ended)
+        self.tokens += sum(len(completion.tokens) for completion in ended)
         now = time.monotonic()
         # soon at first, since a chunk may take minutes
         if now - self._logged >= min(EVENT_SECONDS, max(1.0, self._logged - self.start)):
             self._logged = now
-            self.log(stage, rank, worker)
-
-    def count(self, ended: Sequence[Completion]) -> None:
-        """Count responses that ended, or were interrupted."""
-        self.ended += sum(completion.finish_reason != "interrupted" for completion in ended)
-        self.tokens += sum(len(completion.tokens) for completion in ended)
+            self.log()
 
     def add(self, group: Group) -> None:
         """Count a group."""
+        self.on_group(group)
         lengths = [len(response.tokens) for response in group.responses]
         if any_unfinished(group.responses):
             self.unfinished += 1
@@ -142,14 +101,12 @@ class RolloutStats:
         self.varied += bool((rewards != rewards[0]).any())
         self.solve_rates[solve_rate_bin(float(np.mean([r.correctness for r in group.responses])))] += 1
 
-    def log(self, stage: Stage, rank: int, worker: RolloutWorker) -> None:
-        """Append a `rollout_progress` event of replica ``rank`` to events.jsonl, and once a warning, if it is due."""
-        engine = worker.engine
-        event = self.event(engine.decoding, engine.decoding_tokens, worker.scoring.over_limit, worker.discarded)
-        stage.log_event("rollout_progress", rank=rank, **event)
-        if not self._warned and self.equal_rewards(stage.run.recipe.objective.advantage):
+    def log(self) -> None:
+        """Append a `rollout_progress` event to events.jsonl, and once a warning, if it is due."""
+        self.stage.log_event("rollout_progress", rank=self.rank, **self.event())
+        if not self._warned and self.equal_rewards(self.stage.run.recipe.objective.advantage):
             self._warned = True
-            stage.log_event("equal_rewards", rank=rank, groups=self.groups, warning=self._warning())
+            self.stage.log_event("equal_rewards", rank=self.rank, groups=self.groups, warning=self._warning())
 
     def equal_rewards(self, advantage: str) -> bool:
         """Whether the first groups all have equal rewards, so that the ``advantage`` of each response is 0."""
@@ -162,28 +119,28 @@ class RolloutStats:
             "no update learns from them: `megarl samples` shows what the model answers, and the reward of each response"
         )
 
-    def event(self, decoding: int, decoding_tokens: int, over_limit: int, discarded: int = 0) -> dict[str, Any]:
+    def event(self) -> dict[str, Any]:
         """The fields of a `rollout_progress` event.
 
         decoding: responses that the engine has taken and not finished. decoding_tokens: their tokens so far.
         over_limit: responses that exceeded the limits of their verifier. discarded: those that the engine returned
         wrongly, and that are generated again.
         """
-        seconds = time.monotonic() - self.start
+        seconds, engine = time.monotonic() - self.start, self.worker.engine
         return {
             "seconds": round(seconds, 3),
             "groups": self.groups,
             **({"unfinished": self.unfinished} if self.unfinished else {}),
             "responses": self.responses,
             "ended": self.ended,
-            "decoding": decoding,
+            "decoding": engine.decoding,
             "tokens": self.tokens,
-            "decoding_tokens": decoding_tokens,
-            "tokens_per_second": round((self.tokens + decoding_tokens) / max(1e-9, seconds), 1),
+            "decoding_tokens": engine.decoding_tokens,
+            "tokens_per_second": round((self.tokens + engine.decoding_tokens) / max(1e-9, seconds), 1),
             "longest": self.longest,
             "truncated": self.unstopped,
-            "over_limit": over_limit,
-            **({"discarded": discarded} if discarded else {}),
+            "over_limit": self.worker.scoring.over_limit,
+            **({"discarded": self.worker.discarded} if self.worker.discarded else {}),
             "reward_sum": self.rewards,
             "solve_rates": self.solve_rates,
         }

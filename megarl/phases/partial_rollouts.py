@@ -13,12 +13,11 @@ from pathlib import Path
 
 from megarl.distributed import ReplicaGroup
 from megarl.errors import STOPPED
-from megarl.phases.generation import ReplicaRollouts, missing_chunks
+from megarl.phases.generation import RolloutStats, missing_chunks, shared_chunks
 from megarl.phases.rollout_worker import RolloutWorker
-from megarl.phases.stop import StopRequest
 from megarl.storage.files import make_directory
 from megarl.storage.ledger import SEALED
-from megarl.storage.rollouts import Group, Response, RolloutStore, RolloutWriter, seal
+from megarl.storage.rollouts import Response, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
 from megarl.storage.shards import any_unfinished
 
@@ -30,19 +29,17 @@ class PartialRollouts:
     unfinished ones are generated to their end. Stored groups are not generated again after a restart.
     """
 
-    def __init__(self, stage: Stage, replicas: ReplicaGroup, worker: RolloutWorker, stop: StopRequest) -> None:
-        self.stage, self.replicas, self.worker, self.stop = stage, replicas, worker, stop
-        self.candidates, self.rollouts = stage.candidates(), ReplicaRollouts(stage, replicas, worker, stop)
+    def __init__(self, stage: Stage, replicas: ReplicaGroup, worker: RolloutWorker) -> None:
+        self.stage, self.replicas, self.worker = stage, replicas, worker
+        self.candidates, self.stats = stage.candidates(), RolloutStats(stage, replicas.rank, worker)
 
     def work(self, budget: int) -> None:
         """Generate and seal; ends the process when asked to stop. budget: tokens that each response gets in a stage."""
         plan = self.replicas.from_first("partial", self._prepare() if self.replicas.rank == 0 else None)
-        chunks = [*self._chunks(plan["continued"], plan), *self._chunks(self.stage.groups, plan)]
         before = self.stage.previous.unfinished if plan["continued"] else None
-        self._generate("budget", chunks, set(plan["missing"]), before, budget)
+        self._generate("budget", [plan["continued"], self.stage.groups], plan["missing"], before, budget)
         needed = self.replicas.from_first("needed", self._needed() if self.replicas.rank == 0 else None)
-        chunks = self._chunks(needed["groups"], needed)
-        self._generate("needed", chunks, set(needed["missing"]), self.stage.unfinished, math.inf)
+        self._generate("needed", [needed["groups"]], needed["missing"], self.stage.unfinished, math.inf)
         self.worker.close()
         if self.replicas.rank == 0:
             self._seal()
@@ -80,37 +77,39 @@ class PartialRollouts:
         """The groups with a response that reached the budget in this stage, unfinished."""
         return set(RolloutStore(self.stage.unfinished).group_ids)
 
-    def _chunks(self, groups: Sequence[int], plan: dict[str, list[int]]) -> list[Sequence[int]]:
-        whole, size = self.worker.engine.repeats_chunks, self.stage.rollout.groups_per_chunk
-        return missing_chunks(groups, set(plan["missing"]), whole, size)
-
     def _writer(self, directory: Path) -> RolloutWriter:
         weights_hash = self.worker.weights_hash
         return RolloutWriter(directory, weights_hash=weights_hash, logprob_mode="processed", writer=self.replicas.rank)
 
     def _generate(
-        self, name: str, chunks: Sequence[Sequence[int]], missing: set[int], before: Path | None, budget: float
+        self, name: str, parts: Sequence[Sequence[int]], ids: list[int], before: Path | None, budget: float
     ) -> None:
-        """Generate the ``missing`` groups of ``chunks``, together with all replicas.
+        """Generate the groups of ``parts`` of which ``ids`` are missing, together with all replicas.
 
         name: key of this pass in the shared store. before: the store with unfinished groups, which are continued; None
         if there are none. budget: largest number of tokens to add to each response.
         """
-        store = RolloutStore(before) if before else None
+        worker, store, missing = self.worker, RolloutStore(before) if before else None, set(ids)
+        whole, size = worker.engine.repeats_chunks, self.stage.rollout.groups_per_chunk
+        chunks = [chunk for part in parts for chunk in missing_chunks(part, missing, whole, size)]
 
         def earlier(group: int) -> tuple[Response, ...]:
             return store.read([group])[0].responses if store and not store.missing([group]) else ()
 
         with self._writer(self.stage.rollouts) as complete, self._writer(self.stage.unfinished) as cut:
-
-            def keep(groups: list[Group]) -> None:
+            for groups in worker.generate(
+                shared_chunks(self.replicas, name, chunks, worker.stopped),
+                worker.prompts.train,
+                worker.sampling(budget=budget),
+                earlier=earlier,
+                watch=self.stats,
+            ):
                 wanted = [group for group in groups if group.group_id in missing]
                 complete.append([group for group in wanted if not any_unfinished(group.responses)])
                 cut.append([group for group in wanted if any_unfinished(group.responses)])
-
-            self.rollouts.fill(name, chunks, keep, earlier=earlier, budget=budget)
-        if self.stop.asked:
-            self.worker.close()
+        self.stats.log()
+        if worker.stopped():
+            worker.close()
             sys.exit(STOPPED)  # without a barrier: the other replicas get the same signal
         self.replicas.barrier(f"generated/{name}")
 

@@ -7,14 +7,12 @@ The prompts of a stage that was filled from outside are known only as tokens. A 
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable
 
 import numpy as np
 
 from megarl.data.prompts import Prompt, open_prompts
 from megarl.heartbeats import beat
-from megarl.phases.rollout_worker import STORE_SECONDS
 from megarl.phases.scoring import Scoring, text_of
 from megarl.phases.stop import StopRequest
 from megarl.rewards.parts import build_verifier
@@ -23,7 +21,7 @@ from megarl.storage.files import make_directory
 from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import RESCORED, SCORED_BEFORE, Stage
 
-GROUPS_AT_ONCE = 64  # groups that are being scored at a time
+GROUPS_AT_ONCE = 64  # groups that are scored at a time and stored in one shard
 
 
 def rescore(stage: Stage) -> None:
@@ -44,20 +42,16 @@ def rescore(stage: Stage) -> None:
     first = source.entries[0]
     with RolloutWriter(target, weights_hash=first.weights_hash, logprob_mode=first.logprob_mode) as writer:
         missing = RolloutStore(target).missing(source.group_ids)
-        stored = time.monotonic()
-        portion: list[Group] = []
         for begin in range(0, len(missing), GROUPS_AT_ONCE):
             if stop.asked:
                 break
             beat("scoring", f"group {missing[begin]}")
             groups = source.read(missing[begin : begin + GROUPS_AT_ONCE])
-            portion += scoring.again(
-                groups, lambda group: _given(group, decode) if source.external else prompts.train(group.group_id)
+            writer.append(
+                scoring.again(
+                    groups, lambda group: _given(group, decode) if source.external else prompts.train(group.group_id)
+                )
             )
-            if time.monotonic() - stored > STORE_SECONDS:
-                writer.append(portion)
-                stored, portion = time.monotonic(), []
-        writer.append(portion)
     scoring.close()
     stop.exit_if_asked()
     chosen = list(source.chosen) if len(source.chosen) < len(source.group_ids) else None

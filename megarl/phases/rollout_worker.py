@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -48,6 +48,16 @@ def never() -> bool:
     return False
 
 
+class Watch(Protocol):
+    """What is told of the progress of `RolloutWorker.generate`."""
+
+    def step(self, ended: Sequence[Completion]) -> None:
+        """After each step of the engine or wait for scores; ``ended``: responses that ended, or were interrupted."""
+
+    def add(self, group: Group) -> None:
+        """As soon as a group is scored, before it is stored."""
+
+
 @dataclass
 class RolloutWorker:
     """An engine with one policy, and the verifier processes that score its responses while it generates others."""
@@ -60,7 +70,7 @@ class RolloutWorker:
     stop_token_ids: tuple[int, ...]
     weights_hash: str
     vocabulary: int  # the model's number of tokens
-    stopped: Callable[[], bool] = never  # once True, `generate` no longer waits for rewards; the next attempt repeats
+    stopped: Callable[[], bool] = never  # once True, `generate` ends, without a wait for rewards
     unfinished: list[PendingGroup] = field(default_factory=list)  # left by an interrupted `generate`
     checksum: str | None = None  # of the engine's weights at their last check; None if the engine has no checksums
     discarded: int = 0  # responses of the engine that were thrown away, because they were faulty
@@ -154,46 +164,45 @@ class RolloutWorker:
         draws: Sampling,
         *,
         interrupted: Callable[[], bool] = never,
+        within_chunks: bool = False,
         earlier: Callable[[int], tuple[Response, ...]] = lambda group: (),
         other_seeds: int = 0,
         scored_first: bool = False,
         store_seconds: float = STORE_SECONDS,
-        on_step: Callable[[Sequence[Completion]], None] = lambda ended: None,
-        on_scored: Callable[[Group], None] = lambda group: None,
+        watch: Watch | None = None,
     ) -> Iterator[list[Group]]:
         """Generate and score groups; yields portions of complete ones. What is faulty is made again, see `discard`.
 
-        A portion is a whole chunk if the engine has `repeats_chunks` and nothing interrupts it; otherwise it is all
+        A portion is a whole chunk if the engine has `repeats_chunks`, unless ``within_chunks``; otherwise it is all
         groups that were completed within ``store_seconds``.
 
         take: gives the group ids of the next chunk when the engine has room for it; None: there is no other chunk.
         draws: how each response is sampled, but for the seeds.
-        interrupted: once it returns True, no more chunks are taken. The next call continues unfinished responses first.
+        interrupted: once it returns True, or the worker is `stopped`, no more chunks are taken, and responses are
+            interrupted; the next call continues them first. An engine with `repeats_chunks` ends its chunk before.
+        within_chunks: interrupt such an engine, too.
         earlier: the responses of a group that an earlier stage left unfinished, which are continued; () for a new one.
         other_seeds: is added to the ids of groups for the seeds of their responses.
         scored_first: take a chunk only once all responses generated before are scored.
-        on_step: called after each step of the engine or wait for scores, with the completions of responses that ended.
-        on_scored: called with each group as soon as it is scored, before it is stored.
         """
-        requests = _Requests(self, prompt, draws, earlier, other_seeds, on_step)
-        whole, stopping = self.engine.repeats_chunks and interrupted is never, False
+        requests = _Requests(self, prompt, draws, earlier, other_seeds, watch)
+        whole, stopping = self.engine.repeats_chunks and not within_chunks, False
         portion, stored = list[Group](), time.monotonic()
         try:
             while True:
-                if not (stopping := stopping or interrupted()):
+                stopping = stopping or (not whole and (self.stopped() or interrupted()))
+                if not stopping:
                     requests.submit(take, scored_first)
+                ended: list[Completion] = []
                 if self.engine.decoding:
-                    requests.receive(self.engine.interrupt() if stopping else self.engine.step())
+                    ended = requests.receive(self.engine.interrupt() if stopping else self.engine.step())
                     scored = self.scoring.take() if self.scoring.is_due() else []
                 elif self.scoring.busy and not self.stopped():
                     beat("scoring")
                     scored = self.scoring.take(wait=True, unless=self.stopped)
-                    on_step(())
                 else:
                     break
-                for group in scored:
-                    del requests.pending[group.group_id]
-                    on_scored(group)
+                requests.tell(ended, scored)
                 portion += scored
                 # chunks come one after another, and so do their groups, since then scoring is in order
                 while portion and (
@@ -219,10 +228,10 @@ class _Requests:
         draws: Sampling,
         earlier: Callable[[int], tuple[Response, ...]],
         other_seeds: int,
-        on_step: Callable[[Sequence[Completion]], None],
+        watch: Watch | None,
     ) -> None:
         self.worker, self.prompt, self.draws, self.earlier = worker, prompt, draws, earlier
-        self.other_seeds, self.on_step = other_seeds, on_step
+        self.other_seeds, self.watch = other_seeds, watch
         self.pending = {group.number: group for group in worker.unfinished}  # not scored yet
         self.sizes: list[int] = []  # of the chunks that are not stored yet
         self._left = worker.unfinished  # to continue before any chunk
@@ -251,8 +260,11 @@ class _Requests:
                 self.sizes.append(len(chunk))
                 self._ask(self._slots(groups), continues=any(group.parts or group.responses for group in groups))
 
-    def receive(self, completions: Sequence[tuple[int, Completion]]) -> None:
-        """Have finished responses scored, and keep the parts of the others; what is faulty is generated again."""
+    def receive(self, completions: Sequence[tuple[int, Completion]]) -> list[Completion]:
+        """Have finished responses scored, and keep the parts of the others; what is faulty is generated again.
+
+        Returns the completions without the faulty ones.
+        """
         kept = []
         for number, completion in completions:
             each, slots = self._asked[number]
@@ -270,7 +282,16 @@ class _Requests:
             if completion.finish_reason != "interrupted":
                 response = _joined(group.parts.pop(k), self.draws.max_tokens)
                 self.worker.scoring.add(group, k, replace(response, discarded=group.discarded.get(k)))
-        self.on_step(kept)
+        return kept
+
+    def tell(self, ended: Sequence[Completion], scored: Sequence[Group]) -> None:
+        """Tell the `Watch`, if there is one, what a step has ended; ``scored`` groups are not pending then."""
+        for group in scored:
+            del self.pending[group.group_id]
+        if self.watch:
+            self.watch.step(ended)
+            for group in scored:
+                self.watch.add(group)
 
     def _slots(self, groups: Sequence[PendingGroup]) -> list[_Slot]:
         return [(group, k) for group in groups for k in range(self.draws.samples) if k not in group.responses]

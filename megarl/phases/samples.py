@@ -26,8 +26,11 @@ def to_samples(groups: list[Group], table: ObjectiveTable, experts: bool = False
 
     experts: include the experts that the engine recorded; `UserError` if it recorded none.
     """
-    if experts:
-        check_experts(groups)
+    if experts and (lacking := [g.group_id for g in groups if any(r.routed_experts is None for r in g.responses)]):
+        raise UserError(
+            f'[actor] routing_replay = "engine": group {lacking[0]} has no routed experts, so it was generated under '
+            'another recipe; use "actor" or "none"'
+        )
     rewards = rewards_of(groups)
     advantages = group_advantages(rewards, table.advantage).tolist()
     keep = ~zero_variance(rewards).numpy() if table.zero_variance == "drop" else np.ones(len(groups), bool)
@@ -47,15 +50,6 @@ def to_samples(groups: list[Group], table: ObjectiveTable, experts: bool = False
     ]
     # if nothing is left to train, one untrained sample keeps the update, so that the schedule keeps its length
     return [sample for sample in samples if sample.trained] or samples[:1]
-
-
-def check_experts(groups: list[Group]) -> None:
-    for group in groups:
-        if any(response.routed_experts is None for response in group.responses):
-            raise UserError(
-                f'[actor] routing_replay = "engine": group {group.group_id} has no routed experts, so it was generated '
-                'under another recipe; use "actor" or "none"'
-            )
 
 
 def throughput(samples: list[Sample], start: float) -> dict[str, Any]:

@@ -97,7 +97,7 @@ def make_updates(
     """
     metrics = _open_metrics(stage, start)
     try:
-        _make_updates(actor, stage, start.done, batches, stop, exporter, metrics)
+        _Updates(actor, stage, batches, exporter, metrics).make(start.done, stop)
         if metrics:
             metrics.sync()
         exporter.export(stage.next.first_update, stage.next.policy)
@@ -108,84 +108,105 @@ def make_updates(
         remove_checkpoints(stage.run, finished=stage.number + 1)
 
 
-def _make_updates(
-    actor: Actor,
-    stage: Stage,
-    done: int,
-    batches: Batches,
-    stop: StopRequest,
-    exporter: Exporter,
-    metrics: MetricsWriter | None,
-) -> None:
-    run, total = stage.run, stage.run.recipe.schedule.updates_per_stage
-    objective, saved = _objective(run), done
-    ready: deque[Batch] = deque()
-    for update in range(done, total):
-        start = time.perf_counter()
-        beat("update", f"update {stage.first_update + update + 1}")
-        if not ready:
-            ready.extend(_read_step(actor, run, objective, batches, exporter, update, total))
-        asked = not ready  # to stop, while waiting for groups
-        if ready:
-            groups, age, samples, micro_batches = ready.popleft()
-            line = {"stage": stage.number, "update": stage.first_update + update + 1} | age
-            names: tuple[str, ...] = ("stage", "pass", "update", "staleness")
-            place = {name: line[name] for name in names if name in line}
-            values = _make_update(actor, run, samples, micro_batches, objective, place)
-            batches.trained(update + 1)
-            if metrics:
-                tokens = values.pop("sample_tokens", None)
-                muted = tokens and tokens_by_group(tokens["counts"], samples, len(groups))
-                by = by_columns(groups, run.recipe.metrics.by, muted)
-                metrics.append(place | age | summary(groups) | by | values | throughput(samples, start))
-        updates = update + (not asked)
-        # never stop within a step: the log-probs of its proximal policy are only in memory
-        stopping = asked or (updates < total and not ready and stop.agreed(actor.device))
-        last = updates == total or stopping
-        checkpoint.finish(actor, wait=False)
-        if updates > saved and (updates % run.recipe.actor.checkpoint_every == 0 or last):
-            if metrics:
-                metrics.sync()  # a checkpoint relies on the lines of its updates being on disk
-            keep = run.recipe.actor.keep_checkpoints
-            checkpoint.save(actor, stage.checkpoints, updates, keep, wait=last, metrics=metrics)
-            saved = updates
-        if stopping:
-            checkpoint.finish(actor)
-            sys.exit(STOPPED)
+@dataclass
+class _Updates:
+    actor: Actor
+    stage: Stage
+    batches: Batches
+    exporter: Exporter
+    metrics: MetricsWriter | None  # on the one rank that writes them
+
+    def __post_init__(self) -> None:
+        self.run, self.recipe = self.stage.run, self.stage.run.recipe
+        self.objective, self.total = _objective(self.run), self.recipe.schedule.updates_per_stage
+
+    def make(self, done: int, stop: StopRequest) -> None:
+        """Make the updates that follow the first ``done`` of the stage."""
+        actor, saved = self.actor, done
+        ready: deque[Batch] = deque()
+        for update in range(done, self.total):
+            start = time.perf_counter()
+            beat("update", f"update {self.stage.first_update + update + 1}")
+            if not ready:
+                ready.extend(self._read_step(update))
+            asked = not ready  # to stop, while waiting for groups
+            if ready:
+                self._make_one(update, ready.popleft(), start)
+            updates = update + (not asked)
+            # never stop within a step: the log-probs of its proximal policy are only in memory
+            stopping = asked or (updates < self.total and not ready and stop.agreed(actor.device))
+            last = updates == self.total or stopping
+            checkpoint.finish(actor, wait=False)
+            if updates > saved and (updates % self.recipe.actor.checkpoint_every == 0 or last):
+                if self.metrics:
+                    self.metrics.sync()  # a checkpoint relies on the lines of its updates being on disk
+                keep = self.recipe.actor.keep_checkpoints
+                checkpoint.save(actor, self.stage.checkpoints, updates, keep, wait=last, metrics=self.metrics)
+                saved = updates
+            if stopping:
+                checkpoint.finish(actor)
+                sys.exit(STOPPED)
+
+    def _read_step(self, first: int) -> list[Batch]:
+        """Read the batches of a step: the updates from ``first`` that share a proximal policy.
+
+        The current policy is the proximal one. A forward pass adds its log-probs to all batches but the first, whose
+        own update starts from that policy anyway. Returns [] if a stop was asked for. Collective.
+        """
+        step: list[Batch] = []
+        size = updates_per_step(self.objective, self.recipe.schedule.sync_every)
+        for update in range(first, min(self.total, first + size)):
+            groups = self.batches.read(update)
+            if groups is None:
+                return []  # no update of the step is made yet
+            self.exporter.observe(groups)
+            samples, micro_batches = pack(self.actor, groups)
+            if step:
+                micro_batches = with_proximal(self.actor, micro_batches)
+            step.append((groups, self.batches.metrics(update, groups), samples, micro_batches))
+        return step
+
+    def _make_one(self, update: int, batch: Batch, start: float) -> None:
+        """Make an update and append its line of metrics. start: `time.perf_counter` when its groups were asked for."""
+        groups, age, samples, micro_batches = batch
+        line = {"stage": self.stage.number, "update": self.stage.first_update + update + 1} | age
+        names: tuple[str, ...] = ("stage", "pass", "update", "staleness")
+        place = {name: line[name] for name in names if name in line}
+        values = self._train(samples, micro_batches, place)
+        self.batches.trained(update + 1)
+        if self.metrics:
+            tokens = values.pop("sample_tokens", None)
+            muted = tokens and tokens_by_group(tokens["counts"], samples, len(groups))
+            by = by_columns(groups, self.recipe.metrics.by, muted)
+            self.metrics.append(place | age | summary(groups) | by | values | throughput(samples, start))
+
+    def _train(
+        self, samples: list[Sample], micro_batches: list[packing.MicroBatch], place: dict[str, int]
+    ) -> dict[str, Any]:
+        actor, table = self.actor, self.recipe.metrics
+        listed = table.listed_tokens if table.detail and place["update"] % table.detail == 0 else 0
+        try:
+            lr, counted = actor.learning_rate(place["update"]), len(samples) if table.by else 0
+            values = train_step(actor, micro_batches, self.objective, lr, listed, counted)
+            if "muted_tokens" in values and parallel.reports_metrics():
+                values["muted_tokens"] |= {"text": token_texts(values["muted_tokens"]["id"], self.recipe.model)}
+            return values | lengths_by_sign(samples)
+        except NonFiniteUpdate as error:
+            return skip(actor, self.run, place, error, samples)
 
 
-def _read_step(
-    actor: Actor,
-    run: RunDir,
-    objective: Objective,
-    batches: Batches,
-    exporter: Exporter,
-    first: int,
-    last: int,
-) -> list[Batch]:
-    """Read the batches of a step: the updates from ``first``, up to ``last``, that share a proximal policy.
-
-    The current policy is the proximal one. A forward pass adds its log-probs to all batches but the first, whose own
-    update starts from that policy anyway. Returns [] if a stop was asked for. Collective.
-    """
-    step: list[Batch] = []
-    for update in range(first, min(last, first + updates_per_step(objective, run.recipe.schedule.sync_every))):
-        groups = batches.read(update)
-        if groups is None:
-            return []  # no update of the step is made yet
-        exporter.observe(groups)
-        samples = to_samples(groups, run.recipe.objective, run.recipe.actor.routing_replay == "engine")
-        micro_batches = packing.micro_batches(
-            samples,
-            run.recipe.actor.tokens_per_micro_batch,
-            actor.device,
-            token_alignment(run.recipe.megatron),
-            actor.models[0].shares_prompts,
-        )
-        if step:
-            micro_batches = with_proximal(actor, micro_batches)
-        step.append((groups, batches.metrics(update, groups), samples, micro_batches))
-    return step
+def pack(actor: Actor, groups: list[Group]) -> tuple[list[Sample], list[packing.MicroBatch]]:
+    """The samples of ``groups``, and this rank's micro-batches of them."""
+    recipe = actor.recipe
+    samples = to_samples(groups, recipe.objective, recipe.actor.routing_replay == "engine")
+    micro_batches = packing.micro_batches(
+        samples,
+        recipe.actor.tokens_per_micro_batch,
+        actor.device,
+        token_alignment(recipe.megatron),
+        actor.models[0].shares_prompts,
+    )
+    return samples, micro_batches
 
 
 def _open_metrics(stage: Stage, start: Start) -> MetricsWriter | None:
@@ -201,26 +222,6 @@ def _open_metrics(stage: Stage, start: Start) -> MetricsWriter | None:
 
 def _phase(stage: Stage) -> str:
     return "live" if stage.run.recipe.schedule.kind == "live" else "optimize"
-
-
-def _make_update(
-    actor: Actor,
-    run: RunDir,
-    samples: list[Sample],
-    micro_batches: list[packing.MicroBatch],
-    objective: Objective,
-    place: dict[str, int],
-) -> dict[str, Any]:
-    table = run.recipe.metrics
-    listed = table.listed_tokens if table.detail and place["update"] % table.detail == 0 else 0
-    try:
-        lr, counted = actor.learning_rate(place["update"]), len(samples) if table.by else 0
-        values = train_step(actor, micro_batches, objective, lr, listed, counted)
-        if "muted_tokens" in values and parallel.reports_metrics():
-            values["muted_tokens"] |= {"text": token_texts(values["muted_tokens"]["id"], run.recipe.model)}
-        return values | lengths_by_sign(samples)
-    except NonFiniteUpdate as error:
-        return skip(actor, run, place, error, samples)
 
 
 def skip(
@@ -277,27 +278,18 @@ def find_start(stage: Stage) -> Start:
         if damage is None:
             return Start(done, path, read_manifest(path).position)
         if dist.get_rank() == 0:
-            _set_aside(stage, path, damage)
+            place = {"checkpoint": str(path.relative_to(stage.run.root)), "kept_as": set_aside(path).name}
+            stage.log_event("damaged_checkpoint", phase=_phase(stage), damage=damage, **place)
         dist.barrier()
     if stage.number == 0:
-        return Start(0, _verified(stage.run.start()))
+        first = stage.run.start()  # the checkpoint of another run, or None
+        if first is not None and (damage := checkpoint.verify(first)):
+            raise UserError(f"{first}, from which the run starts, is damaged: {damage}. Restore it from a copy")
+        return Start(0, first)
     path = _end_of(stage.previous)
     # metrics.jsonl of a branch has only its own updates, none of the run whose checkpoints it links to
     position = NOTHING if stage.previous.checkpoints.is_symlink() else read_manifest(path).position
     return Start(0, path, position)
-
-
-def _verified(path: Path | None) -> Path | None:
-    """``path``, the checkpoint of another run from which this one starts; `UserError` if it is damaged."""
-    if path is not None and (damage := checkpoint.verify(path)):
-        raise UserError(f"{path}, from which the run starts, is damaged: {damage}. Restore it from a copy")
-    return path
-
-
-def _set_aside(stage: Stage, path: Path, damage: str) -> None:
-    place = str(path.relative_to(stage.run.root))
-    kept = set_aside(path).name
-    stage.log_event("damaged_checkpoint", phase=_phase(stage), checkpoint=place, damage=damage, kept_as=kept)
 
 
 def _end_of(stage: Stage) -> Path:

@@ -14,16 +14,14 @@ from typing import Any
 
 import torch
 
-from megarl.actor import packing, parallel
+from megarl.actor import parallel
 from megarl.actor.step import Actor, compute_gradients
 from megarl.errors import UserError
 from megarl.heartbeats import beat
 from megarl.objectives import OBJECTIVES, Objective, WithOptions, build_objective
 from megarl.phases.export import load_policy, write_policy
 from megarl.phases.rollout_worker import RolloutWorker
-from megarl.phases.samples import to_samples
-from megarl.phases.updates import frozen_policies
-from megarl.recipe.megatron import token_alignment
+from megarl.phases.updates import frozen_policies, pack
 from megarl.storage.policies import read_info
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
@@ -113,15 +111,7 @@ class Comparison:
     def gradient(self, groups: list[Group], objective: Objective) -> tuple[torch.Tensor, dict[str, Any]]:
         """The gradient of the whole batch before clipping, [parameters] float32, and the metrics of the batch."""
         beat("what if")
-        recipe = self.actor.recipe
-        samples = to_samples(groups, recipe.objective, recipe.actor.routing_replay == "engine")
-        micro_batches = packing.micro_batches(
-            samples,
-            recipe.actor.tokens_per_micro_batch,
-            self.actor.device,
-            token_alignment(recipe.megatron),
-            self.actor.models[0].shares_prompts,
-        )
+        _, micro_batches = pack(self.actor, groups)
         _, metrics = compute_gradients(self.actor, micro_batches, objective)
         parts = [
             parameter.main_grad.detach().flatten()

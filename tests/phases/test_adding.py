@@ -5,8 +5,6 @@ import shutil
 import subprocess
 import sys
 
-import pytest
-
 from megarl.recipe.load import load_recipe
 from megarl.storage.policies import copy_policy
 from megarl.storage.run_dir import RunDir
@@ -35,27 +33,19 @@ from megarl.workers.nodes import Nodes
 run = RunDir.open(Path(sys.argv[1]))
 assert Path(megarl.__file__).is_relative_to(sys.argv[2])
 with Nodes(NodeRank()) as nodes, Progress(run.root, run.recipe):
-    nodes.starter._server_failed = sys.argv[3] == "new"
     run_phase(nodes, run.stage(0), "count", 1)
 """
 
 
-@pytest.fixture(scope="module")
-def package(tmp_path_factory):
-    """The folder with a copy of megarl/ that has one more phase."""
-    folder = tmp_path_factory.mktemp("package")
-    copy = shutil.copytree(ROOT / "megarl", folder / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
+def test_a_phase_is_one_file_and_one_line(recipe, tmp_path):
+    package = tmp_path / "package"
+    copy = shutil.copytree(ROOT / "megarl", package / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "phases/count.py").write_text(MODULE)
     table = copy / "phases/__init__.py"
     table.write_text(table.read_text().replace("PHASES = {\n", "PHASES = {\n" + LINE))
-    return folder
-
-
-@pytest.mark.parametrize("start", ["fork", "new"])
-def test_a_phase_is_one_file_and_one_line(start, package, recipe, tmp_path):
     run = RunDir.create(tmp_path / "run", load_recipe(recipe))
     copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, run.stage(0).policy)
-    command = [sys.executable, "-c", RUN, str(run.root), str(package), start]
+    command = [sys.executable, "-c", RUN, str(run.root), str(package)]
     result = subprocess.run(
         command, env={**os.environ, "PYTHONPATH": str(package)}, cwd=package, capture_output=True, text=True
     )

@@ -47,25 +47,16 @@ def fails(capfd, monkeypatch):
     ("setting", "words"),
     [
         ("rollout.temperatur=1.0", ["rollout.temperatur", "'temperature'"]),
-        ("optimiser.lr=1e-3", ["optimiser", "'optimizer'"]),
         ("schedule.stages=two", ["schedule.stages", "integer", "'two'"]),
-        ("schedule.stages=0", ["schedule.stages", "greater than or equal to 1"]),
-        ("schedule.stages=1000000000000000000", ["schedule.stages", "less than or equal to 100000"]),
         ("eval.prompts=1000000000", ["eval.prompts", "less than or equal to 1000000"]),
-        ("run.seed=4294967296", ["run.seed", "less than 4294967296"]),
-        ("optimizer.lr=inf", ["optimizer.lr", "finite number"]),
-        ("optimizer.lr=1e30", ["optimizer.lr", "less than or equal to 1"]),
         ("optimizer.eps=nan", ["optimizer.eps", "finite number"]),
-        ("rollout.response_timeout=inf", ["rollout.response_timeout", "finite number"]),
         ("objective.ratio_max=nan", ["ratio_max", "nan"]),
         ("data.prompt_template=" + "x" * 1_000_001, ["data.prompt_template", "at most 1000000 characters"]),
         ("data.prompt_template=\udcff", ["--set", "not valid UTF-8"]),
         ("data.options=" + "[" * 100_000, ["--set data.options", "nested"]),
-        ("optimizer.lr=-1.0", ["optimizer.lr", "greater than 0"]),
         ("objective.name=mu_grop", ["mu_grop", "mu_grpo"]),
         ("objective.ratio_mx=5.0", ["ratio_mx", "ratio_max"]),
         ("objective.veto_scope=prefix", ["veto_scope", "prefix", "suffix"]),
-        ("objective.veto_threshold=2.0", ["veto_threshold", "2.0"]),
         ("data.prompt_template={wrd}=", ["wrd", "prompt"]),
         ("data.train=prompts.txt", ["prompts.txt", ".jsonl"]),
         ("reward.kind=reasoning_gym", ["reward.kind", "data.source"]),
@@ -81,10 +72,7 @@ def fails(capfd, monkeypatch):
         ("rollout.responses_per_prompt=1", ["responses_per_prompt", "at least 2"]),
         ("rollout.max_response_tokens=125", ["133", "max_position_embeddings = 128"]),
         ("rollout.engine=vlm", ["rollout.engine", "'vllm'"]),
-        ("rollout.tensor_parallel=2", ["[rollout] tensor_parallel = 2", "on one device"]),
         ("stages.2.engine=builtin", ["[stages.2]", "stages 0 to 1"]),
-        ("stages.0.engin=builtin", ["stages.0.engin", "'engine'"]),
-        ("stages.0.workers=0", ["stages.0.workers", "greater than or equal to 1"]),
         ("stages.1.tensor_parallel=2", ["[stages.1] tensor_parallel = 2", "on one device"]),
         ("actor.layers=transformer_engine", ["transformer_engine", "backend"]),
         ("actor.routing_replay=engine", ["routing_replay", "'builtin' of stage 0 records none", "'sglang'", '"actor"']),
@@ -140,17 +128,11 @@ def test_a_missing_or_malformed_recipe_is_refused(fails, tmp_path):
     fails("train", tmp_path / "bad.toml", "--run-dir", tmp_path / "run", words=["bad.toml", "16 MiB"])
 
 
-def test_a_mistake_ends_the_process_with_exit_code_2(recipe, tmp_path):
-    result = megarl("train", recipe, "--run-dir", tmp_path / "run", "--set", "rollout.temperatur=1.0")
-    assert result.returncode == 2
-    assert result.stderr.startswith("megarl: ")
-
-
 def test_a_mistake_found_in_another_process_is_printed_once(recipe, tmp_path, capfd):
     """The process that checks the recipe writes to the same terminal as the command that waits for it."""
     result = megarl("train", recipe, "--run-dir", tmp_path / "run", "--set", "actor.kernels=cuda")
     message = "[actor] kernels = 'cuda' do not run on backend = 'cpu'"
-    assert result.returncode == 2
+    assert result.returncode == 2 and result.stderr.startswith("megarl: ")
     everything = result.stdout + result.stderr + "".join(capfd.readouterr())
     assert everything.count(message) == 1, everything
 
@@ -186,28 +168,14 @@ def gptq(tensors, name):
     tensors[f"{name}.scales"] = torch.ones(1, outputs, dtype=torch.float16)
 
 
-def bitsandbytes(tensors, name):
-    count = tensors[f"{name}.weight"].numel()
-    tensors[f"{name}.weight"] = torch.zeros(count // 2, 1, dtype=torch.uint8)
-    tensors[f"{name}.weight.absmax"] = torch.ones(count // 64)
-
-
-def mxfp4(tensors, name):
-    outputs, inputs = tensors.pop(f"{name}.weight").shape
-    tensors[f"{name}_blocks"] = torch.zeros(1, outputs, inputs // 32, 16, dtype=torch.uint8)
-    tensors[f"{name}_scales"] = torch.zeros(1, outputs, inputs // 32, dtype=torch.uint8)
-
-
 @pytest.mark.parametrize(
     ("declared", "quantise", "words"),
     [
         ("fp8", fp8, ["config.json", "quantization_config (fp8)", "convert them to bfloat16"]),
         ("what comes next", None, ["config.json", "quantization_config (what comes next)"]),
-        ("mxfp4", mxfp4, ["config.json", "quantization_config (mxfp4)", "Quantised(dequantize=True)"]),
+        ("mxfp4", None, ["config.json", "quantization_config (mxfp4)", "Quantised(dequantize=True)"]),
         (None, fp8, ["model.safetensors", "q_proj.weight' has dtype F8_E4M3", "not quantised"]),
         (None, gptq, ["model.safetensors", "q_proj.qweight' has dtype I32", "not quantised"]),
-        (None, bitsandbytes, ["model.safetensors", "q_proj.weight' has dtype U8", "not quantised"]),
-        (None, mxfp4, ["model.safetensors", "q_proj_blocks' has dtype U8", "not quantised"]),
     ],
 )
 def test_quantised_weights_are_refused_before_anything_is_written(

@@ -27,11 +27,8 @@ def choice(varies, wanted, first=0):
     return made
 
 
-def test_groups_with_variance_are_chosen_lowest_ids_first():
+def test_the_first_groups_with_variance_are_chosen_and_filled_up_in_id_order():
     assert choice([False, True, True, False, True, True], 3, first=10).chosen() == [11, 12, 14]
-
-
-def test_too_few_groups_with_variance_are_filled_up_in_id_order():
     made = choice([False, False, True, False, True], 4)
     assert made.chosen() == [0, 1, 2, 4] and made.end == 5 and made.is_final
 
@@ -80,12 +77,19 @@ def test_replicas_share_which_groups_they_have_generated():
     assert two.summary() == {"candidates": 8, "generated": 4, "with_variance": 3, "chosen": 2, "filled": 0}
 
 
-def test_with_as_many_candidates_as_groups_nothing_is_chosen():
-    alone = Candidates(ReplicaGroup(dist.HashStore(), 0, 1), range(4), 4)
+def test_a_stage_with_too_few_groups_with_variance_is_filled_up_and_says_so():
+    alone = Candidates(ReplicaGroup(dist.HashStore(), 0, 1), range(4), 3)
     for group in range(4):
         assert alone.may_be_chosen([group]) and not alone.are_enough()
-        alone.add(scored_group(group, [1.0, 0.0]))
-    assert alone.chosen() is None
+        alone.add(scored_group(group, [1.0, float(group < 3)]))
+    assert alone.chosen() == [0, 1, 3]
+    assert alone.summary() == {"candidates": 4, "generated": 4, "with_variance": 1, "chosen": 3, "filled": 2}
+
+
+def test_with_as_many_candidates_as_groups_nothing_is_chosen():
+    alone = Candidates(ReplicaGroup(dist.HashStore(), 0, 1), range(1), 1)
+    alone.add(scored_group(0, [1.0, 0.0]))
+    assert alone.may_be_chosen([0]) and not alone.are_enough() and alone.chosen() is None
 
 
 @pytest.mark.parametrize(("oversample", "candidates"), [(1, 10), (1.0, 10), (1.1, 11), (1.01, 11), (3, 30), (2.56, 26)])

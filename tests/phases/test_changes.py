@@ -8,20 +8,11 @@ from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from megarl.storage.run_dir.recipes import recorded_overrides
 from megarl.views.audit import audit
-from tests.helpers import events, megarl, metrics
+from tests.helpers import events, metrics
+from tests.phases.commands import settings, succeed, train
 
 SMALL = ("schedule.updates_per_stage=2", "actor.checkpoint_every=2", "eval.every=0")
 OVERLONG = 'reward.parts=[{kind="overlong", weight=2.0, buffer=5}]'
-
-
-def settings(*values):
-    return [part for value in values for part in ("--set", value)]
-
-
-def train(recipe, root, *arguments, code=0):
-    result = megarl("train", recipe, "--run-dir", root, *arguments)
-    assert result.returncode == code, result.stderr
-    return result
 
 
 @pytest.fixture(scope="module")
@@ -42,6 +33,7 @@ def rewards_of(stage):
 
 
 def test_settings_change_from_a_stage_on(changed):
+    assert recorded_overrides(changed.root)[:1] == [SMALL[0]]  # which only the first command has given
     assert [line["lr"] for line in metrics(changed)] == [2e-4, 2e-4, 1e-3, 1e-3]
     (event,) = events(changed, "recipe_changed")
     assert event["stage"] == 1 and "reward.require_stop: True -> False" in event["settings"]
@@ -55,17 +47,8 @@ def test_settings_change_from_a_stage_on(changed):
     assert (found.problems, found.notes) == ([], [])
 
 
-def test_a_command_without_its_settings_resumes_with_the_recorded_ones(changed, recipe):
-    assert recorded_overrides(changed.root)[:1] == [SMALL[0]]
-    before = (changed.root / "recipe.toml").read_bytes()
-    again = train(recipe, changed.root)
-    assert (changed.root / "recipe.toml").read_bytes() == before
-    assert "final" in again.stdout
-
-
 def test_a_branch_with_another_reward_scores_the_rollouts_again(changed, tmp_path):
-    result = megarl("optimize", changed.root, "--stage", 0, "--output", tmp_path / "b", *settings(OVERLONG))
-    assert result.returncode == 0, result.stderr
+    succeed("optimize", changed.root, "--stage", 0, "--output", tmp_path / "b", *settings(OVERLONG))
     run = RunDir.open(tmp_path / "b")
     before, after = (RolloutStore(one.stage(0).rollouts) for one in (changed, run))
     differ = 0
@@ -83,13 +66,14 @@ def test_a_branch_with_another_reward_scores_the_rollouts_again(changed, tmp_pat
     assert (found.problems, found.notes) == ([], [])
     # a branch has one stage, so there is no next one from which a setting could change
     other = settings(OVERLONG, "optimizer.lr=5e-3")
-    refused = megarl("optimize", changed.root, "--stage", 0, "--output", tmp_path / "b", *other)
-    assert refused.returncode == 2 and "optimizer.lr: 0.0002 -> 0.005" in refused.stderr
+    refused = succeed("optimize", changed.root, "--stage", 0, "--output", tmp_path / "b", *other, code=2)
+    assert "optimizer.lr: 0.0002 -> 0.005" in refused.stderr
 
 
 def test_a_run_continues_from_another_with_or_without_its_optimizer_state(changed, recipe, tmp_path):
     model = f"model.path='{changed.final}'"
-    train(recipe, tmp_path / "a", "--continue-from", changed.root, *settings(*SMALL), "--until", "optimize:0")
+    train(recipe, tmp_path / "a", "--continue-from", changed.root, *settings(*SMALL), "--until", "rollout:0")
+    train(recipe, tmp_path / "a", "--until", "optimize:0")  # without --continue-from, which the run remembers
     train(recipe, tmp_path / "b", *settings(*SMALL, model), "--until", "optimize:0")
     one, other = RunDir.open(tmp_path / "a"), RunDir.open(tmp_path / "b")
     assert one.recipe.model == other.recipe.model
@@ -97,14 +81,8 @@ def test_a_run_continues_from_another_with_or_without_its_optimizer_state(change
     assert a["reward/mean"] == b["reward/mean"] and a["loss"] == pytest.approx(b["loss"], abs=1e-6)
     ends = [(run.stage(1).policy / "model.safetensors").read_bytes() for run in (one, other)]
     assert ends[0] != ends[1]  # because of Adam's moments
-    result = megarl("optimize", one.root, "--stage", 0, "--output", tmp_path / "c")  # a branch starts with them too
-    assert result.returncode == 0, result.stderr
+    succeed("optimize", one.root, "--stage", 0, "--output", tmp_path / "c")
     assert (tmp_path / "c/stages/001/policy/model.safetensors").read_bytes() == ends[0]
-    shutil.rmtree(one.stage(0).checkpoints)
-    shutil.rmtree(one.stage(1).policy)
-    one.metrics.unlink()
-    train(recipe, tmp_path / "a", "--until", "optimize:0")  # without --continue-from, which the run remembers
-    assert (one.stage(1).policy / "model.safetensors").read_bytes() == ends[0]
 
 
 def test_continuing_from_an_unfinished_run_is_refused(recipe, changed, tmp_path):

@@ -1,7 +1,5 @@
 """What no working engine returns is generated again, counted, and then fails the phase, as no mistake."""
 
-import pytest
-
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
@@ -9,11 +7,6 @@ from megarl.views.report import write_report
 from tests.helpers import events, megarl, metrics
 
 SHORT = ("schedule.stages=1", "schedule.updates_per_stage=2", "run.rehearse=false", "run.max_restarts=0")
-WAYS = {
-    "staged": (),
-    "live": ("schedule.kind='live'", "schedule.sync_every=1", "schedule.max_lag=2"),
-    "carried": ("rollout.token_budget=2", "rollout.oversample=2", "rollout.temperature=2", "schedule.stages=2"),
-}
 
 
 def train(recipe, root, mutant, *settings):
@@ -21,38 +14,27 @@ def train(recipe, root, mutant, *settings):
     return megarl("train", recipe, "--run-dir", root, *options, mutant=mutant)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_faulty_responses_are_generated_again_and_counted(recipe, tmp_path, way):
-    result = train(recipe, tmp_path / "run", "an_engine_errs_now_and_then", *WAYS[way])
+def test_faulty_responses_are_generated_again_and_counted(recipe, tmp_path):
+    result = train(recipe, tmp_path / "run", "an_engine_errs_now_and_then")
     assert result.returncode == 0, result.stderr
     run = RunDir.open(tmp_path / "run")
-    counted = {"trained": sum(line.get("discarded_responses", 0) for line in metrics(run))}
-    counted["evaluated"] = sum(event.get("discarded", 0) for event in events(run, "evaluation"))
-    assert all(number > 0 for number in counted.values()), counted
+    trained = sum(line.get("discarded_responses", 0) for line in metrics(run))
+    evaluated = sum(event.get("discarded", 0) for event in events(run, "evaluation"))
+    assert trained > 0 and evaluated > 0
     logs = "".join(path.read_text() for path in run.logs.rglob("rank_*.log"))
-    again = logs.count("is generated again with another seed")
-    assert sum(counted.values()) <= again
-    if way == "staged":
-        stage = run.stage(0)
-        stored = RolloutStore(stage.rollouts).read(list(stage.groups))
-        assert sum(r.discarded or 0 for group in stored for r in group.responses) == counted["trained"]
-        assert sum(counted.values()) == again
-        told = [event["discarded"] for event in events(run, "rollout_progress") if "discarded" in event]
-        assert told[-1] == counted["trained"]
-        assert audit(run.root, 10).problems == []
-        page = write_report([run.root], tmp_path / "report.html").read_text()
-        assert "Faulty responses generated again</th>" in page
+    assert trained + evaluated == logs.count("is generated again with another seed")
+    stage = run.stage(0)
+    stored = RolloutStore(stage.rollouts).read(list(stage.groups))
+    assert sum(r.discarded or 0 for group in stored for r in group.responses) == trained
+    told = [event["discarded"] for event in events(run, "rollout_progress") if "discarded" in event]
+    assert told[-1] == trained
+    assert audit(run.root, 10).problems == []
+    page = write_report([run.root], tmp_path / "report.html").read_text()
+    assert "Faulty responses generated again</th>" in page
 
 
-@pytest.mark.parametrize(
-    ("mutant", "words"),
-    [
-        ("an_engine_only_returns_nan", "wrongly 4 times, the last time because the log-prob nan"),
-        ("an_engine_scores_nan", "the engine's weights are not the policy's"),
-        ("an_engine_samples_nan", "log-probs that the engine returns for tokens it samples differ"),
-    ],
-)
-def test_an_engine_that_only_errs_fails_the_phase_so_that_slurm_starts_it_again(recipe, tmp_path, mutant, words):
-    result = train(recipe, tmp_path / "run", mutant, "eval.every=0")
+def test_an_engine_that_only_errs_fails_the_phase_so_that_slurm_starts_it_again(recipe, tmp_path):
+    result = train(recipe, tmp_path / "run", "an_engine_only_returns_nan", "eval.every=0")
     assert result.returncode == 1, result.stderr
+    words = "wrongly 4 times, the last time because the log-prob nan"
     assert words in result.stderr and "EngineFault" in result.stderr

@@ -13,10 +13,13 @@ from megarl.estimates import summarise
 from megarl.recipe.load import load_recipe
 from megarl.storage.policies import read_info, read_reference
 from megarl.storage.run_dir import RunDir
+from megarl.storage.run_dir.evaluations import SuiteResponses
 from megarl.storage.run_dir.retention import best_version, keep_best
 from megarl.views.report.pairs import pair_charts, pair_columns
 from megarl.views.run_reader import read_run
-from tests.helpers import events, megarl, read_lines, start_megarl, wait_for, wait_until_nobody_works_on
+from tests.helpers import events, megarl, read_lines
+from tests.phases.commands import settings, succeed, train
+from tests.phases.test_kill import kill_command
 
 SUITES = """
 every_updates = 2
@@ -53,16 +56,11 @@ def suites(recipe, tmp_path_factory):
     return path
 
 
-def settings(*values):
-    return [word for value in values for word in ("--set", value)]
-
-
 @pytest.fixture(scope="module")
 def whole(suites, tmp_path_factory):
     """A finished run whose policies were evaluated on three suites."""
     run = tmp_path_factory.mktemp("whole") / "run"
-    result = megarl("train", suites, "--run-dir", run, *settings(*SMALL))
-    assert result.returncode == 0, result.stderr
+    train(suites, run, *settings(*SMALL))
     return RunDir.open(run)
 
 
@@ -87,9 +85,6 @@ def test_every_due_policy_answers_every_suite_once(whole):
     ledger = read_lines(whole.stage(1).rollouts / "ledger.jsonl")
     assert {line["weights_hash"] for line in ledger} == {read_info(whole.stage(1).policy).weights_hash}
     assert not whole.versions(), "exported policies were not removed after their evaluation"
-
-
-def test_an_exported_policy_says_that_it_has_experts(whole):
     assert read_reference(whole.stage(1).policy).experts
 
 
@@ -153,16 +148,7 @@ def assert_same_weights(a, b):
     assert ours.keys() == theirs.keys() and all((ours[name] == theirs[name]).all() for name in ours)
 
 
-def hold_and_kill(pattern, count, *arguments, held):
-    """Start a command and kill it at the ``count``-th file operation that matches ``pattern``."""
-    held.unlink(missing_ok=True)
-    command = start_megarl(*arguments, hold=[pattern, count, str(held)])
-    wait_for(command, held.exists)
-    command.kill()
-    command.wait()
-    return command
-
-
+@pytest.mark.crash
 def test_a_killed_run_repeats_no_stored_response_and_gives_the_same_figures(whole, suites, tmp_path):
     run, arguments = tmp_path / "run", ("train", suites, "--run-dir", tmp_path / "run", *settings(*SMALL))
     stored = {}
@@ -172,18 +158,15 @@ def test_a_killed_run_repeats_no_stored_response_and_gives_the_same_figures(whol
         (r"open .*/stages/000/policies/\.000002\..*\.tmp/.", 1),  # an export within a stage
         (r"open .*/checkpoints/\.update_000004\..*\.tmp/.", 1),  # after it; resumes from an earlier checkpoint
         (r"replace .*/evaluations/short/update_000004/SEALED", 1),
-        (r"replace .*/evaluations/heldout/update_000008/.*_00000008\.arrow", 1),
     ]:
-        hold_and_kill(pattern, count, *arguments, held=tmp_path / "held")
-        wait_until_nobody_works_on(run)
+        kill_command(pattern, count, run, *arguments)
         now = {path: path.stat().st_ino for path in run.glob("evaluations/*/*/*.arrow")}
         assert stored.items() <= now.items(), "a stored response was generated again"
         stored = now
     assert len(stored) > 10
-    result = megarl(*arguments)
-    assert result.returncode == 0, result.stderr
+    succeed(*arguments)
     assert {path: path.stat().st_ino for path in stored} == stored
-    assert [e["skipped"] for e in events(RunDir.open(run), "resume") if e["phase"] == "evaluate"] == [8, 8]
+    assert [e["skipped"] for e in events(RunDir.open(run), "resume") if e["phase"] == "evaluate"] == [8]
     assert figures(RunDir.open(run)) == figures(whole)
     for path in [*whole.root.glob("evaluations/*/*"), *whole.root.glob("evaluations/*/*/*")]:
         if path.is_file():
@@ -193,41 +176,36 @@ def test_a_killed_run_repeats_no_stored_response_and_gives_the_same_figures(whol
     assert not RunDir.open(run).versions() and not [p for p in run.rglob(".*.tmp") if "logs" not in p.parts]
 
 
-def test_an_evaluation_resumed_with_other_settings_starts_anew(whole, recipe, tmp_path):
-    output = tmp_path / "evals"
-    arguments = ["eval", whole.best, "--recipe", recipe, "--output", output, *settings(*SMALL)]
-    pattern = r"replace .*/evaluations/.*/update_000000/.*_00000008\.arrow"
-    hold_and_kill(pattern, 1, *arguments, held=tmp_path / "held")
-    wait_until_nobody_works_on(output)
-    assert len(list(output.glob("evaluations/*/update_000000/*.arrow"))) == 1  # one of two chunks
-    result = megarl(*arguments, *settings("eval.samples=2"))
-    assert result.returncode == 0, result.stderr
-    (event,) = events(RunDir.open(output), "evaluation")
-    assert (event["samples"], event["prompts"]) == (2, 16)
-    rows = table(RunDir.open(output), event["suite"], 0)
-    assert [row["sample"] for row in rows] == [0, 1] * 16
+def test_an_evaluation_with_other_settings_starts_anew(whole, tmp_path):
+    stored = json.loads((whole.root / "evaluations/short/settings_000000.json").read_text())
+    assert stored.items() >= {"samples": 3, "top_p": 0.7, "max_response_tokens": 2, "temperature": 1.0}.items()
+    assert stored["reward"]["kind"] == "exact"
+    place = SuiteResponses.of(tmp_path, "short")
+    place.directory.mkdir(parents=True)
+    own = {key: value for key, value in stored.items() if key != "crc"}
+    (place.begin(0, own) / "shard").touch()
+    assert (place.begin(0, own) / "shard").exists()
+    assert not (place.begin(0, own | {"samples": 2}) / "shard").exists()
 
 
+@pytest.mark.crash
 def test_eval_of_a_model_on_several_suites_resumes_after_a_kill(whole, suites, tmp_path):
     exam = tmp_path / "another.jsonl"
     exam.write_text("".join(json.dumps({"prompt": word, "answer": word[0]}) + "\n" for word in ("abc", "bca")))
     arguments = ["eval", whole.best, "--recipe", suites, "--suite", "heldout", "--suite", exam]
     arguments += settings("eval.samples=2", *SMALL)
-    plain = megarl(*arguments)
-    assert plain.returncode == 0, plain.stderr
-    names = [line.split()[0] for line in plain.stdout.splitlines()[-9:]]
-    assert names == ["heldout", "avg@4", "pass@2", "pass@4", "maj@4", "another", "avg@2", "pass@2", "maj@2"]
     output, kept = tmp_path / "evals", [*arguments, "--output", tmp_path / "evals"]
     pattern = r"replace .*/evaluations/heldout/update_000000/.*_00000008\.arrow"
-    hold_and_kill(pattern, 1, *kept, held=tmp_path / "held")
-    wait_until_nobody_works_on(output)
+    kill_command(pattern, 1, output, *kept)
     (first,) = output.glob("evaluations/heldout/update_000000/*.arrow")
     inode = first.stat().st_ino
+    figures = []
     for _ in range(2):  # the second time everything is stored already
-        result = megarl(*kept)
-        assert result.returncode == 0, result.stderr
-        assert result.stdout.splitlines()[-9:] == plain.stdout.splitlines()[-9:]
-    assert first.stat().st_ino == inode
+        result = succeed(*kept)
+        figures.append(result.stdout.splitlines()[-9:])
+    names = [line.split()[0] for line in figures[0]]
+    assert names == ["heldout", "avg@4", "pass@2", "pass@4", "maj@4", "another", "avg@2", "pass@2", "maj@2"]
+    assert figures[0] == figures[1] and first.stat().st_ino == inode
     starts = events(RunDir.open(output), "phase_start")
     assert len(starts) == 2, "engines were started for an evaluation that is complete"
     version = best_version(whole)
@@ -238,8 +216,7 @@ def test_eval_of_a_model_on_several_suites_resumes_after_a_kill(whole, suites, t
 
 
 def test_compare_prints_differences_and_refuses_other_prompts(whole, tmp_path):
-    result = megarl("compare", f"{whole.root}:0", whole.root)
-    assert result.returncode == 0, result.stderr
+    result = succeed("compare", f"{whole.root}:0", whole.root)
     for name, samples in (("heldout", 4), ("short", 3), ("greedy", 1)):
         means = [np.mean([row["reward"] for row in table(whole, name, update)]) for update in (0, 8)]
         assert f"{name}: " in result.stdout and f"avg@{samples}    {means[0]:.4f} -> {means[1]:.4f}" in result.stdout
@@ -279,8 +256,7 @@ def test_runs_of_different_lengths_are_compared_after_equal_updates(whole, tmp_p
         shutil.rmtree(place)
     lines = [line for line in read_lines(short / "events.jsonl") if line.get("update", 0) <= 4]
     (short / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = megarl("compare", whole.root, short)
-    assert result.returncode == 0, result.stderr
+    result = succeed("compare", whole.root, short)
     head, accuracy, *_ = result.stdout.splitlines()
     assert f"A = {whole.root} (update 4), B = {short} (update 4)" in head
     assert "+0.0000 [+0.0000, +0.0000]" in accuracy
@@ -293,13 +269,3 @@ def test_runs_of_different_lengths_are_compared_after_equal_updates(whole, tmp_p
     ]
     (trace,) = pair_charts(runs)[0].traces
     assert (trace["x"], trace["y"]) == ([2, 4], [0, 0])
-
-
-def test_versions_of_a_live_run_are_kept_until_they_are_evaluated(suites, tmp_path):
-    run = tmp_path / "run"
-    live = ("schedule.kind=live", "schedule.sync_every=2", "schedule.delay=1", *SMALL, "eval.suites=[]", "eval.every=0")
-    result = megarl("train", suites, "--run-dir", run, *settings(*live))
-    assert result.returncode == 0, result.stderr
-    found = [(e["update"], e["stage"]) for e in events(RunDir.open(run), "evaluation")]
-    assert found == [(0, 0), (2, 1), (4, 1), (6, 2), (8, 2)]
-    assert not RunDir.open(run).versions()

@@ -6,7 +6,6 @@ To kill a run at an exact moment, a test makes one of its file operations hang: 
 """
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -18,9 +17,9 @@ from safetensors.torch import load_file
 
 from tests.actor.ranks import run_ranks
 from tests.extent import few
-from tests.helpers import ROOT, megarl, read_lines, start_megarl, wait_for, wait_until_nobody_works_on
-from tests.phases.mutants import MUTANTS
-from tests.phases.plain_loop import train
+from tests.helpers import ROOT, read_lines, start_megarl, wait_for, wait_until_nobody_works_on
+from tests.phases import plain_loop
+from tests.phases.commands import train
 
 pytestmark = pytest.mark.crash
 
@@ -51,9 +50,13 @@ def moments(stage):
 
 def kill_at(pattern, count, recipe, run, *settings):
     """Start or resume the run and kill it at the ``count``-th file operation that matches ``pattern``."""
+    kill_command(pattern, count, run, "train", recipe, "--run-dir", run, *settings)
+
+
+def kill_command(pattern, count, run, *arguments):
     held = run.with_name("held")
     held.unlink(missing_ok=True)
-    command = start_megarl("train", recipe, "--run-dir", run, *settings, hold=[pattern, count, str(held)])
+    command = start_megarl(*arguments, hold=[pattern, count, str(held)])
     wait_for(command, held.exists)
     command.kill()
     command.wait()
@@ -63,13 +66,12 @@ def kill_at(pattern, count, recipe, run, *settings):
 @pytest.fixture(scope="module")
 def undisturbed(recipe, tmp_path_factory):
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    result = megarl("train", recipe, "--run-dir", run)
-    assert result.returncode == 0, result.stderr
+    train(recipe, run)
     return run
 
 
 def test_a_run_equals_a_plain_loop_over_its_rollouts(undisturbed, tmp_path):
-    run_ranks(train, (undisturbed, tmp_path / "loop"), 1)
+    run_ranks(plain_loop.train, (undisturbed, tmp_path / "loop"), 1)
     weights = "model.safetensors"
     assert (tmp_path / "loop" / weights).read_bytes() == (undisturbed / "final" / weights).read_bytes()
     gradients = [update["grad_norm"] for update in read_lines(undisturbed / "metrics.jsonl")]
@@ -94,38 +96,8 @@ def test_killed_runs_end_with_the_same_bytes(undisturbed, recipe, tmp_path):
     for stage, names in enumerate(chosen):
         for name in names:
             kill_at(*moments(stage)[name], recipe, killed)
-    result = megarl("train", recipe, "--run-dir", killed)
-    assert result.returncode == 0, result.stderr
+    train(recipe, killed)
     assert_same_run(undisturbed, killed)
-
-
-ONE_STAGE = ("--set", "schedule.stages=1", "--set", "eval.every=0")
-
-
-@pytest.fixture(scope="module")
-def short(recipe, tmp_path_factory):
-    """(a run of one stage, the same run killed after four updates, of which two are in a checkpoint)."""
-    folder = tmp_path_factory.mktemp("short")
-    result = megarl("train", recipe, "--run-dir", folder / "whole", *ONE_STAGE)
-    assert result.returncode == 0, result.stderr
-    kill_at(r"open .*/checkpoints/\.update_000004\..*\.tmp/.", 1, recipe, folder / "killed", *ONE_STAGE)
-    return folder / "whole", folder / "killed"
-
-
-BUGS = few((function.__name__ for function in MUTANTS), "adam_starts_anew", "rewards_go_to_the_neighbours")
-
-
-@pytest.mark.parametrize("mutant", [None, *BUGS])
-def test_bugs_of_a_resumed_run_are_detected(short, recipe, tmp_path, mutant):
-    whole, killed = short[0], tmp_path / "run"
-    shutil.copytree(short[1], killed)
-    result = megarl("train", recipe, "--run-dir", killed, *ONE_STAGE, mutant=mutant)
-    assert result.returncode == 0, result.stderr
-    if mutant is None:
-        assert_same_run(whole, killed)
-    else:
-        with pytest.raises(AssertionError):
-            assert_same_run(whole, killed)
 
 
 def test_a_run_started_from_a_shell_ends_with_the_same_bytes_after_three_kills(undisturbed, recipe, tmp_path):

@@ -4,9 +4,9 @@ import pytest
 
 from megarl.views.audit import audit
 from tests.actor.ranks import run_ranks
-from tests.helpers import megarl, read_lines
-from tests.phases.plain_loop import train
-from tests.phases.test_kill import kill_at
+from tests.helpers import read_lines
+from tests.phases import plain_loop
+from tests.phases.commands import succeed, train
 
 SETTINGS = ("schedule.stages=1", "schedule.passes=2", "eval.every=0")
 OPTIONS = [part for setting in SETTINGS for part in ("--set", setting)]
@@ -17,8 +17,7 @@ WEIGHTS = "final/model.safetensors"
 def twice(recipe, tmp_path_factory):
     """A run of one stage with two passes of three updates."""
     run = tmp_path_factory.mktemp("twice") / "run"
-    result = megarl("train", recipe, "--run-dir", run, *OPTIONS)
-    assert result.returncode == 0, result.stderr
+    train(recipe, run, *OPTIONS)
     return run
 
 
@@ -27,17 +26,8 @@ def test_every_pass_trains_the_same_batches_in_the_same_order(twice, tmp_path):
     assert [(line["pass"], line["staleness"]) for line in updates] == [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4), (1, 5)]
     of_groups = [[line[key] for key in ("reward/mean", "tokens", "trained_tokens")] for line in updates]
     assert of_groups[:3] == of_groups[3:] and len(set(map(tuple, of_groups[:3]))) == 3
-    run_ranks(train, (twice, tmp_path / "loop"), 1)
+    run_ranks(plain_loop.train, (twice, tmp_path / "loop"), 1)
     assert (tmp_path / "loop/model.safetensors").read_bytes() == (twice / WEIGHTS).read_bytes()
-
-
-def test_a_run_killed_in_its_second_pass_ends_with_the_same_bytes(recipe, twice, tmp_path):
-    run = tmp_path / "run"
-    kill_at("open .*metrics.jsonl", 5, recipe, run, *OPTIONS)
-    result = megarl("train", recipe, "--run-dir", run, *OPTIONS)
-    assert result.returncode == 0, result.stderr
-    assert [line["pass"] for line in read_lines(run / "metrics.jsonl")] == [0, 0, 0, 1, 1, 1]
-    assert (run / WEIGHTS).read_bytes() == (twice / WEIGHTS).read_bytes()
 
 
 def test_the_audit_of_several_passes_accounts_for_every_group(twice):
@@ -53,8 +43,7 @@ def test_a_branch_trains_the_same_rollouts_in_batches_of_another_size(twice, tmp
     branch = tmp_path / "branch"
     changes = ("schedule.prompts_per_update=2", "schedule.passes=1", "schedule.updates_per_stage=5")
     options = [part for change in (*changes, "actor.processes_per_node=2") for part in ("--set", change)]
-    result = megarl("optimize", twice, "--stage", "0", "--output", branch, *options)
-    assert result.returncode == 0, result.stderr
+    succeed("optimize", twice, "--stage", "0", "--output", branch, *options)
     once, updates = read_lines(twice / "metrics.jsonl")[:3], read_lines(branch / "metrics.jsonl")
     assert [line["staleness"] for line in updates] == list(range(5)) and "pass" not in updates[0]
     # two updates of the branch train the groups of one update of the origin

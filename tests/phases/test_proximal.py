@@ -2,20 +2,15 @@
 
 import pytest
 
-from megarl.actor import hf, packing, parallel
-from megarl.actor.frozen import FrozenPolicy
-from megarl.actor.step import Actor, train_step
 from megarl.data.tokenizer import load_tokenizer
-from megarl.distributed import become_single_process
 from megarl.errors import UserError
-from megarl.objectives import build_objective
-from megarl.phases.samples import to_samples
 from megarl.recipe.load import load_recipe
-from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from megarl.workers.preflight import check_recipe
 from tests.actor.ranks import run_ranks
-from tests.helpers import megarl, read_lines
+from tests.helpers import read_lines
+from tests.phases import plain_loop
+from tests.phases.commands import train
 from tests.phases.test_kill import kill_at
 
 SETTINGS = (
@@ -26,47 +21,26 @@ OPTIONS = [part for setting in SETTINGS for part in ("--set", setting)]
 WEIGHTS = "final/model.safetensors"
 
 
-def train_with_copies(rank, root, result, copies):
-    """Train as the run does, but with a second model as proximal policy: a copy of the actor before the step."""
-    become_single_process()
-    run = RunDir.open(root)
-    recipe = run.recipe
-    device, stage = parallel.initialize(recipe), run.stage(0)
-    actor = Actor.build(recipe, stage.policy, device)
-    objective = build_objective(recipe.objective.name, recipe.objective.fields)
-    for update in range(recipe.schedule.updates_per_stage):
-        if update % 3 == 0:
-            hf.export_hf(actor.models, copies / str(update), stage.policy, update)
-            proximal = FrozenPolicy.build(("old_logprobs",), recipe, copies / str(update))
-        size = recipe.schedule.prompts_per_update
-        groups = RolloutStore(stage.rollouts).read(range(update * size, (update + 1) * size))
-        samples, share = to_samples(groups, recipe.objective), actor.models[0].shares_prompts
-        batches = packing.micro_batches(samples, recipe.actor.tokens_per_micro_batch, device, share=share)
-        train_step(actor, proximal.annotate(batches), objective, actor.learning_rate(update + 1))
-    hf.export_hf(actor.models, result, stage.policy, recipe.schedule.updates_per_stage)
-
-
 @pytest.fixture(scope="module")
 def run(recipe, tmp_path_factory):
     """A run of two steps of three updates each."""
     run = tmp_path_factory.mktemp("proximal") / "run"
-    result = megarl("train", recipe, "--run-dir", run, *OPTIONS)
-    assert result.returncode == 0, result.stderr
+    train(recipe, run, *OPTIONS)
     return run
 
 
 def test_the_proximal_policy_is_the_one_before_the_step(run, tmp_path):
-    run_ranks(train_with_copies, (run, tmp_path / "loop", tmp_path), 1)
+    run_ranks(plain_loop.train, (run, tmp_path / "loop", tmp_path), 1)
     assert (tmp_path / "loop/model.safetensors").read_bytes() == (run / WEIGHTS).read_bytes()
     clipped = [line["clip_fraction"] for line in read_lines(run / "metrics.jsonl")]
     assert clipped[0] == clipped[3] == 0 < min(max(clipped[1:3]), max(clipped[4:]))
 
 
+@pytest.mark.crash
 def test_a_run_killed_within_a_step_ends_with_the_same_bytes(recipe, run, tmp_path):
     again = tmp_path / "run"
     kill_at("open .*metrics.jsonl", 5, recipe, again, *OPTIONS)
-    result = megarl("train", recipe, "--run-dir", again, *OPTIONS)
-    assert result.returncode == 0, result.stderr
+    train(recipe, again, *OPTIONS)
     assert (again / WEIGHTS).read_bytes() == (run / WEIGHTS).read_bytes()
     assert [line["update"] for line in read_lines(again / "metrics.jsonl")] == list(range(1, 7))
 

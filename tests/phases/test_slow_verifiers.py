@@ -9,7 +9,8 @@ import pytest
 from megarl.data.prompts import open_prompts
 from megarl.heartbeats import read_beat
 from megarl.recipe.load import load_recipe
-from tests.helpers import megarl, processes_of, read_lines, start_megarl, wait_for
+from tests.helpers import processes_of, read_lines, start_megarl, wait_for
+from tests.phases.commands import succeed
 
 pytestmark = pytest.mark.crash
 
@@ -61,7 +62,6 @@ def test_scored_groups_are_stored_and_a_stop_does_not_wait_for_verifiers(recipe,
     command.send_signal(signal.SIGTERM)
     assert command.wait(300) == 130, command.stderr
     (tmp_path / "rest").touch()
-    result = megarl(*arguments)
-    assert result.returncode == 0, result.stderr
+    succeed(*arguments)
     (resumed,) = [one for one in read_lines(run / "events.jsonl") if one["event"] == "resume"]
     assert (resumed["skipped"], resumed["total"]) == (8, GROUPS)

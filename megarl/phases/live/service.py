@@ -5,7 +5,6 @@ The schedule (`megarl.recipe.schedule`) decides which policy version may generat
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 import time
@@ -19,12 +18,12 @@ from megarl.heartbeats import WAITS, beat
 from megarl.phases.candidates import Candidates
 from megarl.phases.generation import RolloutStats, missing_chunks
 from megarl.phases.live.state import LiveState
-from megarl.phases.rollout_worker import RolloutWorker, never
+from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.stop import StopRequest
 from megarl.rollout.engine import visible_gpus
 from megarl.storage.checkpoints import checkpoints
 from megarl.storage.files import make_directory
-from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
+from megarl.storage.rollouts import RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
 
 POLL_SECONDS = 0.02
@@ -106,7 +105,7 @@ class LiveRolloutWorker:
         self.schedule = stage.run.recipe.schedule
         self.rule = self.schedule.lag_rule
         self.seconds = dict.fromkeys(("idle", "load", "generate"), 0.0)  # time spent on each so far
-        self.start, self.stats = time.perf_counter(), RolloutStats()
+        self.start = time.perf_counter()
         self.fresh = not any(stage.checkpoints.glob("update_*"))  # trainers start with the stage's first version
         self.worker: RolloutWorker | None = None
         self.loaded = -1  # the version that the engine has
@@ -120,6 +119,7 @@ class LiveRolloutWorker:
         worker = self._load(version)
         self.todo = self._chunks(missing, worker.engine.repeats_chunks)
         directory, rank = self.stage.rollouts, self.replicas.rank
+        stats = RolloutStats(self.stage, rank, worker, lambda group: self._choice([group.group_id]).add(group))
         with RolloutWriter(directory, weights_hash=None, logprob_mode="processed", writer=rank) as writer:
             self._take()
             while (self.next or worker.unfinished) and (version := self._wait(self._next_version)) is not None:
@@ -129,16 +129,16 @@ class LiveRolloutWorker:
                     self._take_now,
                     worker.prompts.train,
                     worker.sampling(),
-                    interrupted=self._interrupted(),
+                    interrupted=lambda: self._newest() != self.loaded if self.schedule.partial else False,
+                    within_chunks=self.schedule.partial,
                     # else the speed of scoring would affect which candidates are generated
                     scored_first=worker.engine.repeats_chunks and self.choices[0].chooses,
                     store_seconds=STORE_SECONDS,
-                    on_step=functools.partial(self.stats.step, self.stage, rank, worker),
-                    on_scored=self._count,
+                    watch=stats,
                 ):
                     writer.append(groups, worker.weights_hash)
                 self.seconds["generate"] += time.perf_counter() - start
-        self.stats.log(self.stage, rank, worker)
+        stats.log()
         worker.close()
         # before waiting for the other replicas, which may need the trainers to go on
         self.state.leave(self.replicas.rank)
@@ -166,10 +166,6 @@ class LiveRolloutWorker:
 
     def _choice(self, chunk: Sequence[int]) -> Candidates:
         return self.choices[(chunk[0] - self.stage.groups.start) // self.stage.run.recipe.candidates_per_choice]
-
-    def _count(self, group: Group) -> None:
-        self.stats.add(group)
-        self._choice([group.group_id]).add(group)
 
     def _version(self, chunk: Sequence[int]) -> int | None:
         """The version to generate a chunk with, by the last batch that may have its last group; None while it is not
@@ -203,15 +199,6 @@ class LiveRolloutWorker:
         chunk = self.next
         self._take()
         return chunk
-
-    def _interrupted(self) -> Callable[[], bool]:
-        """The callback that tells when to interrupt the responses in flight."""
-        assert self.worker is not None
-        if self.schedule.partial:
-            return lambda: self.stop.asked or self._newest() != self.loaded
-        if self.worker.engine.repeats_chunks:
-            return never  # a chunk is finished once begun
-        return lambda: self.stop.asked
 
     def _wait(self, version: Callable[[], int | None]) -> int | None:
         """Wait until ``version`` returns one; None if asked to stop. On shared devices trainers use them meanwhile."""
@@ -247,6 +234,7 @@ class LiveRolloutWorker:
         if self.worker is None:
             self.stage.run.check_prompts()
             self.worker = RolloutWorker.build(self.stage.run.recipe, self.stage.number, path)
+            self.worker.stopped = lambda: self.stop.asked
         else:
             self.worker.load(path)
         drift = self.worker.check_drift(path, self.replicas)

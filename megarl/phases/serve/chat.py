@@ -9,7 +9,7 @@ import contextlib
 import json
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -28,95 +28,47 @@ _NONE = object()
 TAGS = ("<tool_call>", "</tool_call>")
 THOUGHTS = ("<think>", "</think>")
 _CALL = re.compile(rf'{TAGS[0]}\s*({{(?:[^"<\\]|"(?:[^"\\]|\\.)*+")*+){TAGS[1]}', re.DOTALL)
-# Every field of a request, of OpenAI's API and of vLLM's, is in one of the following three; all others are refused.
+# fields of a request, of OpenAI's API and of vLLM's: those that are honoured,
 HONOURED = frozenset(
     {
         *("messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options"),
         *("temperature", "chat_template_kwargs"),  # accepted only as the recipe has them
     }
 )
-# fields that would change prompt, sampling or answer, with the only values besides null that are accepted: those that
-# ask for what is done anyway
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "add_generation_prompt": (True,),
-    "add_special_tokens": (False,),
-    "allowed_token_ids": (),
-    "audio": (),
-    "bad_words": ([],),
-    "chat_template": (),
-    "continue_final_message": (False,),
-    "documents": ([],),
-    "ec_transfer_params": (),
-    "echo": (False,),
-    "frequency_penalty": (0,),
-    "function_call": (),
-    "functions": ([],),
-    "ignore_eos": (False,),
-    "include_reasoning": (True,),
-    "include_stop_str_in_output": (False,),
-    "kv_transfer_params": (),
-    "length_penalty": (1,),
-    "logit_bias": ({},),
-    "logprob_token_ids": ([],),
-    "logprobs": (False,),
-    "media_io_kwargs": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
-    "mm_processor_kwargs": ({},),
-    "modalities": (["text"],),
-    "moderation": (),
-    "n": (1,),
-    "parallel_tool_calls": (True,),
-    "prediction": (),
-    "presence_penalty": (0,),
-    "priority": (0,),
-    "prompt_logprobs": (),
-    "reasoning_effort": (),
-    "repetition_detection": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
-    "return_prompt_text": (False,),
-    "return_token_ids": (False,),
-    "return_token_offsets": (False,),
-    "return_tokens_as_token_ids": (False,),
-    "routed_experts_prompt_start": (0,),
-    "seed": (),  # seeds follow from the run's
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
-    "stop": ([], ""),
-    "stop_token_ids": ([],),
-    "store": (False,),
-    "structured_outputs": (),
-    "thinking_token_budget": (),
-    "tool_choice": ("auto",),
-    "top_k": (0, -1),
-    "top_logprobs": (0,),
-    "top_p": (1,),
-    "truncate_prompt_tokens": (),
-    "truncation_side": (),
-    "use_beam_search": (False,),
-    "verbosity": (),
-    "vllm_xargs": ({},),
-    "watermarking": (False,),
-    "web_search_options": (),
-}
-# fields that are ignored whatever they say, and why that harms nobody
+# those that are ignored whatever they say, and why that harms nobody,
 HARMLESS = {
     "cache_salt": "keeps the cached prompts of several users apart; here there is one user",
     "metadata": "labels for OpenAI's dashboard",
-    "mm_payload": "the form in which images are returned; images are refused",
     "model": "the server has one model, whose name every answer bears",
-    "prompt_cache_key": "chooses a cache; what is sampled does not depend on it",
-    "prompt_cache_options": "chooses a cache; what is sampled does not depend on it",
-    "prompt_cache_retention": "chooses a cache; what is sampled does not depend on it",
     "request_id": "names the request in logs; conversations are named by the URL",
-    "return_mm_kwargs": "the form in which images are returned; images are refused",
     "safety_identifier": "names the user to OpenAI",
     "service_tier": "price and speed at OpenAI",
     "session_id": "sends related requests to the same replica; here there is one replica",
     "stream_interval": "tokens of an event; the whole answer comes in one event",
     "user": "names the user to OpenAI",
 }
+HARMLESS |= dict.fromkeys(("mm_payload", "return_mm_kwargs"), "the form in which images are returned; they are refused")
+_CACHES = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
+HARMLESS |= dict.fromkeys(_CACHES, "chooses a cache; what is sampled does not depend on it")
+# and (value, fields) of those in which it asks for what is done anyway. All others are refused unless they are null.
+NEUTRAL: tuple[tuple[Any, tuple[str, ...]], ...] = (
+    (True, ("add_generation_prompt", "include_reasoning", "parallel_tool_calls")),
+    (True, ("skip_special_tokens", "spaces_between_special_tokens")),
+    (False, ("add_special_tokens", "continue_final_message", "echo", "ignore_eos")),
+    (False, ("include_stop_str_in_output", "logprobs", "return_prompt_text", "store")),
+    (False, ("return_token_ids", "return_token_offsets", "return_tokens_as_token_ids")),
+    (False, ("use_beam_search", "watermarking")),
+    (0, ("frequency_penalty", "min_p", "min_tokens", "presence_penalty", "priority")),
+    (0, ("routed_experts_prompt_start", "top_k", "top_logprobs")),
+    (1, ("length_penalty", "n", "repetition_penalty", "top_p")),
+    (-1, ("top_k",)),
+    ([], ("bad_words", "documents", "functions", "logprob_token_ids", "stop", "stop_token_ids")),
+    ({}, ("logit_bias", "media_io_kwargs", "mm_processor_kwargs", "vllm_xargs")),
+    ("", ("stop",)),
+    ("auto", ("tool_choice",)),
+    (["text"], ("modalities",)),
+    ({"type": "text"}, ("response_format",)),
+)
 STREAM_OPTIONS = frozenset({"include_usage", "include_obfuscation"})  # the second pads events, which loopback hides
 PARTS = frozenset({"type", "text", "prompt_cache_breakpoint"})  # of a part of a content; the last chooses a cache
 
@@ -148,12 +100,10 @@ def parse_chat_request(
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
         raise Refused(400, "messages: expected a list of messages")
     for name, value in body.items():
-        if name not in NEUTRAL.keys() | HONOURED | HARMLESS.keys():
-            raise Refused(400, f"{name[:60]!r} is not a field that this server knows: leave it out")
-        if name in NEUTRAL and value is not None and value not in NEUTRAL[name]:
-            raise Refused(
-                400, f"{name} = {shown(value)} is not accepted, because the recipe says how responses are sampled"
-            )
+        neutral = value is None or any(value == accepted and name in fields for accepted, fields in NEUTRAL)
+        if not neutral and name not in HONOURED | HARMLESS.keys():
+            why = "leave it out, because the recipe says how responses are sampled"
+            raise Refused(400, f"{name[:60]} = {shown(value)} is not accepted: {why}")
     if body.get("temperature") not in (None, temperature):
         raise Refused(
             400,
@@ -260,21 +210,14 @@ def _in_order(messages: list[Message]) -> list[Message]:
     return found
 
 
-def first_tokens(renderer: Renderer, request: ChatRequest, where: str) -> list[int]:
-    """The tokens of all messages before the model's first turn. where: names the conversation in errors."""
-    tokens = _render(renderer, request.messages, request.tools, None, where)
-    _check_shown(renderer, request, None, where)
-    return tokens
+def new_tokens(renderer: Renderer, request: ChatRequest, after: int | None, where: str) -> list[int]:
+    """The tokens of all messages that follow the model's message with index ``after``; None: before its first turn.
 
-
-def further_tokens(renderer: Renderer, request: ChatRequest, turn: int, ended: int, where: str) -> list[int]:
-    """The tokens of all that follows the model's message with index ``turn``, whose last token was ``ended``.
-
-    The template ends each message with a token that the model may have sampled itself; then it is not repeated.
+    where: names the conversation in errors.
     """
-    tokens = _render(renderer, request.messages, request.tools, turn, where)
-    _check_shown(renderer, request, turn, where)
-    return tokens[1:] if tokens[:1] == [ended] else tokens
+    tokens = _render(renderer, request.messages, request.tools, after, where)
+    _check_shown(renderer, request, after, where)
+    return tokens
 
 
 def _check_shown(renderer: Renderer, request: ChatRequest, after: int | None, where: str) -> None:
@@ -362,13 +305,3 @@ def same(ours: Message, theirs: Message) -> bool:
     """Whether a message that a client sends back is the one that it was given; it may write arguments differently."""
     ours, theirs = _parsed(ours), _parsed(theirs)
     return all(ours.get(key) == theirs.get(key) for key in ("role", "content", "tool_calls"))
-
-
-def continues(before: Sequence[Message], now: Sequence[Message]) -> bool:
-    """Whether messages ``now`` begin with all of ``before``, the model's answers included, and add more."""
-    return len(now) > len(before) and all(same(a, b) for a, b in zip(before, now, strict=False))
-
-
-def repeats(before: Sequence[Message], now: Sequence[Message]) -> bool:
-    """Whether messages ``now`` ask again for the model's answer with which ``before`` ends."""
-    return len(now) == len(before) - 1 and all(same(a, b) for a, b in zip(before, now, strict=False))

@@ -21,11 +21,9 @@ from megarl.phases.serve.chat import (
     Message,
     Refused,
     answer,
-    continues,
-    first_tokens,
-    further_tokens,
+    new_tokens,
     parse_chat_request,
-    repeats,
+    same,
 )
 from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import Completion, continuation_seed, response_seed
@@ -61,17 +59,11 @@ class Conversation:
     rewarded: Response | None = None  # the finished response, once it has its reward
     last: LastAnswer | None = None
 
-    def add_context(self, tokens: list[int]) -> None:
-        """Append tokens of tools or users, which are not trained."""
+    def add(self, tokens: list[int], logprobs: list[float] | None = None) -> None:
+        """Append tokens that the policy sampled; without ``logprobs`` those of tools or users, not trained."""
         self.tokens += tokens
-        self.logprobs += [0.0] * len(tokens)
-        self.sampled += [False] * len(tokens)
-
-    def add_answer(self, tokens: list[int], logprobs: list[float]) -> None:
-        """Append tokens that the policy sampled."""
-        self.tokens += tokens
-        self.logprobs += logprobs
-        self.sampled += [True] * len(tokens)
+        self.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
+        self.sampled += [logprobs is not None] * len(tokens)
 
     def response(self, reward: float, correct: float | None, version: int) -> Response:
         """The conversation as a response to store. version: of the policy that sampled it."""
@@ -166,9 +158,11 @@ class Conversations:
                 raise Refused(409, f"{where} has its reward and is over: begin another one")
             if conversation.messages and request.tools != conversation.tools:
                 raise Refused(409, f"the tools of {where} were changed: the model has read those of the first request")
-            if conversation.last and repeats(conversation.messages, request.messages):
+            agree = all(map(same, conversation.messages, request.messages))  # as far as both go
+            more = len(request.messages) - len(conversation.messages)
+            if conversation.last and agree and more == -1:
                 return conversation.last
-            if conversation.messages and not continues(conversation.messages, request.messages):
+            if conversation.messages and not (agree and more > 0):
                 raise Refused(
                     409,
                     f"the history of {where} was changed: its messages must begin with all those so far, including the "
@@ -198,14 +192,15 @@ class Conversations:
                 f"{where} is unknown, so its first request may only have system and user messages, since answers from "
                 "elsewhere would not be trained; begin it anew",
             )
-        return first_tokens(self._renderer, request, where)
+        return new_tokens(self._renderer, request, None, where)
 
     def _turn(self, conversation: Conversation, request: ChatRequest, seed: int, where: str) -> Turn:
         """The next turn of a conversation that this request has made busy. seed: of the conversation."""
         context: list[int] = []
         if conversation.messages:
-            turn, last = len(conversation.messages) - 1, conversation.tokens[-1]
-            context = further_tokens(self._renderer, request, turn, last, where)
+            context = new_tokens(self._renderer, request, len(conversation.messages) - 1, where)
+            if context[:1] == conversation.tokens[-1:]:  # the template's end of a message, which the model has sampled
+                del context[0]
         longest = self._recipe.rollout.max_response_tokens
         left = longest - len(conversation.tokens) - len(context)
         if left < 1:
@@ -218,26 +213,25 @@ class Conversations:
         seed = continuation_seed(seed, len(conversation.tokens) + len(context))
         return Turn(conversation, request, context, min(left, request.max_tokens or left), seed)
 
-    def end(self, turn: Turn, completion: Completion | None) -> Message:
-        """Record the engine's answer to a turn and return it as a message.
+    def end(self, turn: Turn, completion: Completion | None) -> LastAnswer:
+        """Record the engine's answer to a turn and return it.
 
         Raises `Refused`, and leaves the conversation as it was, if the engine was interrupted: ``completion`` is None.
         """
-        conversation = turn.conversation
+        conversation, prompt = turn.conversation, len(turn.prompt)
         with self._lock:
             conversation.busy = False
             if completion is None:
                 raise Refused(503, "the server is stopping and loses this conversation: begin it anew after a restart")
-            prompt = len(turn.prompt)
-            conversation.add_context(turn.context)
             tokens = completion.tokens.tolist()
             conversation.discarded += turn.discarded
-            conversation.add_answer(tokens, completion.logprobs.tolist())
+            conversation.add(turn.context)
+            conversation.add(tokens, completion.logprobs.tolist())
             conversation.finish_reason = completion.finish_reason
             message = answer(self._decode(tokens), turn.request.tools)
             conversation.messages, conversation.tools = [*turn.request.messages, message], turn.request.tools
             conversation.last = LastAnswer(message, completion, prompt)
-            return message
+            return conversation.last
 
     def reward(self, group: str, name: str, body: Any) -> None:
         """Record the reward of a conversation, which ends it; with the last reward of a group, store the group."""

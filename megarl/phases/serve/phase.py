@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import sys
-import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from concurrent.futures import Future
 from pathlib import Path
 
 from megarl.data.templates import Renderer
@@ -30,11 +30,7 @@ MIN_KEY = 32  # least number of characters: with an empty key everybody would be
 IDLE_SECONDS = 0.05  # between two checks of whether the phase must stop
 
 
-@dataclass(eq=False)
-class _Job:
-    turn: Turn
-    done: threading.Event = field(default_factory=threading.Event)
-    completion: Completion | None = None
+_Asked = tuple[Turn, Future[Completion | None]]
 
 
 class TurnQueue:
@@ -45,18 +41,18 @@ class TurnQueue:
 
     def __init__(self, worker: RolloutWorker, over: Callable[[], bool]) -> None:
         self._worker, self._over = worker, over
-        self._waiting: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        self._taken: dict[int, _Job] = {}
-        self._count = 0
+        self._waiting: queue.SimpleQueue[_Asked] = queue.SimpleQueue()
+        self._taken: dict[int, _Asked] = {}
 
     def ask(self, turn: Turn) -> Completion | None:
         """Queue a turn and wait for its answer; None if the engine was interrupted. Called by the server's threads."""
-        job = _Job(turn)
-        self._waiting.put(job)
-        while not job.done.wait(IDLE_SECONDS):
+        found: Future[Completion | None] = Future()
+        self._waiting.put((turn, found))
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return found.result(IDLE_SECONDS)
             if self._over() and not self._taken:
                 return None  # it was queued after the engine had ended
-        return job.completion
 
     def run(self, stop: Callable[[], bool]) -> None:
         """Generate turns until ``over``; once ``stop`` returns True, those being generated are dropped, too.
@@ -67,16 +63,16 @@ class TurnQueue:
         while not self._over() or (engine.decoding and not stop()):
             if not self._over() and engine.has_room() and (job := self._next(wait=not engine.decoding)):
                 beat("turn", f"turn {taken + 1}")
-                self._taken[taken] = job
-                seed = next_seed(job.turn.seed, job.turn.discarded)
-                draws = self._worker.sampling(samples=1, max_tokens=job.turn.limit, seeds=(seed,))
-                engine.submit(taken, Request([job.turn.prompt], draws))
+                self._taken[taken], (turn, _) = job, job
+                seed = next_seed(turn.seed, turn.discarded)
+                draws = self._worker.sampling(samples=1, max_tokens=turn.limit, seeds=(seed,))
+                engine.submit(taken, Request([turn.prompt], draws))
                 taken += 1
             elif engine.decoding:
                 self._answer(engine.step())
         self._answer(engine.interrupt())
 
-    def _next(self, wait: bool) -> _Job | None:
+    def _next(self, wait: bool) -> _Asked | None:
         """The next job; None if there is none. wait: for a moment."""
         try:
             return self._waiting.get(timeout=IDLE_SECONDS) if wait else self._waiting.get_nowait()
@@ -88,15 +84,14 @@ class TurnQueue:
     def _answer(self, completions: list[tuple[int, Completion]]) -> None:
         """Pass completions to the threads that wait for them."""
         for number, completion in completions:
-            job = self._taken.pop(number)
-            if completion.finish_reason != "interrupted" and (
-                why := fault(completion, job.turn.limit, self._worker.vocabulary)
-            ):
-                job.turn.discarded = discard(why, "the answer to an agent", job.turn.discarded)
-                self._waiting.put(job)
-                continue
-            job.completion = None if completion.finish_reason == "interrupted" else completion
-            job.done.set()
+            turn, found = self._taken.pop(number)
+            if completion.finish_reason == "interrupted":
+                found.set_result(None)
+            elif why := fault(completion, turn.limit, self._worker.vocabulary):
+                turn.discarded = discard(why, "the answer to an agent", turn.discarded)
+                self._waiting.put((turn, found))
+            else:
+                found.set_result(completion)
 
 
 def serve(stage: Stage) -> None:
@@ -106,10 +101,7 @@ def serve(stage: Stage) -> None:
         return
     replicas = ReplicaGroup.join(while_waiting=stop.exit_if_asked)
     make_directory(stage.rollouts)
-    worker = evaluate_due(stage, replicas, lambda: stop.asked)
-    if stop.asked:
-        worker.close()
-        sys.exit(STOPPED)
+    worker = evaluate_due(stage, replicas, stop)
     names = stage.rollouts / SERVED
     with RolloutWriter(
         stage.rollouts, weights_hash=worker.weights_hash, logprob_mode="processed", external=True

@@ -16,7 +16,7 @@ from urllib.parse import unquote, urlsplit
 
 from megarl.errors import UserError
 from megarl.foreign import parse_json
-from megarl.phases.serve.chat import Message, Refused
+from megarl.phases.serve.chat import Refused
 from megarl.phases.serve.conversations import Conversations, LastAnswer, Turn
 from megarl.rollout.engine import Completion
 
@@ -95,15 +95,6 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing: errors are sent to the client, and events.jsonl records what the phase does."""
 
     def do_GET(self) -> None:
-        self._respond()
-
-    def do_POST(self) -> None:
-        self._respond()
-
-    def do_DELETE(self) -> None:
-        self._respond()
-
-    def _respond(self) -> None:
         try:
             self._check_key()
             body = self._body()
@@ -122,6 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
             print(f"{self.command} {self.path[:200]!a} failed: {message}", flush=True)
             status, found = 500, {"error": {"message": message, "type": "server_error", "code": 500}}
         return self._send(status, "application/json", json.dumps(found).encode())
+
+    do_POST = do_DELETE = do_GET
 
     def _send(self, status: int, kind: str, data: bytes) -> None:
         with contextlib.suppress(ConnectionError):  # the agent has gone
@@ -168,18 +161,15 @@ class _Handler(BaseHTTPRequestHandler):
         raise Refused(404, f"{method} /{'/'.join(parts)[:200]} does not exist: docs/stages.md lists all requests")
 
     def _complete(self, group: str, name: str, body: Any) -> dict[str, Any]:
-        turn = self.server.conversations.begin(group, name, body)
-        if isinstance(turn, LastAnswer):
-            return _completion(self.server.model, turn.message, turn.completion, turn.prompt)
-        prompt = len(turn.prompt)
-        completion = self.server.ask(turn)
-        message = self.server.conversations.end(turn, completion)
-        assert completion is not None
-        return _completion(self.server.model, message, completion, prompt)
+        found = self.server.conversations.begin(group, name, body)
+        if isinstance(found, Turn):
+            found = self.server.conversations.end(found, self.server.ask(found))
+        return _completion(self.server.model, found)
 
 
-def _completion(model: str, message: Message, completion: Completion, prompt: int) -> dict[str, Any]:
-    """The answer as a ChatCompletion object of OpenAI's API. prompt: number of tokens before the answer."""
+def _completion(model: str, found: LastAnswer) -> dict[str, Any]:
+    """The answer as a ChatCompletion object of OpenAI's API."""
+    message, completion = found.message, found.completion
     reason = "length" if completion.finish_reason != "stop" else "tool_calls" if "tool_calls" in message else "stop"
     sampled = len(completion.tokens)
     shown = {**message, "content": message["content"] or None} if "tool_calls" in message else message
@@ -189,7 +179,11 @@ def _completion(model: str, message: Message, completion: Completion, prompt: in
         "created": int(time.time()),
         "model": model,
         "choices": [{"index": 0, "message": shown, "finish_reason": reason, "logprobs": None}],
-        "usage": {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled},
+        "usage": {
+            "prompt_tokens": found.prompt,
+            "completion_tokens": sampled,
+            "total_tokens": found.prompt + sampled,
+        },
     }
 
 

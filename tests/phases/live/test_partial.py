@@ -8,27 +8,15 @@ import time
 
 import numpy as np
 import psutil
-import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
 from megarl.heartbeats import read_beat
 from megarl.rollout.builtin import DRAWS, BuiltinEngine
-from megarl.rollout.engine import Request, Sampling, response_seed
 from tests.phases.live.conftest import histogram, metrics
 from tests.phases.live.test_live import groups
-from tests.rollout import engines
-from tests.rollout.engines import by_response
+from tests.rollout.engines import PROMPTS, generate, sampling
 from tests.rollout.tiny_models import save
-
-PROMPTS = [[5, 9, 3], [11, 4], [20, 21, 22, 23], [8]]
-LENGTH = DRAWS + 20  # so that a continuation begins inside the second block of random numbers
-
-
-@pytest.fixture(scope="module")
-def policies(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("policies")
-    return [save(directory / str(seed), seed=seed) for seed in range(3)]
 
 
 @functools.cache
@@ -43,48 +31,15 @@ def logprobs_under(policy, prompt, tokens):
     return rows.gather(1, torch.tensor(tokens)[:, None])[:, 0].numpy()
 
 
-def request(samples, stop, prefixes=(), prompts=None, seeds=None):
-    prompts = prompts or PROMPTS
-    seeds = seeds or tuple(response_seed(0, i, k) for i in range(len(prompts)) for k in range(samples))
-    return Request(prompts, Sampling(1.0, LENGTH, samples, stop, seeds, prefixes=prefixes))
-
-
-def after(steps):
-    """An ``interrupted`` callback that returns True once it was called ``steps`` times."""
-    count = iter(range(10**9))
-    return lambda: next(count) >= steps
-
-
-def serve(engine, requests, interrupted=lambda: False):
-    return by_response(completion for _, completion in engines.serve(engine, requests, interrupted))
-
-
-@pytest.mark.parametrize("steps", [1, 7, DRAWS + 9])
-def test_a_continuation_under_the_same_weights_changes_nothing(policies, steps):
-    engine = BuiltinEngine(policies[0], 0)
-    stop = (1,) if steps < DRAWS else ()  # with a stop token all responses would have ended by then
-    whole = serve(engine, [request(2, stop)])
-    first = serve(engine, [request(2, stop)], after(steps))
-    cut = {key: c for key, c in first.items() if c.finish_reason == "interrupted"}
-    assert len(cut) > 2
-    assert set(first) == set(whole)
-    rest = serve(
-        engine,
-        [
-            request(
-                1,
-                stop,
-                prefixes=tuple(tuple(c.tokens.tolist()) for c in cut.values()),
-                prompts=[PROMPTS[prompt] for prompt, _ in cut],
-                seeds=tuple(response_seed(0, prompt, sample) for prompt, sample in cut),
-            )
-        ],
-    )
-    for (place, _), continued in rest.items():
-        key = list(cut)[place]
-        assert [*cut[key].tokens, *continued.tokens] == whole[key].tokens.tolist()
-        assert continued.finish_reason == whole[key].finish_reason
-        both = np.concatenate([cut[key].logprobs, continued.logprobs])
+def test_a_continuation_in_another_block_of_random_numbers_changes_nothing(tmp_path):
+    engine, length = BuiltinEngine(save(tmp_path / "policy"), 0), DRAWS + 20
+    whole = generate(engine, PROMPTS, sampling(PROMPTS, 1, length))
+    begun = generate(engine, PROMPTS, sampling(PROMPTS, 1, length, budget=DRAWS + 9))
+    prefixes = tuple(tuple(begun[key].tokens.tolist()) for key in sorted(begun))
+    assert {len(prefix) for prefix in prefixes} == {DRAWS + 9}
+    for key, rest in generate(engine, PROMPTS, sampling(PROMPTS, 1, length, prefixes=prefixes)).items():
+        assert [*begun[key].tokens, *rest.tokens] == whole[key].tokens.tolist()
+        both = np.concatenate([begun[key].logprobs, rest.logprobs])
         np.testing.assert_allclose(both, whole[key].logprobs, rtol=0, atol=1e-5)
 
 

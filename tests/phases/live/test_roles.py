@@ -1,22 +1,26 @@
-"""Which processes of a live run are trainers and which are rollout workers, and which GPUs the latter see."""
+"""Which processes of a live run are trainers or rollout workers, which devices they need, and what is refused."""
 
 import itertools
 import os
 
 import pytest
 
+from megarl.commands.one_phase import branch_recipe, optimize_stage, rollout_stage
+from megarl.errors import UserError
 from megarl.phases.live.service import leave_trainers_devices
 from megarl.phases.live.trainer import find_role
 from megarl.recipe.load import load_recipe
 from megarl.storage.run_dir import RunDir
+from megarl.workers.nodes import NodeRank, Nodes
+from megarl.workers.preflight import check_recipe
 
 LIVE = ["schedule.kind=live", "schedule.sync_every=2", "schedule.lockstep=true"]
-LIVE += ["actor.processes_per_node=2", "rollout.workers=3"]
+MANY = ["actor.processes_per_node=2", "rollout.workers=3"]
 
 
-@pytest.mark.parametrize("nodes", [1, 2, 3])
+@pytest.mark.parametrize("nodes", [1, 2])
 def test_every_node_has_both_roles(recipe, tmp_path, monkeypatch, nodes):
-    stage = RunDir(tmp_path, load_recipe(recipe, LIVE)).stage(0)
+    stage = RunDir(tmp_path, load_recipe(recipe, [*LIVE, *MANY])).stage(0)
     places = {"trainer": [], "worker": []}
     for node, local in itertools.product(range(nodes), range(5)):
         for name, value in {"LOCAL_RANK": local, "GROUP_RANK": node, "GROUP_WORLD_SIZE": nodes}.items():
@@ -39,8 +43,34 @@ def test_every_node_has_both_roles(recipe, tmp_path, monkeypatch, nodes):
     ],
 )
 def test_engines_see_the_gpus_that_trainers_leave(recipe, tmp_path, monkeypatch, visible, settings, expected):
-    loaded = load_recipe(recipe, [*LIVE, "actor.backend=cuda", *settings])
+    loaded = load_recipe(recipe, [*LIVE, *MANY, "actor.backend=cuda", *settings])
     environment = {"LOCAL_RANK": "3"} | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {})  # the second engine
     monkeypatch.setattr(os, "environ", environment)
     leave_trainers_devices(RunDir(tmp_path, loaded).stage(0))
     assert (environment["LOCAL_RANK"], environment["CUDA_VISIBLE_DEVICES"]) == expected
+
+
+def test_settings_that_need_one_policy_per_stage_are_refused(recipe):
+    check_recipe(load_recipe(recipe, LIVE))
+    with pytest.raises(UserError, match='routing_replay = "actor".*in a live run.* several policies generate it'):
+        check_recipe(load_recipe(recipe, [*LIVE, "actor.routing_replay=actor"]))
+    # the proximal policy is a recent one, not that of the stage
+    for current in (["objective.name=decoupled_ppo", "objective.proximal_updates=2"], ["objective.icepop={}"]):
+        check_recipe(load_recipe(recipe, [*LIVE, *current]))
+
+
+def test_a_live_run_needs_devices_for_trainers_and_engines(recipe):
+    assert load_recipe(recipe, MANY).devices_per_node == 3
+    assert load_recipe(recipe, [*MANY, *LIVE]).devices_per_node == 5
+    assert load_recipe(recipe, [*MANY, *LIVE, "schedule.colocate=true"]).devices_per_node == 3
+
+
+def test_phases_of_a_live_run_cannot_run_alone(recipe, tmp_path):
+    run, nodes = RunDir.create(tmp_path / "run", load_recipe(recipe, LIVE)), Nodes(NodeRank())
+    for command in (
+        lambda: rollout_stage(nodes, run.stage(0)),
+        lambda: optimize_stage(nodes, run.stage(0)),
+        lambda: branch_recipe(run.stage(0), []),
+    ):
+        with pytest.raises(UserError, match="is a live run"):
+            command()

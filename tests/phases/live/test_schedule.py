@@ -5,8 +5,7 @@ from collections import Counter
 
 import pytest
 
-from megarl.errors import UserError
-from megarl.recipe.schedule import LagRule, cut_chunks, nearest_divisor
+from megarl.recipe.schedule import LagRule, cut_chunks
 from megarl.recipe.tables import ScheduleTable
 
 
@@ -42,13 +41,12 @@ def simulate(rule, updates, chunk, workers, seed):
     return sorted(stored.items())
 
 
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("workers", [1, 3])
 @pytest.mark.parametrize("chunk", [1, 5, 64])
-@pytest.mark.parametrize("sync_every", [1, 3, 4, 8])
-def test_free_running_stays_within_max_lag_and_never_deadlocks(sync_every, chunk, workers, seed):
-    for max_lag in (sync_every - 1, sync_every, 2 * sync_every, 16, 64):
-        trained = simulate(LagRule(sync_every, max_lag), 96, chunk, workers, seed)
+@pytest.mark.parametrize("sync_every", [1, 3, 8])
+def test_free_running_stays_within_max_lag_and_never_deadlocks(sync_every, chunk, workers):
+    for max_lag in (sync_every - 1, sync_every, 2 * sync_every, 64):
+        trained = simulate(LagRule(sync_every, max_lag), 96, chunk, workers, seed=0)
         assert [batch for batch, _ in trained] == list(range(96))
         assert all(0 <= batch - version <= max_lag for batch, version in trained)
         assert all(version % sync_every == 0 for _, version in trained)
@@ -82,24 +80,6 @@ def test_chunks_are_cut_at_every_new_version():
     assert cut_chunks(range(8, 24), 6, 4) == [range(8, 12), range(12, 14), range(14, 18), range(18, 20), range(20, 24)]
     assert cut_chunks(range(10), 100, 4) == [range(4), range(4, 8), range(8, 10)]
     assert cut_chunks(range(10), 4, 3, first=2) == [range(2), range(2, 5), range(5, 6), range(6, 9), range(9, 10)]
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 4, 100])
-def test_turns_on_the_same_devices_have_the_same_lags_with_chunks_of_any_size(chunk):
-    """S = 11 with new weights every 10 updates: 2 to 11, after the first 12 updates; engines generate all they may."""
-    rule = LagRule(10, 11)
-    versions, done = [], 0
-    todo = cut_chunks(range(62), 10, chunk, rule.before_first_cut)
-    while todo:
-        newest = done - done % 10
-        while todo and (version := rule.version(todo[0][-1], newest)) is not None:
-            versions += [version] * len(todo.pop(0))
-        done = len(versions)
-    assert [batch - version for batch, version in enumerate(versions)] == [*range(12), *[*range(2, 12)] * 5]
-
-
-def test_nearest_divisor():
-    assert [nearest_divisor(96, wanted) for wanted in (5, 7, 10, 500)] == [4, 6, 8, 96]
 
 
 @pytest.mark.parametrize(
@@ -154,15 +134,3 @@ def test_lag_rules_of_lockstep_delay_and_max_lag():
     assert rule(delay=2) == LagRule(4, 11, 2)
     assert rule(delay=2, max_lag=20) == LagRule(4, 20, 2)
     assert rule(max_lag=3) == LagRule(4, 3, None)
-
-
-def test_a_wrong_schedule_in_a_recipe_file_is_a_user_error(tmp_path):
-    from megarl.recipe.load import load_recipe
-
-    path = tmp_path / "recipe.toml"
-    path.write_text(
-        '[model]\npath="."\n[data]\nsource="file"\ntrain="x.jsonl"\n[reward]\nkind="exact"\n[schedule]\nkind="live"\n'
-        "sync_every = 8\nmax_lag = 3\n"
-    )
-    with pytest.raises(UserError, match="schedule: max_lag = 3.*at least 7"):
-        load_recipe(path)

@@ -1,17 +1,22 @@
-"""Trainers and engines on the same devices: who works when, decided through the store alone."""
+"""What trainers and engines tell each other through the store alone, and which groups and versions trainers take."""
 
 import threading
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.errors import UserError
 from megarl.phases.live import trainer
 from megarl.phases.live.service import LiveRolloutWorker
 from megarl.phases.live.state import LiveState
-from megarl.phases.live.trainer import LiveBatches
+from megarl.phases.live.trainer import LiveBatches, Publisher
+from megarl.recipe.load import load_recipe
+from megarl.storage.rollouts import Group, Response, RolloutWriter
+from megarl.storage.run_dir import RunDir
 
 LOCAL = threading.local()
 
@@ -112,3 +117,43 @@ def test_engines_on_shared_devices_start_after_the_trainers(colocate, fresh):
     assert worker._newest() == (None if colocate else 10)
     state.begin_turns()
     assert worker._newest() == 10
+
+
+@pytest.fixture
+def publisher(recipe, tmp_path, monkeypatch):
+    """That of the only trainer of a stage of six updates, which may train groups of the version before."""
+    monkeypatch.setattr(trainer, "dist", SimpleNamespace(get_rank=lambda: 0, get_world_size=lambda: 1))
+    settings = ["kind=live", "sync_every=2", "max_lag=2", "prompts_per_update=1"]
+    changed = [*(f"schedule.{setting}" for setting in settings), "eval.every=0", "eval.every_updates=4"]
+    return Publisher(RunDir(tmp_path, load_recipe(recipe, changed)).stage(0), LiveState(dist.HashStore(), 1))
+
+
+def test_groups_of_versions_that_the_schedule_does_not_allow_are_refused(publisher):
+    batches = LiveBatches(None, publisher, None, SimpleNamespace(asked=False))
+    with RolloutWriter(publisher.stage.rollouts, weights_hash=None, logprob_mode="processed") as writer:
+        for number, versions in enumerate(([1], [1], [0, 2], [0, 2])):
+            tokens, of_tokens = np.arange(len(versions), dtype=np.int32), np.array(versions, np.int32)
+            response = Response(tokens, -np.ones(len(tokens), np.float32), 0.0, "stop", versions[0], of_tokens)
+            writer.append([Group(number, np.array([3], np.int32), (response,))], "a" * 64)
+    assert [batches.read(update)[0].group_id for update in (1, 2)] == [1, 2]
+    with pytest.raises(UserError, match="group 3 has .* versions 0 to 2, but update 4 may train versions 1 to 3"):
+        batches.read(3)
+    with pytest.raises(UserError, match="group 0 has .* versions 1 to 1, but update 1 may train versions 0 to 0"):
+        batches.read(0)
+
+
+def test_versions_are_removed_once_no_engine_needs_them_and_they_are_evaluated(publisher):
+    run, exporter = publisher.stage.run, SimpleNamespace(export=lambda version, path: path.mkdir(parents=True))
+    publisher.trained(exporter, 2)
+    publisher.trained(exporter, 3)
+    assert run.versions() == [2] and publisher.state.newest() == 2
+    publisher.state.announce(0, 2)
+    publisher.trained(exporter, 4)
+    assert run.versions() == [2, 4]  # the engine may still load the first of them
+    publisher.state.announce(0, 4)
+    publisher.end_stage()
+    assert run.versions() == [4]  # it is to be evaluated
+    for suite in run.recipe.suites:
+        run.log_event("evaluation", stage=0, update=4, suite=suite.name)
+    publisher.end_stage()
+    assert run.versions() == []

@@ -1,4 +1,4 @@
-"""An engine's faulty answers to agents are generated again, whatever is wrong with them; too many end the phase."""
+"""An engine's faulty answers to agents are generated again; too many end the phase."""
 
 import dataclasses
 import threading
@@ -14,7 +14,7 @@ from megarl.phases.serve.phase import TurnQueue
 from megarl.recipe.load import load_recipe
 from megarl.rollout.builtin import BuiltinEngine
 from megarl.rollout.engine import EngineFault, fault
-from tests.phases.mutants import FAULTS
+from tests.phases.mutants import nan
 
 
 class Asked:
@@ -45,9 +45,8 @@ class Asked:
         self.answer = self.queue.ask(self.turn)
 
 
-@pytest.mark.parametrize("kind", FAULTS)
-def test_a_faulty_answer_is_generated_again_with_another_seed(recipe, kind):
-    asked = Asked(recipe, FAULTS[kind], times=2)
+def test_a_faulty_answer_is_generated_again_with_another_seed(recipe):
+    asked = Asked(recipe, nan, times=2)
     asked.queue.run(lambda: False)
     asked.thread.join(60)
     assert fault(asked.answer, 6, asked.vocabulary) is None and asked.answer is asked.given[2]
@@ -56,7 +55,7 @@ def test_a_faulty_answer_is_generated_again_with_another_seed(recipe, kind):
 
 
 def test_answers_that_stay_faulty_end_the_phase(recipe):
-    asked = Asked(recipe, FAULTS["nan"], times=99)
+    asked = Asked(recipe, nan, times=99)
     with pytest.raises(EngineFault, match="the answer to an agent wrongly 4 times"):
         asked.queue.run(lambda: False)
     assert len(asked.given) == 4
@@ -64,6 +63,6 @@ def test_answers_that_stay_faulty_end_the_phase(recipe):
 
 def test_the_discarded_answers_of_all_turns_are_stored_with_the_response():
     one = Conversation(0, [3], discarded=3, finish_reason="stop")
-    one.add_answer([4], [-1.0])
+    one.add([4], [-1.0])
     assert one.response(1.0, None, 0).discarded == 3
     assert dataclasses.replace(one, discarded=0).response(1.0, None, 0).discarded is None

@@ -1,180 +1,99 @@
 """Each field of OpenAI's and vLLM's request schema is honoured, refused, or harmless; OpenAI's client reads answers."""
 
-import ast
-import importlib.util
 import json
 import math
-from pathlib import Path
 
-import httpx
 import numpy as np
-import openai
 import pytest
 from openai.types import Model
-from openai.types.chat import ChatCompletion, ChatCompletionChunk, completion_create_params
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
+from openai.types.chat.completion_create_params import CompletionCreateParamsBase
 
 from megarl.data.templates import Renderer
 from megarl.data.tokenizer import load_tokenizer
-from megarl.phases.serve.chat import HARMLESS, HONOURED, NEUTRAL, Refused, answer, decoder, parse_chat_request
-from megarl.phases.serve.conversations import Conversations
-from megarl.phases.serve.server import _completion, serving
-from megarl.recipe.load import load_recipe
-from megarl.rollout.builtin import BuiltinEngine
-from megarl.rollout.engine import Completion, Request, Sampling, answers
-from tests.commands.stages.agents import CALL, write_agent_model
-from tests.commands.stages.test_serve import SETTINGS, TOOLS
+from megarl.phases.serve.chat import (
+    HARMLESS,
+    HONOURED,
+    NEUTRAL,
+    Refused,
+    answer,
+    decoder,
+    new_tokens,
+    parse_chat_request,
+    same,
+)
+from megarl.phases.serve.conversations import LastAnswer
+from megarl.phases.serve.server import _completion
+from megarl.rollout.engine import Completion
+from tests.commands.stages.agents import CALL
+from tests.commands.stages.test_serve import TOOLS
+from tests.phases.serve.conftest import ASKED
 
-KEY = "k" * 40
-ASKED = [{"role": "user", "content": "2+3?"}]
 # something of each kind that JSON has
 VALUES = [True, False, 0, 1, -1, 7, 0.5, "", "x", "auto", "none", [], ["x"], [5], [{}], {}, {"type": "text"}, {"a": 1}]
-UNKNOWN = ["guided_json", "min_length", "enable_thinking", "Temperature", "max_new_tokens", ""]
-# of the clients' own argument, of OpenAI's other endpoints, of DeepSeek's, Anthropic's, SGLang's and TGI's schemas
-UNKNOWN += ["extra_body", "best_of", "thinking", "stop_sequences", "regex", "lora_path", "do_sample", "typical_p"]
-CLASSES = {"CompletionCreateParamsBase", "CompletionCreateParamsNonStreaming", "CompletionCreateParamsStreaming"}
+# of vLLM's schema, misspelt, or of another
+OTHERS = [
+    "enable_thinking",
+    "Temperature",
+    "max_new_tokens",
+    "guided_json",
+    "kv_transfer_params",
+    "thinking_token_budget",
+]
+NEUTRAL_NAMES = {name for _, names in NEUTRAL for name in names}
 
 
-def fields_of(path, classes):
-    """The names of the public fields of classes in a Python file."""
-    tree = ast.parse(Path(path).read_text())
-    bodies = [node.body for node in tree.body if isinstance(node, ast.ClassDef) and node.name in classes]
-    assert len(bodies) == len(classes)
-    names = (one.target.id for body in bodies for one in body if isinstance(one, ast.AnnAssign))
-    return {name for name in names if not name.startswith("_")}
+def parse(temperature=1.0, arguments=None, **fields):
+    return parse_chat_request({"messages": ASKED, **fields}, temperature, arguments or {})
 
 
-def schema():
-    found = fields_of(completion_create_params.__file__, CLASSES)
-    assert {"seed", "functions", "stream"} <= found
-    if vllm := importlib.util.find_spec("vllm"):
-        path = Path(vllm.submodule_search_locations[0]) / "entrypoints/openai/chat_completion/protocol.py"
-        own = fields_of(path, {"ChatCompletionRequest"})
-        assert {"min_p", "ignore_eos", "chat_template_kwargs"} <= own
-        found |= own
-    return sorted(found)
-
-
-class Served:
-    """A server in front of a real engine, without the phase around it."""
-
-    def __init__(self, settings, template=None):
-        tokenizer = load_tokenizer(settings.model.path)
-        tokenizer.chat_template = template or tokenizer.chat_template
-        self.engine = BuiltinEngine(settings.model.path, 0)
-        self.conversations = Conversations(
-            settings,
-            range(40),
-            Renderer(settings.data, tokenizer),
-            decoder(tokenizer),
-            0,
-            lambda name, group: None,
-            {},
-            frozenset(),
-        )
-        self.context = serving(0, self.conversations, self.ask, KEY, "m")
-        self.http = httpx.Client(trust_env=False, timeout=60)
-
-    def ask(self, turn):
-        (found,) = answers(self.engine, Request([turn.prompt], Sampling(1.0, turn.limit, 1, (1,), (turn.seed,))))
-        return found
-
-    def __enter__(self):
-        self.port = self.context.__enter__()
-        return self
-
-    def __exit__(self, *error):
-        self.context.__exit__(*error)
-
-    def base(self, name):
-        return f"http://127.0.0.1:{self.port}/a/{name}"
-
-    def client(self, name):
-        return openai.OpenAI(base_url=f"{self.base(name)}/v1", api_key=KEY, max_retries=0)
-
-    def send(self, body, name="x", path="v1/chat/completions"):
-        """The answer to a request without the client, which would refuse some fields itself."""
-        headers = {"Authorization": f"Bearer {KEY}"}
-        return self.http.post(f"{self.base(name)}/{path}", content=json.dumps(body), headers=headers)
-
-
-@pytest.fixture(scope="module")
-def settings(recipe, tiny_model, tmp_path_factory):
-    path = tmp_path_factory.mktemp("agent") / "model"
-    write_agent_model(tiny_model, path)
-    return load_recipe(recipe, [f"model.path='{path}'", *SETTINGS, "rollout.responses_per_prompt=40"])
-
-
-@pytest.fixture
-def served(settings):
-    with Served(settings) as one:
-        yield one
-
-
-@pytest.fixture(scope="module")
-def shared(settings):
-    """A server in which one conversation has its first answer, which is given again to the same request."""
-    with Served(settings) as one:
-        assert one.send({"messages": ASKED}).status_code == 200
-        yield one
-
-
-def test_each_field_of_both_schemas_is_on_one_list():
-    lists = [*HONOURED, *NEUTRAL, *HARMLESS]
-    assert len(set(lists)) == len(lists)
-    assert set(schema()) <= set(lists)
-    assert all(len(reason.split()) > 2 for reason in HARMLESS.values())
-    if importlib.util.find_spec("vllm"):
-        assert set(lists) == set(schema()), "no field of no schema"
-
-
-@pytest.mark.parametrize("field", [*sorted(set(schema()) - HONOURED), *UNKNOWN])  # those in HONOURED follow below
-def test_a_field_is_refused_by_name_unless_it_asks_for_what_is_done_anyway(shared, field):
-    """Over HTTP, with a value of every kind; the answer is that to a request without the field."""
-    plain = shared.send({"messages": ASKED}).json()["choices"][0]["message"]["content"]
+@pytest.mark.parametrize(
+    "field", sorted({*CompletionCreateParamsBase.__annotations__, *NEUTRAL_NAMES, *HARMLESS, *OTHERS} - HONOURED)
+)
+def test_a_field_is_refused_by_name_unless_it_asks_for_what_is_done_anyway(field):
+    """It is on one of the lists at most; a null asks for nothing."""
+    assert not (field in NEUTRAL_NAMES and field in HARMLESS) and field not in HONOURED
+    parse(**{field: None})
     for value in VALUES:
-        found = shared.send({"messages": ASKED, field: value})
-        if field in HARMLESS or value in NEUTRAL.get(field, ()):
-            assert found.json()["choices"][0]["message"]["content"] == plain
+        if field in HARMLESS or any(value == neutral and field in names for neutral, names in NEUTRAL):
+            parse(**{field: value})
         else:
-            assert found.status_code == 400 and field in found.json()["error"]["message"], value
-    assert shared.send({"messages": ASKED, field: None}).status_code == (400 if field in UNKNOWN else 200)
+            with pytest.raises(Refused, match=f"{field} = .* is not accepted"):
+                parse(**{field: value})
 
 
-def test_honoured_fields_have_their_effect_or_are_refused(served):
-    def ask(name="x", **fields):
-        found = served.send({"messages": ASKED, **fields}, name)
-        return found.status_code, (found.json()["usage"] if found.status_code == 200 else found.json()["error"])
+def test_the_shortest_limit_of_a_turn_counts(served):
+    for number, limits in enumerate(((1, None), (None, 1), (9, 1), (1, 9))):
+        fields = dict(zip(("max_tokens", "max_completion_tokens"), limits, strict=True))
+        found = served.send({"messages": ASKED, **fields}, f"n{number}")
+        assert found.json()["usage"]["completion_tokens"] == 1
 
-    for number, name in enumerate(("max_tokens", "max_completion_tokens")):
-        assert ask(f"n{number}", **{name: 1})[1]["completion_tokens"] == 1
-        for wrong in (0, -1, 1.5, "5", True, [], {}):
-            status, error = ask(**{name: wrong})
-            assert status == 400 and name in error["message"]
-    assert ask("both", max_tokens=9, max_completion_tokens=1)[1]["completion_tokens"] == 1
-    assert ask("both2", max_tokens=1, max_completion_tokens=9)[1]["completion_tokens"] == 1
-    assert ask(temperature=1.0)[0] == 200
+
+def test_wrong_values_of_honoured_fields_are_refused():
+    parse(temperature=0.7, stream=True, stream_options={"include_usage": True})
     for name, wrong in (
+        *((name, [0, -1, 1.5, "5", True, [], {}]) for name in ("max_tokens", "max_completion_tokens")),
         ("temperature", [0, 0.5, "1", [], math.nan]),
         ("stream", [1, 0, "yes", {}]),
-        ("stream_options", [True, {"include_usage": True}, []]),
+        ("stream_options", [True, {"include_usage": True}]),
         ("chat_template_kwargs", [{"enable_thinking": False}, 5, ["x"]]),
         ("tools", [5, "x", {"a": 1}, [5], [{}], [{"type": "custom", "custom": {"name": "f"}}]]),
         ("tools", [[{"type": "function", "function": {"name": "add", "strict": True}}]]),
     ):
-        for value in filter(lambda value: value != [] or name == "temperature", wrong):
-            status, error = ask(**{name: value})
-            assert status == 400 and name in error["message"], (name, value)
-    status, error = ask(stream=True, stream_options={"continuous_usage_stats": True})
-    assert status == 400 and "continuous_usage_stats" in error["message"]
+        for value in wrong:
+            with pytest.raises(Refused, match=name):
+                parse_chat_request({"messages": ASKED, name: value}, 1.0)
+    with pytest.raises(Refused, match="continuous_usage_stats"):
+        parse(stream=True, stream_options={"continuous_usage_stats": True})
 
 
 def test_arguments_of_the_template_are_accepted_as_the_recipe_has_them():
     own = {"enable_thinking": False, "style": {"a": [1]}}
     for given in (None, {}, own, {"style": {"a": [1]}}):
-        parse_chat_request({"messages": ASKED, "chat_template_kwargs": given}, 1.0, own)
-    for given in ({"enable_thinking": True}, {"style": {}}, own | {"more": None}, {"more": None}):
+        parse(arguments=own, chat_template_kwargs=given)
+    for given in ({"enable_thinking": True}, {"style": {}}, own | {"more": None}):
         with pytest.raises(Refused, match="chat_template_kwargs"):
-            parse_chat_request({"messages": ASKED, "chat_template_kwargs": given}, 1.0, own)
+            parse(arguments=own, chat_template_kwargs=given)
 
 
 GOOD_MESSAGES = [
@@ -193,31 +112,23 @@ BAD_MESSAGES = [
     {"content": "2"},
     {"role": 5, "content": "2"},
     {"role": "user"},
-    *({"role": role, "content": None} for role in ("user", "system", "tool", "developer")),
-    *({"role": "user", "content": content} for content in (5, True, {}, {"text": "2"}, [], ["2"], [None])),
+    {"role": "user", "content": None},
+    *({"role": "user", "content": content} for content in (5, {"text": "2"}, [], ["2"])),
     *({"role": "user", "content": [{"type": "text", "text": "2"}, part]} for part in (
         {"type": "image_url", "image_url": {"url": "data:"}},
         {"type": "image_url", "text": "2", "image_url": {"url": "data:"}},
-        {"type": "input_audio", "input_audio": {}},
-        {"type": "file", "file": {}},
-        {"type": "refusal", "refusal": "no"},
-        {"type": "text"},
         {"type": "text", "text": None},
-        {"type": "text", "text": 5},
         {"type": "text", "text": "2", "image_url": {}},
         {"text": "2"},
     )),
     *({"role": "assistant", "content": "2", name: value} for name, value in {
-        "refusal": "no", "audio": {"id": "a"}, "function_call": {"name": "f", "arguments": "{}"}, "reasoning": "so",
-        "reasoning_content": "so", "annotations": [{}], "tools": [{}], "task": "t", "prefix": True, "contents": "2",
+        "refusal": "no", "reasoning_content": "so", "annotations": [{}], "prefix": True, "contents": "2",
     }.items()),
     *({"role": "user", "content": "2", name: 5} for name in ("name", "tool_call_id", "tool_calls")),
     {"role": "user", "content": "2", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]},
     *({"role": "assistant", "tool_calls": calls} for calls in (
-        [5], [{}], [{"id": "c"}], [{"id": "c", "function": {"name": "f"}}], {"a": 1},
+        [5], [{"id": "c"}], [{"id": "c", "function": {"name": "f"}}], {"a": 1},
         [{"id": "c", "function": {"name": "f", "arguments": {"a": 1}}}],
-        [{"id": "c", "function": {"name": 5, "arguments": "{}"}}],
-        [{"id": "c", "type": "custom", "custom": {"name": "f", "input": ""}}],
         [{"id": "c", "type": "custom", "function": {"name": "f", "arguments": "{}"}}],
     )),
 ]  # fmt: skip
@@ -239,39 +150,38 @@ ONLY_USERS = (
 )
 
 
-def test_what_the_template_does_not_show_is_refused(settings):
-    with Served(settings, ONLY_USERS) as served:
-        for fields, words in (
-            ({"messages": [{"role": "system", "content": "2"}, *ASKED]}, "'system'"),
-            ({"messages": [{"role": "developer", "content": "2"}, *ASKED]}, "'developer'"),
-            ({"messages": [*ASKED, {"role": "critic", "content": "3"}]}, "'critic'"),
-            ({"messages": ASKED, "tools": FUNCTIONS}, "tools"),
-        ):
-            found = served.send(fields)
-            assert (found.status_code, words in found.json()["error"]["message"]) == (400, True), found.text
-        said = served.send({"messages": ASKED}).json()["choices"][0]["message"]
-        found = served.send({"messages": [*ASKED, said, {"role": "tool", "content": "5"}]})
-        assert (found.status_code, "'tool'" in found.json()["error"]["message"]) == (400, True)
-        called = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
-        more = {"role": "assistant", "content": "2", "tool_calls": [called]}
-        found = served.send({"messages": [*ASKED, said, ASKED[0], more, ASKED[0]]})
-        assert (found.status_code, "'assistant'" in found.json()["error"]["message"]) == (400, True)
-        assert served.send({"messages": [*ASKED, said, *ASKED]}).status_code == 200
-
-
 UNNAMED = ONLY_USERS.replace("m.role == 'assistant'", "true")
 NAMED = UNNAMED.replace("{{ m.role }}", "{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}")
+SAID = {"role": "assistant", "content": "5"}
+CALLED = SAID | {"tool_calls": [{"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}]}
 
 
-@pytest.mark.parametrize(("template", "status"), [(UNNAMED, 400), (NAMED, 200)])
-@pytest.mark.parametrize("role", ["user", "system", "developer", "tool"])
-def test_a_name_that_tells_who_speaks_is_shown_or_refused(settings, role, template, status):
-    """AutoGen's issues 2989 and 5401: agents told apart by a name that the model never saw."""
-    with Served(settings, template) as served:
-        said = served.send({"messages": ASKED}).json()["choices"][0]["message"]
-        found = served.send({"messages": [*ASKED, said, {"role": role, "content": "5", "name": "user"}]})
-        assert found.status_code == (200 if role == "tool" else status), found.text
-        assert found.status_code == 200 or f"name of a message of {role!r}" in found.json()["error"]["message"]
+@pytest.mark.parametrize(
+    ("template", "messages", "hidden"),
+    [
+        *((ONLY_USERS, [{"role": role, "content": "2"}, *ASKED], f"'{role}'") for role in ("system", "developer")),
+        (ONLY_USERS, [*ASKED, SAID, {"role": "tool", "content": "5"}], "'tool'"),
+        (ONLY_USERS, [*ASKED, SAID, *ASKED, CALLED, *ASKED], "tool_calls of a message of 'assistant'"),
+        (ONLY_USERS, [*ASKED, SAID, *ASKED], None),
+        # AutoGen's issues 2989 and 5401: agents told apart by a name that the model never saw
+        (UNNAMED, [*ASKED, SAID, {"role": "user", "content": "5", "name": "Ann"}], "name of a message of 'user'"),
+        (UNNAMED, [*ASKED, SAID, {"role": "tool", "content": "5", "name": "add"}], None),
+        (NAMED, [*ASKED, SAID, {"role": "user", "content": "5", "name": "Ann"}], None),
+    ],
+)
+def test_what_the_template_does_not_show_is_refused(settings, template, messages, hidden):
+    tokenizer = load_tokenizer(settings.model.path)
+    tokenizer.chat_template = template
+    renderer, after = Renderer(settings.data, tokenizer), 1 if SAID in messages else None
+    request = parse_chat_request({"messages": messages}, 1.0)
+    if hidden is None:
+        assert new_tokens(renderer, request, after, "x")
+    else:
+        with pytest.raises(Refused, match=f"does not show .*{hidden}"):
+            new_tokens(renderer, request, after, "x")
+    if template == ONLY_USERS:
+        with pytest.raises(Refused, match="tools: the chat template does not show them"):
+            new_tokens(renderer, parse(tools=FUNCTIONS), None, "x")
 
 
 def test_results_of_calls_have_the_order_of_the_calls(settings):
@@ -294,35 +204,29 @@ def test_results_of_calls_have_the_order_of_the_calls(settings):
         order("1a", "4d")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "status"),
-    [  # as JavaScript's clients write them (pydantic-ai 6300), LangChain, sorted (Mini-Agent 22), and others
-        ('{"a":2,"b":3}', 200),
-        ('{"b": 3, "a": 2}', 200),
-        ('{\n  "a": 2,\n  "b": 3\n}', 200),
-        ('{"a": 2.0, "b": 3}', 200),
-        ('{"a": 2, "b": 4}', 409),
-        ('{"a": 2}', 409),
-        ('{"a": 2, "b": 3', 409),
-        ("", 409),
-    ],
-)
-def test_a_client_may_write_the_arguments_of_a_call_in_its_own_way(served, arguments, status):
-    for number in range(20):
-        said = served.send({"messages": ASKED, "tools": TOOLS}, f"n{number}").json()["choices"][0]["message"]
-        if "tool_calls" in said:
-            break
-    said["tool_calls"][0]["function"]["arguments"] = arguments
-    result = {"role": "tool", "content": "5", "tool_call_id": said["tool_calls"][0]["id"]}
-    found = served.send({"messages": [*ASKED, said, result], "tools": TOOLS}, f"n{number}")
-    assert found.status_code == status, found.text
+def test_a_client_may_write_the_arguments_of_a_call_in_its_own_way():
+    def call(arguments):
+        function = {"name": "add", "arguments": arguments}
+        return {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "c", "type": "function", "function": function}],
+        }
+
+    ours = call('{"a": 2, "b": 3}')
+    # as JavaScript's clients write them (pydantic-ai 6300), sorted (Mini-Agent 22), and others
+    for own in ('{"a":2,"b":3}', '{"b": 3, "a": 2}', '{\n  "a": 2,\n  "b": 3\n}', '{"a": 2.0, "b": 3}'):
+        assert same(ours, call(own))
+    for other in ('{"a": 2, "b": 4}', '{"a": 2}', '{"a": 2, "b": 3', ""):
+        assert not same(ours, call(other))
 
 
 @pytest.mark.parametrize("reason", ["stop", "length", "timeout"])
 def test_an_answer_that_was_cut_off_says_so_even_with_a_call(reason):
     """vLLM's pull request 47963."""
     message = answer(f"{CALL} and <tool_call>{{", FUNCTIONS)
-    found = _completion("m", message, Completion(0, 0, np.ones(3, np.int32), np.zeros(3), reason, None, 0), 2)
+    completion = Completion(0, 0, np.ones(3, np.int32), np.zeros(3), reason, None, 0)
+    found = _completion("m", LastAnswer(message, completion, 2))
     choice = ChatCompletion.model_validate(found).choices[0]
     assert choice.finish_reason == ("tool_calls" if reason == "stop" else "length") and choice.message.tool_calls
 
@@ -337,7 +241,7 @@ def test_tags_of_calls_that_are_special_tokens_are_kept(settings):
     assert decoder(tokenizer)(tokens).endswith("2</tool_call>!")
 
 
-def test_tools_that_change_during_a_conversation_are_refused(served):
+def test_changed_tools_and_unknown_fields_of_a_reward_are_refused(served):
     """The model has read those of the first request, so others would have no effect."""
     said = served.send({"messages": ASKED, "tools": TOOLS}).json()["choices"][0]["message"]
     for tools in (None, [], FUNCTIONS, [*TOOLS, *FUNCTIONS]):
@@ -345,11 +249,7 @@ def test_tools_that_change_during_a_conversation_are_refused(served):
             found = served.send({"messages": messages, "tools": tools})
             assert (found.status_code, "tools" in found.json()["error"]["message"]) == (409, True)
     assert served.send({"messages": [*ASKED, said, *ASKED], "tools": TOOLS}).status_code == 200
-
-
-def test_unknown_fields_of_a_reward_are_refused(served):
-    assert served.send({"messages": ASKED}).status_code == 200
-    for body in ({"reward": 1, "corect": 1}, {"reward": 1, "weight": 2}, {"score": 1}, [1], 5, None):
+    for body in ({"reward": 1, "corect": 1}, {"score": 1}, [1], 5, None):
         assert served.send(body, path="reward").status_code == 400
     assert served.send({"reward": 1, "correct": 1}, path="reward").status_code == 200
 
@@ -384,44 +284,29 @@ CALLS = {  # what the model writes -> the arguments that clients get; None: it i
     '{"name": "f", "arguments": "{\\"a\\": 1}"}': {"a": 1},
     '{"name": "f", "arguments": {}}': {},
     '{"name": "f"}': {},
-    '{"name": "f", "arguments": {"a": {"b": {"c": 1.5e-07}}}}': {"a": {"b": {"c": 1.5e-07}}},
-    '{"name": "f", "arguments": "1"}': None,
     '{"name": "f", "arguments": "[1]"}': None,
-    '{"name": "f", "arguments": ""}': None,
-    '{"name": "f", "arguments": "a = 1"}': None,
     '{"name": "f", "arguments": "{\\"a\\": NaN}"}': None,
     '{"name": "f", "arguments": [1]}': None,
-    '{"name": "f", "arguments": null}': None,
-    '{"name": "f", "arguments": 5}': None,
     '{"name": "f", "arguments": {"a": NaN}}': None,
-    '{"name": "f", "arguments": {"a": -Infinity}}': None,
     '{"name": "f", "arguments": {"a": 1e999}}': None,
     '{"name": "f", "arguments": {"a": 1' + "0" * 400 + "}}": None,
     '{"name": "f", "arguments": {"a": "\\ud800"}}': None,
     '{"name": null, "arguments": {}}': None,
-    '{"name": 5, "arguments": {}}': None,
-    '{"name": {"a": 1}, "arguments": {}}': None,
     '{"arguments": {}}': None,
     '{"name": "f", "arguments": {"a": 1}': None,
     "{}": None,
-    # the forms of Llama (vLLM's llama_tool_parser), Anthropic, OpenAI's legacy functions and Mistral
+    # the forms of Llama (vLLM's llama_tool_parser), OpenAI's legacy functions and Mistral
     '{"name": "f", "parameters": {"a": 1}}': None,
-    '{"name": "f", "input": {"a": 1}}': None,
-    '{"name": "f", "args": {"a": 1}}': None,
-    '{"type": "function", "name": "f", "parameters": {"a": 1}}': None,
     '{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}': None,
     '[{"name": "f", "arguments": {"a": 1}}]': None,
     '{"type": "function", "name": "f", "arguments": {"a": 1}}': {"a": 1},
     # more than one object, or none (vLLM's issue 21301 and pull request 34101)
     '{"name": "f", "arguments": {"a": 1}}}': None,
     '{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}': None,
-    '{"name": "f", "arguments": {"a": 1,}}': None,
     "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>": None,
     # tags inside of arguments, as programs that handle calls have them
     '{"name": "f", "arguments": {"a": "}</tool_call>"}}': {"a": "}</tool_call>"},
     '{"name": "f", "arguments": {"a": "<tool_call>{}</tool_call>"}}': {"a": "<tool_call>{}</tool_call>"},
-    '{"name": "f", "arguments": {"a": "{\\"b\\": {}}\\n</tool_call>\\n"}}': {"a": '{"b": {}}\n</tool_call>\n'},
-    "{'name': 'f', 'arguments': {}}": None,
 }
 
 
@@ -460,9 +345,7 @@ def test_calls_in_thoughts_are_none_and_stay_in_the_text(text, calls):
     assert message["content"].startswith(thoughts)
 
 
-@pytest.mark.parametrize(
-    "piece", ["<tool_call>{", '<tool_call>{"', "<tool_call> ", '{"a": <tool_call>', "<tool_call>{[", "}"]
-)
+@pytest.mark.parametrize("piece", ["<tool_call>{", '<tool_call>{"', '{"a": <tool_call>'])
 def test_an_answer_of_nothing_but_beginnings_of_calls_is_read_at_once(piece):
     """Its time grows with its length and not with the square of it."""
     text = piece * (3_000_000 // len(piece))

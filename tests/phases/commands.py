@@ -1,0 +1,17 @@
+"""Commands whose exit code is known, and settings as their arguments."""
+
+from tests.helpers import megarl
+
+
+def settings(*values):
+    return [part for value in values for part in ("--set", value)]
+
+
+def succeed(*arguments, code=0):
+    result = megarl(*arguments)
+    assert result.returncode == code, result.stderr
+    return result
+
+
+def train(recipe, root, *arguments, code=0):
+    return succeed("train", recipe, "--run-dir", root, *arguments, code=code)
