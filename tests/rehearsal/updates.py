@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -27,20 +24,12 @@ from tests.actor.layout_ranks import (
     update_samples,
     whole_gradient,
 )
+from tests.rehearsal.branches import branches, many_pieces
 
 # tolerances of bfloat16: relative, in nats per token, relative; see `tests/rehearsal/on_device/test_updates.py`
 GRADIENT, LOSS, NORM = 0.05, 3e-3, 0.02
 LAYERS = 4
 EVERY_LAYOUT = "MEGARL_EVERY_LAYOUT" in os.environ  # every family in every layout that it fits
-# sizes by which megarl divides its work, with the values that divide a tiny model's as those of a large one
-THRESHOLDS = {
-    "actor.hf.MAX_FILE_BYTES": 20_000,
-    "actor.hf.BLOCK_BYTES": 256,
-    "models.delta_net.CHUNK": 4,  # which `delta_rule.sequence_chunks` has as a default
-    "kernels.token_pass.triton_backend.TILE": 8,
-    "kernels.token_pass.triton_backend._STRETCH": 2,
-}
-MEMORY = 640_000  # bytes of the device; the head's buffer is a 64th of it
 
 
 # where master weights, moments and Adam are: Megatron's HybridDeviceOptimizer offloads a share of them
@@ -56,7 +45,8 @@ class Case:
     actor: dict[str, Any] = field(default_factory=dict)
     updates: int = 3
     family: str = "qwen3_moe"  # of `tests.actor.conftest`
-    many_pieces: bool = True  # whether `THRESHOLDS` apply
+    # whether the thresholds of `tests.rehearsal.branches` are those that cut a tiny model into many pieces
+    many_pieces: bool = True
     bucket_size: int | None = 1  # of Megatron's DDP, parameters; None: Megatron's default
     saved_after: int | None = None  # updates, of which those after them are made again from a checkpoint
     optimizer: str = "device"  # of `OPTIMIZERS`
@@ -72,6 +62,7 @@ class Outcome:
     seen: list[Any]  # what ``counted()`` gave for each update
     micro_batches: int
     reports: bool  # whether this rank reports metrics
+    branches: set[str]  # `tests.rehearsal.branches`
 
 
 @dataclass
@@ -121,24 +112,6 @@ def seal(family: str, folder: Path) -> None:
     model = model.bfloat16().float()
     model.save_pretrained(folder / "model")
     seal_rollouts(model, folder / "rollouts", updates=4)
-
-
-@contextlib.contextmanager
-def many_pieces() -> Iterator[None]:
-    """Within this context a tiny model is cut into as many pieces as one of true size is."""
-    from megarl.actor import delta_rule
-    from tests.rehearsal import device
-
-    with contextlib.ExitStack() as stack:
-        for name, value in THRESHOLDS.items():
-            module, _, constant = name.rpartition(".")
-            target = importlib.import_module(f"megarl.{module}")
-            kind = type(getattr(target, constant))
-            stack.enter_context(mock.patch.object(target, constant, kind(value)))
-        size = THRESHOLDS["models.delta_net.CHUNK"]
-        stack.enter_context(mock.patch.object(delta_rule.sequence_chunks, "__defaults__", (size,)))
-        stack.enter_context(mock.patch.object(device, "TOTAL_MEMORY", MEMORY))
-        yield
 
 
 def run_updates(rank: int, case: Case, backend: str, *arguments: Any) -> Outcome:
@@ -199,7 +172,16 @@ def make_updates(
         metrics = train(actor, range(case.updates))
     else:
         metrics = train_twice(case, actor, build, train, folder)
-    return Outcome(gradient if rank == 0 else {}, metrics, seen, len(batches(0)), parallel.reports_metrics())
+    longest = max(len(sample) for sample in update_samples(rollouts, 0))
+    response = max(len(sample.response_tokens) for sample in update_samples(rollouts, 0))
+    return Outcome(
+        gradient if rank == 0 else {},
+        metrics,
+        seen,
+        len(batches(0)),
+        parallel.reports_metrics(),
+        branches(recipe, actor.models, actor.replicas, longest, response) if backend == "cuda" else set(),
+    )
 
 
 def train_twice(

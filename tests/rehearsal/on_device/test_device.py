@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 
 import pytest
 import torch
@@ -39,6 +40,12 @@ def test_mixed_devices_are_refused():
     assert (x + torch.tensor(1.0)).is_cuda  # a 0-d tensor of the host is an argument of the kernel
 
 
+def test_error_names_a_missing_operator():
+    x = torch.ones(2, 3, 4, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"no aten::_scaled_dot_product_cudnn_attention.*cuda_only.py"):
+        torch.ops.aten._scaled_dot_product_cudnn_attention(x, x, x, None, False)
+
+
 def test_waits_and_launches_are_counted():
     x = torch.ones(4, device="cuda")
     with counted() as seen:
@@ -69,6 +76,23 @@ def test_a_fork_cannot_use_cuda_that_its_parent_initialised():
         in_fork(lambda: torch.ones(1, device="cuda"))
 
 
+def test_no_devices_where_none_are_visible():
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    assert not torch.cuda.is_available()
+    with pytest.raises(RuntimeError, match="No CUDA GPUs are available"):
+        torch.ones(1, device="cuda")
+
+
+def test_nccl_takes_only_cuda_tensors():
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.get_backend() == "nccl"
+    out = torch.empty(3, device="cuda")
+    dist.all_gather_into_tensor(out, torch.arange(3.0, device="cuda"))
+    assert out.tolist() == [0, 1, 2]
+    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
+        dist.all_reduce(torch.ones(2))
+
+
 def test_a_collective_is_unread_until_somebody_waits_for_it():
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     whole = torch.arange(4.0, device="cuda")
@@ -84,8 +108,6 @@ def test_a_collective_is_unread_until_somebody_waits_for_it():
         work.wait()
     dist.all_reduce(whole)  # waits itself
     assert whole.tolist() == [0, 1, 2, 3]
-    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
-        dist.all_reduce(torch.ones(2))
 
 
 def test_a_copy_to_the_host_is_unread_until_somebody_waits_for_it():
@@ -102,6 +124,20 @@ def test_a_copy_to_the_host_is_unread_until_somebody_waits_for_it():
     source += 1
     with pytest.raises(RuntimeError, match="what a copy reads was changed before anybody waited for it"):
         torch.cuda.synchronize()
+
+
+def test_random_state_is_restored_and_memory_counted():
+    state = torch.cuda.get_rng_state()
+    first = torch.rand(3, device="cuda")
+    torch.rand(3)  # draws from the generator of the host
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(first, torch.rand(3, device="cuda"))
+    before = torch.cuda.memory_allocated()
+    x = torch.zeros(1000, device="cuda")
+    assert torch.cuda.memory_allocated() == before + 4000
+    del x
+    assert torch.cuda.memory_allocated() == before and torch.cuda.max_memory_allocated() >= before + 4000
+    assert torch.empty(3, pin_memory=True).is_pinned() and not torch.empty(3).is_pinned()
 
 
 def test_attention_and_norm_equal_their_definitions():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import pickle
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +19,7 @@ import pytest
 from tests.actor.layout_ranks import FAMILIES as LAYOUTS_OF
 from tests.actor.layout_ranks import LAYOUTS, MATRIX, TRAINED
 from tests.extent import EVERY
+from tests.rehearsal.branches import of_all_recipes
 from tests.rehearsal.counts import counted
 from tests.rehearsal.forks import in_fork, in_ranks
 from tests.rehearsal.updates import (
@@ -133,7 +135,8 @@ def outcome(sealed_of, tmp_path_factory):
 
             results = in_ranks(rank, case.layout.ranks)
             (reporting,) = [result for result in results if result.reports]
-            file.write_bytes(pickle.dumps(replace(reporting, gradient=results[0].gradient)))
+            taken = set().union(*(result.branches for result in results))
+            file.write_bytes(pickle.dumps(replace(reporting, gradient=results[0].gradient, branches=taken)))
         return pickle.loads(file.read_bytes())
 
     return of
@@ -175,3 +178,65 @@ def test_waits_and_launches_stay_within_limits(outcome):
     for seen in outcome(CASES["one"], "cuda").seen:
         assert seen.waits.total() <= WAITS, seen.waits.most_common()
         assert seen.launch_count <= LAUNCHES
+
+
+def test_no_branch_of_a_recipe_is_unvisited(outcome):
+    """Branches that depend on sizes: those of the 34 recipes of full size, and those of the updates above."""
+    visited = set().union(*(outcome(case, "cuda").branches for case in (CASES | OTHER_CASES).values()))
+    recipes = of_all_recipes()
+    assert len(recipes) == 34
+    missing = {path: sorted(taken - visited) for path, taken in recipes.items() if not taken <= visited}
+    assert not missing, missing
+
+
+# Mistakes that the rehearsal device shows, and no test on a CPU would.
+
+
+def test_a_missing_name_of_transformer_engine_is_found(outcome):
+    from megatron.core.transformer.moe import moe_utils
+
+    del moe_utils.te_general_gemm  # which megarl.actor defines
+    # a setting that no other test has, here and below, so that the outcome is computed anew
+    with pytest.raises(AssertionError, match="NameError: name 'te_general_gemm' is not defined"):
+        outcome(replace(CASES["one"], fields={"ratio_max": 4.7}), "cuda")
+
+
+@pytest.mark.parametrize("bucket_size", [1, 2000])
+def test_a_head_that_is_read_without_a_call_is_found(outcome, monkeypatch, bucket_size):
+    """Nobody waits for its weight, in which Megatron itself finds a fault one update later: here it has not arrived."""
+    from megarl.actor.model import LogprobHead
+
+    monkeypatch.setattr(LogprobHead, "__call__", LogprobHead.forward)
+    found = outcome(Case(LAYOUTS["DP2"], actor=TORCH, updates=0, bucket_size=bucket_size), "cuda")
+    assert all(gradient.isnan().any() for gradient in found.gradient.values())
+
+
+def test_a_tensor_on_the_host_is_found(outcome, monkeypatch):
+    from megarl.actor import step
+
+    def on_host(micro_batch, output):
+        batch = token_batch(micro_batch, output)
+        return replace(batch, advantages=batch.advantages.cpu())
+
+    token_batch = step.token_batch
+    monkeypatch.setattr(step, "token_batch", on_host)
+    with pytest.raises(AssertionError, match="RuntimeError: Expected all tensors to be on the same device"):
+        outcome(replace(CASES["one"], fields={"ratio_max": 4.8}), "cuda")
+
+
+def test_a_wait_in_the_objective_is_found(outcome, monkeypatch):
+    from megarl.objectives import OBJECTIVES
+
+    before = max(seen.own_waits.total() for seen in outcome(CASES["one"], "cuda").seen)
+    kind = OBJECTIVES["mu_grpo"]
+    terms = kind.terms
+
+    def curious(self, batch, statistics):
+        result = terms(self, batch, statistics)
+        assert result.loss.sum().item() == result.loss.sum().item()
+        return result
+
+    monkeypatch.setattr(kind, "terms", curious)
+    again = outcome(replace(CASES["one"], fields={"ratio_max": 4.9}), "cuda")
+    with pytest.raises(AssertionError, match=re.escape(f"{2 * again.micro_batches} x item at") + ".* curious"):
+        check_waits(again, before)
