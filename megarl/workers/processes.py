@@ -19,6 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -41,7 +42,9 @@ STALLED = "stalled"  # why a phase is aborted on all nodes if a process of one o
 SESSION_SECONDS = 120.0  # until a killed process must have ended; freeing a lot of GPU memory takes a while
 NOT_REPORTED = 255  # the exit code that `multiprocessing` gives to a process whose fork server has died
 
-FORK, NEW = "forkserver", "spawn"  # start methods of `multiprocessing`
+Context = ForkServerContext | SpawnContext
+FORK: Context = multiprocessing.get_context("forkserver")
+NEW: Context = multiprocessing.get_context("spawn")
 PRELOAD = "megarl.workers.preload"
 
 Call = tuple[Callable[..., object], tuple[Any, ...]]  # what a process runs
@@ -170,11 +173,11 @@ class Starter:
             timer.cancel()
 
 
-def _start(method: str, calls: Sequence[Call]) -> list[BaseProcess]:
+def _start(context: Context, calls: Sequence[Call]) -> list[BaseProcess]:
     started: list[BaseProcess] = []
     try:
         for function, arguments in calls:
-            process = multiprocessing.get_context(method).Process(target=function, args=arguments)
+            process = context.Process(target=function, args=arguments)
             process.start()
             started.append(process)
     except BaseException:

@@ -205,9 +205,9 @@ def test_a_process_has_the_agents_environment_and_a_session_of_its_own(tmp_path,
     starter = processes.Starter()
     starter.prepare(recipe := load_recipe(recipe))
     monkeypatch.setenv("SET_LATER", "yes")
-    for method in (processes.FORK, processes.NEW):
-        log = tmp_path / method
-        (process,) = processes._start(method, [(say, (str(log), dict(os.environ)))])
+    for context in (processes.FORK, processes.NEW):
+        log = tmp_path / context.get_start_method()
+        (process,) = processes._start(context, [(say, (str(log), dict(os.environ)))])
         process.join()
         assert process.exitcode == 7
         assert json.loads(log.read_text()) == [process.pid, "yes"]
