@@ -181,8 +181,8 @@ def _start(context: Context, calls: Sequence[Call]) -> list[BaseProcess]:
             process.start()
             started.append(process)
     except BaseException:
-        for process in started:
-            process.kill()
+        for one in started:
+            one.kill()
         raise
     return started
 
