@@ -45,6 +45,7 @@ def become_server(agent: int) -> None:
     """Have this process outlive a scheduler's signals, but not the node agent."""
     for number in STOP_SIGNALS:  # a scheduler signals every process of a job, but the agent decides what ends
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the agent has blocked them until here
     die_with_parent(agent)
     os.register_at_fork(after_in_child=die_with_parent)
     name_process(SERVER_NAME)

@@ -28,6 +28,7 @@ import psutil
 
 from megarl.errors import STOP_SIGNALS, PhaseFailed
 from megarl.phases.entry import become_phase
+from megarl.rollout.signals import kept_from_children
 from megarl.workers import preload
 from megarl.workers.watch import Stall, Watch
 
@@ -126,7 +127,8 @@ class Starter:
             return
         os.environ[preload.ORDER] = preload.order(recipe, trains)
         forkserver.set_forkserver_preload([PRELOAD])
-        forkserver.ensure_running()
+        with kept_from_children():  # a Ctrl-C before it can ignore one
+            forkserver.ensure_running()
         del os.environ[preload.ORDER]
 
     def start(self, processes: Sequence[Process], recipe: Recipe, new: bool) -> Processes:
@@ -178,7 +180,8 @@ def _start(context: Context, calls: Sequence[Call]) -> list[BaseProcess]:
     try:
         for function, arguments in calls:
             process = context.Process(target=function, args=arguments)
-            process.start()
+            with kept_from_children() if context is NEW else contextlib.nullcontext():
+                process.start()
             started.append(process)
     except BaseException:
         for one in started:
