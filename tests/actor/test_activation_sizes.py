@@ -1,6 +1,7 @@
 """`megarl plan`'s estimate of what a layer keeps for its backward pass, against the tensors that autograd saves.
 
-Here norms are recomputed, which the rehearsal device cannot do; `tests/rehearsal/on_device/test_memory.py` has the rest.
+Here norms are recomputed, which the rehearsal device cannot do: `tests/rehearsal/on_device/test_memory.py` has all
+else.
 """
 
 import numpy as np
