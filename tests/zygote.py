@@ -113,12 +113,12 @@ NAMES = ("ensure_running", "connect_to_new_process", "set_forkserver_preload")
 OF_ALL_TESTS = {name: getattr(forkserver, name) for name in NAMES}
 
 
-def new_fork_server(monkeypatch: Any) -> None:
-    """Have `multiprocessing` start another fork server, as a fork of this process, until the test has ended."""
+def new_fork_server(replace: Any = setattr) -> None:
+    """Have `multiprocessing` start another fork server, as a fork of this process. replace: monkeypatch.setattr."""
     server = forkserver.ForkServer()
-    monkeypatch.setattr(util, "spawnv_passfds", fork_server)
+    replace(util, "spawnv_passfds", fork_server)
     for name in OF_ALL_TESTS:
-        monkeypatch.setattr(forkserver, name, getattr(server, name))
+        replace(forkserver, name, getattr(server, name))
 
 
 class Command:

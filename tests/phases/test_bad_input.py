@@ -27,7 +27,7 @@ def fails(capfd, monkeypatch):
     """
 
     def run(*arguments, words):
-        new_fork_server(monkeypatch)
+        new_fork_server(monkeypatch.setattr)
         before = children()
         with pytest.raises(SystemExit) as exit:
             cli.main([str(a) for a in arguments])

@@ -162,7 +162,7 @@ def server(monkeypatch):
     processes.kill_server()  # that of other tests
     while fork_server_of(os.getpid()) is not None:
         time.sleep(0.01)
-    new_fork_server(monkeypatch)
+    new_fork_server(monkeypatch.setattr)
 
     def find():
         while (found := fork_server_of(os.getpid())) is None:

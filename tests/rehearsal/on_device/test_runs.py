@@ -10,7 +10,6 @@ import shlex
 import signal
 import socket
 import time
-from multiprocessing import util
 from pathlib import Path
 
 import pytest
@@ -35,11 +34,11 @@ def command(*arguments: object, folder: Path = ROOT) -> None:
     """Run a command line in this fork. Its phases are forks of it, as those of runs on CPUs are of a fork server."""
     from megarl import cli
     from megarl.workers import processes
-    from tests.zygote import fork_server
+    from tests.zygote import new_fork_server
 
     os.setsid()
     os.chdir(folder)
-    util.spawnv_passfds = fork_server
+    new_fork_server()
     processes.NEW = processes.FORK
     cli.main([str(x) for x in arguments])
 
