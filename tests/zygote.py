@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.phases.entry import become
+from megarl.workers import processes
 from tests.helpers import ROOT
 
 CLONE_NEWNET = 0x40000000
@@ -116,6 +117,7 @@ OF_ALL_TESTS = {name: getattr(forkserver, name) for name in NAMES}
 def new_fork_server(replace: Any = setattr) -> None:
     """Have `multiprocessing` start another fork server, as a fork of this process. replace: monkeypatch.setattr."""
     server = forkserver.ForkServer()
+    replace(processes, "PRELOAD", "megarl.workers.preload")
     replace(util, "spawnv_passfds", fork_server)
     for name in OF_ALL_TESTS:
         replace(forkserver, name, getattr(server, name))
