@@ -60,7 +60,7 @@ def become(log: str, environment: dict[str, str]) -> None:
     gc.enable()
     for number in STOP_SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the agent has blocked them until here
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the parent has blocked stop signals until here
     for descriptor, path, flags in ((0, os.devnull, os.O_RDONLY), (1, log, LOG), (2, log, LOG)):
         os.dup2(file := os.open(path, flags, 0o666), descriptor)
         os.close(file)

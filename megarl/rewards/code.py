@@ -17,7 +17,7 @@ import select
 import socket
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -227,12 +227,23 @@ def _bytes(source: str) -> bytes:
     return source.encode(errors="replace")
 
 
+@contextlib.contextmanager
+def _any_digits() -> Iterator[None]:
+    """Lets Python read and write integers of any length, as some tests of APPS and TACO have them."""
+    before = sys.get_int_max_str_digits()
+    sys.set_int_max_str_digits(0)
+    try:
+        yield
+    finally:
+        sys.set_int_max_str_digits(before)
+
+
+@_any_digits()
 def read_tests(prompt: Prompt, language: str) -> Tests:
     """The tests in the column ``tests`` of the prompt's row, or else in its answer; `UserError` if they are unusable.
 
     language: that of programs for rows without a column ``language``.
     """
-    sys.set_int_max_str_digits(0)  # some tests of APPS and TACO have integers of any length
     row = prompt.entry["metadata"]
     language = _language(row.get("language") or language)
     found = row.get("tests") or prompt.answer

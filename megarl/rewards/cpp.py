@@ -38,7 +38,7 @@ def headers_folder() -> Path:
     """The folder for the precompiled headers of this compiler, in the user's cache."""
     cache = Path(os.environ.get("MEGARL_CACHE") or "~/.cache/megarl").expanduser()
     state = COMPILER.resolve().stat()
-    version = f"{FLAGS} {state.st_size} {state.st_mtime_ns}"
+    version = f"#include_next {FLAGS} {state.st_size} {state.st_mtime_ns}"
     return cache / f"headers-{hashlib.sha256(version.encode()).hexdigest()[:16]}"
 
 

@@ -122,6 +122,11 @@ class Ledgers:
     def _add(self, entry: LedgerEntry) -> bool:
         """Whether the entry is new: after a sealing that was killed, the same line may be in two ledgers."""
         known = self._by_shard.setdefault(entry.shard, entry)
+        if known != entry:
+            raise UserError(
+                f"two ledgers in {self._directory} have different lines about {entry.shard}: "
+                "delete one of these lines and start again"
+            )
         for group in entry.groups:
             if self._owner.setdefault(group, entry.shard) != entry.shard:
                 raise UserError(

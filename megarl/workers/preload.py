@@ -16,12 +16,15 @@ import signal
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from megarl.errors import STOP_SIGNALS
 from megarl.linux import die_with_parent, name_process
 from megarl.phases import PHASES
 from megarl.phases.entry import hide_gpus_from_cpu_runs
-from megarl.recipe.tables import Recipe
+
+if TYPE_CHECKING:
+    from megarl.recipe.tables import Recipe
 
 ORDER = "MEGARL_PRELOAD"  # environment variable: see `order`
 SERVER_NAME = "fork server"  # as `ps` shows it
@@ -35,6 +38,8 @@ def order(recipe: Recipe, trains: bool) -> str:
 def preload(agent: int, recipe: str, trains: bool) -> None:
     """Import what phases of the recipe need into this process, a fork server of the node agent's."""
     become_server(agent)
+    from megarl.recipe.tables import Recipe
+
     with warnings.catch_warnings(), contextlib.suppress(Exception):  # a process that imports the same shows the error
         warnings.simplefilter("ignore")  # they would be printed into the agent's progress display
         _import_all(Recipe.model_validate_json(recipe), trains)
@@ -45,7 +50,7 @@ def become_server(agent: int) -> None:
     """Have this process outlive a scheduler's signals, but not the node agent."""
     for number in STOP_SIGNALS:  # a scheduler signals every process of a job, but the agent decides what ends
         signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the agent has blocked them until here
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # so those to a fork wait until it handles them
     die_with_parent(agent)
     os.register_at_fork(after_in_child=die_with_parent)
     name_process(SERVER_NAME)

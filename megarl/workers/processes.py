@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from megarl.errors import STOP_SIGNALS, PhaseFailed
+from megarl.phases import PHASES
 from megarl.phases.entry import become_phase
 from megarl.rollout.signals import kept_from_children
 from megarl.workers import preload
@@ -105,11 +106,15 @@ def _signal(pid: int, number: int, group: bool) -> None:
         os.kill(pid, number)
 
 
-def kill_server() -> None:
+def kill_server() -> list[int]:
+    """Kill this process's fork server, if it has one; returns its process id. It may not have named itself yet."""
+    killed = []
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
-            if child.name() == preload.SERVER_NAME:
+            if child.name() == preload.SERVER_NAME or "multiprocessing.forkserver" in str(child.cmdline()):
                 child.kill()
+                killed.append(child.pid)
+    return killed
 
 
 class Starter:
@@ -119,40 +124,53 @@ class Starter:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self._server_failed = False
+        self._imported = "", False  # backend of the recipe for which the server was started, and whether it trains
         self.complaint = ""  # message, if the fork server did not answer; whoever shows it empties it
 
     def prepare(self, recipe: Recipe, trains: bool = True) -> None:
         """Start the fork server, unless it runs; it imports what the recipe needs. trains: with what trainers need."""
         if self._server_failed:
             return
-        os.environ[preload.ORDER] = preload.order(recipe, trains)
+        backend, trained = self._imported
+        if recipe.actor.backend != backend or (trains and not trained):
+            for pid in kill_server() if backend else ():
+                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            self._imported = recipe.actor.backend, trains
+        os.environ[preload.ORDER] = preload.order(recipe, self._imported[1])
         forkserver.set_forkserver_preload([PRELOAD])
-        with kept_from_children():  # a Ctrl-C before it can ignore one
-            forkserver.ensure_running()
-        del os.environ[preload.ORDER]
+        try:
+            with kept_from_children():  # a Ctrl-C before it can ignore one
+                forkserver.ensure_running()
+        except OSError:  # such as a recipe too long for a variable
+            self._server_failed = True
+        finally:
+            del os.environ[preload.ORDER]
 
     def start(self, processes: Sequence[Process], recipe: Recipe, new: bool) -> Processes:
         """Start the processes of a phase. new: as new interpreters, as they are on GPUs and without a fork server."""
         calls: list[Call] = [(become_phase, astuple(process)) for process in processes]
         ends = [Path(process.end) for process in processes]
-        if not new and recipe.actor.backend == "cpu" and (forks := self._fork(calls, recipe)):
+        trains = PHASES[processes[0].phase].actor
+        if not new and recipe.actor.backend == "cpu" and (forks := self._fork(calls, recipe, trains)):
             return Processes(forks, ends)
         return Processes(_start(NEW, calls), ends)
 
     def run(self, recipe: Recipe, trains: bool, function: Callable[..., int], *arguments: Any) -> int | None:
-        """Call a function in a fork; returns its exit code, None if the fork server failed."""
+        """Call a function in a fork; returns its exit code, None if the fork server failed or did not answer."""
         if not (forks := self._fork([(_call, (function, *arguments))], recipe, trains)):
             return None
+        fork, code = forks[0], None
         try:
-            forks[0].join(recipe.run.stall_seconds)
+            fork.join(recipe.run.stall_seconds)
+            code = fork.exitcode
         finally:
-            if forks[0].exitcode is None:
-                forks[0].kill()
+            if code is None:
+                fork.kill()
                 kill_server()
-                forks[0].join()
-        return None if forks[0].exitcode == NOT_REPORTED else forks[0].exitcode
+                fork.join()
+        return None if code == NOT_REPORTED else code
 
-    def _fork(self, calls: Sequence[Call], recipe: Recipe, trains: bool = True) -> list[BaseProcess]:
+    def _fork(self, calls: Sequence[Call], recipe: Recipe, trains: bool) -> list[BaseProcess]:
         """One fork of the fork server for each call; none if the server has failed in this run."""
         if self._server_failed:
             return []
@@ -166,7 +184,7 @@ class Starter:
         timer.start()
         try:
             self.prepare(recipe, trains)
-            return _start(FORK, calls)
+            return [] if self._server_failed else _start(FORK, calls)
         except (OSError, EOFError):  # it was killed or hangs: a new interpreter works, or shows the error
             self._server_failed = True
             self.complaint = f"the fork server did not answer for {seconds:g} s" if silent.is_set() else ""
@@ -191,6 +209,7 @@ def _start(context: Context, calls: Sequence[Call]) -> list[BaseProcess]:
 
 
 def _call(function: Callable[..., int], *arguments: Any) -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the fork server has blocked them
     sys.exit(function(*arguments))
 
 

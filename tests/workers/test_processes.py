@@ -225,7 +225,7 @@ def test_an_end_is_no_kill_because_the_fork_server_dies_before_it_is_heard(tmp_p
     starter, go = processes.Starter(), tmp_path / "go"
     ends = [tmp_path / name for name in "012"]
     calls = [(end_with, (str(go), code, str(ends[n]))) for n, code in enumerate((0, 5, None))]
-    started = processes.Processes(starter._fork(calls, load_recipe(recipe)), ends)
+    started = processes.Processes(starter._fork(calls, load_recipe(recipe), trains=False), ends)
     if not reaped:
         server().suspend()
         while state_of(server().pid) != "T":

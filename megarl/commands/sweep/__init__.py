@@ -105,7 +105,12 @@ def _first_line(error: BaseException) -> str:
 def _check(workers: Workers, missing: list[Job]) -> None:
     """`UserError` if the settings of a point cannot run; one replicate of each point is checked."""
     first = {job.point_name: job for job in reversed(missing)}
-    wrong = [f"  {job.name}: {error}" for job, error in workers.check(list(first.values())) if error]
+    wrong = []
+    for job, error in workers.check(list(first.values())):
+        if isinstance(error, KeyboardInterrupt):
+            raise error
+        if error:
+            wrong.append(f"  {job.name}: {error}")
     if wrong:
         raise UserError("the sweep cannot start, since these runs have mistakes:\n" + "\n".join(wrong))
 

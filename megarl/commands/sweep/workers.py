@@ -153,6 +153,7 @@ def _attempt(order: Callable[[Nodes, Job], None], nodes: Nodes, job: Job) -> Bas
 
 
 def _check(nodes: Nodes, job: Job) -> None:
+    nodes.starter.prepare(job.recipe)  # with what later jobs of this worker need
     check(nodes.starter, job.recipe, optimizes=job.until != 0)
 
 

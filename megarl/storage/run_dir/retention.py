@@ -122,6 +122,8 @@ def remove_policies(stage: Stage) -> None:
             info = read_info(old.policy)
         except UserError:
             continue  # megarl.json is damaged: the policy is kept, for `megarl audit`
+        if info.version != old.first_update:
+            continue
         write_checked(old.removed_policy, asdict(info))
         try:
             remove_directory(old.policy)
@@ -139,7 +141,10 @@ def removed(stage: Stage) -> PolicyInfo | None:
     """The record of the stage's policy if that was removed, else None; `UserError` if the record is damaged."""
     if not stage.policy_was_removed():
         return None
-    return PolicyInfo(**read_checked(stage.removed_policy, "Restore it from a copy"))
+    try:
+        return PolicyInfo(**read_checked(stage.removed_policy, remedy := "Restore it from a copy"))
+    except TypeError as error:
+        raise UserError(f"{stage.removed_policy} is damaged: {error}. {remedy}") from error
 
 
 def may_be_removed(keep: int | None, begun: int) -> range:

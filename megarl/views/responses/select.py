@@ -19,6 +19,7 @@ import numpy as np
 from megarl.data.tokenizer import load_decoder
 from megarl.errors import UserError
 from megarl.foreign import quoted
+from megarl.recipe.load import read_tables
 from megarl.storage.ledger import LedgerEntry, check_size
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.shards import FINISH_REASONS, UNFINISHED, Group, Response, Shard
@@ -88,8 +89,12 @@ def stages(root: Path) -> dict[int, Path]:
 
 
 def decoder(root: Path) -> Decode:
-    """A function from tokens to text, by the tokenizer of the run's first policy."""
-    decode = load_decoder(root / "stages/000/policy")
+    """A function from tokens to text, by the tokenizer of the run's first policy or else of its recipe."""
+    place = root / "stages/000/policy"
+    if not place.is_dir():
+        model = read_tables(root / "recipe.toml")["model"]
+        place = Path(model.get("tokenizer") or model["path"])
+    decode = load_decoder(place)
     return lambda tokens: decode(tokens.tolist())
 
 

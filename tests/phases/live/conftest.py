@@ -27,7 +27,7 @@ class Holding(Starter):
 
     hold = None  # the arguments of `tests.zygote.hold`
 
-    def _fork(self, calls, recipe, trains=True):
+    def _fork(self, calls, recipe, trains):
         held = [(call_held, (self.hold, *call)) for call in calls] if self.hold else calls
         return super()._fork(held, recipe, trains)
 
