@@ -192,6 +192,8 @@ def test_a_changed_file_is_refused_after_updates_and_taken_before_them(
 def test_objective_new_writes_a_file_whose_test_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said = megarl("objective", "new", "soft_weight", cwd=tmp_path).stdout
     assert "--set objective.path=soft_weight.py:SoftWeight" in said
+    again = megarl("objective", "new", "soft_weight", cwd=tmp_path, code=2)
+    assert "exists already" in again.stderr
     monkeypatch.syspath_prepend(tmp_path)
     runpy.run_path(f"{tmp_path}/test_soft_weight.py", run_name="__main__")
     written = (tmp_path / "soft_weight.py").read_text()
@@ -199,8 +201,6 @@ def test_objective_new_writes_a_file_whose_test_passes(tmp_path: Path, monkeypat
     del sys.modules["soft_weight"]
     with pytest.raises(AssertionError):
         runpy.run_path(f"{tmp_path}/test_soft_weight.py", run_name="__main__")
-    again = megarl("objective", "new", "soft_weight", cwd=tmp_path, code=2)
-    assert "exists already" in again.stderr
     for taken in ("class", "torch"):
         assert "that no module has" in megarl("objective", "new", taken, cwd=tmp_path, code=2).stderr
     try_objective(build_objective(f"{tmp_path}/soft_weight.py:SoftWeight", {}), f"{tmp_path}/soft_weight.py:SoftWeight")
