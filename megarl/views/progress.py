@@ -124,7 +124,10 @@ def describe_state(state: RunState) -> str:
     if total:
         parts.append(f"{done}/{total} {unit}")
     parts += _facts(state)
-    return ", ".join([*parts, *filter(None, [_left(state.seconds_left)])])
+    left = [_left(state.seconds_left)]
+    if run := _left(state.run_seconds_left):
+        left.append(f"{run} of the run")
+    return ", ".join([*parts, *filter(None, left)])
 
 
 def _facts(state: RunState) -> list[str]:

@@ -235,6 +235,20 @@ class RunState:
         left = (responses * length - tokens - self.of_replicas("decoding_tokens")) / rate
         return max(0.0, left - (time.time() - max(report["time"] for report in self._replicas.values())))
 
+    @property
+    def run_seconds_left(self) -> float | None:
+        """Estimate for the whole run; None until each kind of phase has ended once."""
+        left = self.seconds_left if self.phase else 0.0
+        if self.stage == self.schedule.stages:
+            return left  # the final evaluation
+        parts = ("live",) if self.schedule.kind == "live" else ("rollout", "optimize")
+        if left is None or not set(parts) <= self.seconds.keys():
+            return None
+        after = parts[parts.index(self.phase) + 1 :] if self.phase in parts else parts
+        whole = sum(self.seconds.values()) * (self.schedule.stages - 1 - self.stage)
+        last = self.seconds.get("evaluate", 0.0) if self.accuracies else 0.0
+        return left + sum(self.seconds[phase] for phase in after) + whole + last
+
 
 def find_phase(phase: object) -> Phase:
     """The entry of a phase in `PHASES`; one without properties for a name that is none, as in another version's run."""
