@@ -18,9 +18,12 @@ import sys
 import tempfile
 import time
 import unittest.mock
+from collections.abc import Callable
 from multiprocessing import forkserver, util
 from pathlib import Path
 from typing import Any
+
+import psutil
 
 from megarl.phases.entry import become
 from megarl.workers import processes
@@ -114,13 +117,24 @@ NAMES = ("ensure_running", "connect_to_new_process", "set_forkserver_preload")
 OF_ALL_TESTS = {name: getattr(forkserver, name) for name in NAMES}
 
 
-def new_fork_server(replace: Any = setattr) -> None:
-    """Have `multiprocessing` start another fork server, as a fork of this process. replace: monkeypatch.setattr."""
+def new_fork_server(replace: Any = setattr) -> Callable[[], None]:
+    """Have `multiprocessing` start another fork server, as a fork of this process. replace: monkeypatch.setattr.
+
+    Returns a function that ends it, and requires that it has no forks left.
+    """
     server = forkserver.ForkServer()
     replace(processes, "PRELOAD", "megarl.workers.preload")
     replace(util, "spawnv_passfds", fork_server)
     for name in OF_ALL_TESTS:
         replace(forkserver, name, getattr(server, name))
+
+    def end() -> None:
+        if (pid := server._forkserver_pid) is not None:
+            assert psutil.Process(pid).children() == []
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+    return end
 
 
 class Command:

@@ -1,15 +1,19 @@
 """Starts the ranks of a test as forks of one process that has imported torch, Megatron and transformers once."""
 
 import fcntl
-import multiprocessing
 import os
 import shutil
 import time
+from multiprocessing import forkserver
+from unittest import mock
 
 import torch
 import torch.multiprocessing
 
 PRELOADED = ["tests.actor.preloaded", "megarl.actor.checkpoint", "megarl.actor.reference", "tests.actor.layout_ranks"]
+
+SERVER = forkserver.ForkServer()  # beside that of runs, which `multiprocessing` has
+NAMES = ("ensure_running", "connect_to_new_process", "set_forkserver_preload")
 
 
 def once(tmp_path_factory, name, compute):
@@ -30,10 +34,11 @@ def once(tmp_path_factory, name, compute):
 
 def run_ranks(function, arguments, ranks, timeout=900):
     """Run ``function(rank, *arguments)`` in each of ``ranks`` processes; raises the error of the first that fails."""
-    multiprocessing.set_forkserver_preload(PRELOADED)
-    started = torch.multiprocessing.start_processes(
-        run_rank, (function, tuple(arguments)), ranks, join=False, start_method="forkserver"
-    )
+    SERVER.set_forkserver_preload(PRELOADED)
+    with mock.patch.multiple(forkserver, **{name: getattr(SERVER, name) for name in NAMES}):
+        started = torch.multiprocessing.start_processes(
+            run_rank, (function, tuple(arguments)), ranks, join=False, start_method="forkserver"
+        )
     deadline = time.monotonic() + timeout
     while not started.join(timeout=1):
         if time.monotonic() > deadline:

@@ -27,10 +27,11 @@ def fails(capfd, monkeypatch):
     """
 
     def run(*arguments, words):
-        new_fork_server(monkeypatch.setattr)
         before = children()
+        end_fork_server = new_fork_server(monkeypatch.setattr)
         with pytest.raises(SystemExit) as exit:
             cli.main([str(a) for a in arguments])
+        end_fork_server()
         assert children() <= before
         error = capfd.readouterr().err
         assert exit.value.code == 2, error
