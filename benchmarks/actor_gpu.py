@@ -34,6 +34,7 @@ from megarl.distributed import become_single_process
 from megarl.kernels.library import find_library
 from megarl.models.hf_config import read_hf_config
 from megarl.objectives import build_objective
+from megarl.planner.parameter_counts import StageParameters
 from megarl.planner.sizes import active_parameters, forward_flops
 from megarl.recipe.load import parse_recipe
 from megarl.recipe.tables import Recipe
@@ -125,7 +126,10 @@ class Update:
 def measure(folder: Path, responses: int, longest: int, way: dict[str, Any], side: int) -> dict[str, Any]:
     """Medians over updates, which include the upload of their batches. side: see `rows`."""
     product, updates = matmul_ceiling(side), Update(folder, responses, longest, way)
-    active = active_parameters(updates.hf, sum(p.numel() for chunk in updates.actor.models for p in chunk.parameters()))
+    sizes = Counter[bool]()
+    for name, parameter in (named for chunk in updates.actor.models for named in chunk.named_parameters()):
+        sizes[".experts." in name] += parameter.numel()
+    active = active_parameters(updates.hf, StageParameters(updates.hf["num_hidden_layers"], sizes[False], sizes[True]))
     torch.cuda.reset_peak_memory_stats()
     seconds, tokens, rates = [], [], []
     for update in range(WARM_UP + UPDATES):
