@@ -110,7 +110,7 @@ SUITES = {
         before=("-W", "ignore", "examples/smollm2/make_base.py"),
     ),
     "wheel": Suite(("tests/wheel",)),  # pip installs what a user would, from a package index
-    # what meets Megatron-Core and transformers, with what pip takes on Python 3.12 and newer: about eight minutes
+    # what meets Megatron-Core and transformers, with what pip takes on Python 3.12 and newer
     "megatron-next": Suite(
         (
             *("-m", "not vllm and not sglang and not crash and not layouts"),

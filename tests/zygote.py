@@ -27,7 +27,7 @@ import psutil
 
 from megarl.phases.entry import become
 from megarl.workers import processes
-from tests.helpers import ROOT
+from tests.helpers import OF_FORK_SERVER, ROOT
 
 CLONE_NEWNET = 0x40000000
 
@@ -113,8 +113,7 @@ def fork_server(path: bytes, arguments: list[str], descriptors: list[int]) -> in
 
 
 SPAWN = util.spawnv_passfds
-NAMES = ("ensure_running", "connect_to_new_process", "set_forkserver_preload")
-OF_ALL_TESTS = {name: getattr(forkserver, name) for name in NAMES}
+OF_ALL_TESTS = {name: getattr(forkserver, name) for name in OF_FORK_SERVER}
 
 
 def new_fork_server(replace: Any = setattr) -> Callable[[], None]:

@@ -22,8 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from tests.helpers import megarl, read_lines, write_laboratory
-from tests.phases.test_kill import TIMES, assert_same_run, kill_at
+from tests.faults.kills import assert_same_live_run
+from tests.helpers import megarl, write_laboratory
+from tests.phases.test_kill import assert_same_run, kill_at
 
 SETTINGS = ("--set", "eval.every=2")  # evaluates before the first stage and after the last
 LIVE = ("--set", "schedule.kind=live", "--set", "schedule.delay=1", "--set", "schedule.sync_every=2")
@@ -158,24 +159,6 @@ def describe(call: tuple[str, str, int, int]) -> str:
 
 def settings(live: bool) -> tuple[str, ...]:
     return (*SETTINGS, *LIVE) if live else SETTINGS
-
-
-def assert_same_live_run(whole: Path, run: Path) -> None:
-    """Raise AssertionError unless two live runs have the same metrics, weights and rollouts.
-
-    Times may differ, and so may `reference.json`, the text for checking engines: which earlier policy it compares with
-    depends on how long processes waited for each other.
-    """
-    updates = [
-        [{name: value for name, value in line.items() if name not in TIMES | {"idle_seconds"}} for line in lines]
-        for lines in (read_lines(whole / "metrics.jsonl"), read_lines(run / "metrics.jsonl"))
-    ]
-    assert updates[0] == updates[1], "metrics differ"
-    weights = [path / "model.safetensors" for path in (*whole.glob("stages/*/policy"), whole / "final")]
-    for path in sorted([*weights, *whole.glob("stages/*/rollouts/*")]):
-        assert path.read_bytes() == (run / path.relative_to(whole)).read_bytes(), path.name
-    left = [path for path in run.rglob(".*.tmp") if "logs" not in path.parts]
-    assert not left, left
 
 
 class Laboratory:

@@ -185,6 +185,7 @@ INCREMENT, WRONG = "def f(a): return a + 1", "def f(a): return 2"
             "class No(ValueError): pass\ndef f(a): raise No('no')",
             WRONG,
         ),
+        ([{"input": "", "output": "9" * 5000}], "print(10**5000 - 1)", "print(9)"),
         ([{"input": "", "output": "1234567\n" * 700_000}], "print('1234567\\n' * 700_000)", "print('1\\n' * 700_000)"),
     ],
 )

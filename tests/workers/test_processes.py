@@ -180,6 +180,7 @@ def test_without_a_fork_server_a_phase_starts_in_new_interpreters(stage, monkeyp
         with pytest.raises(UserError, match="torch sees 0"):
             check(nodes.starter, override_recipe(stage.run.recipe, ["actor.backend=cuda"]))
         run_phase(nodes, stage, "evaluate", 1)
+        assert nodes.starter._server_failed
     assert stage.evaluation()["prompts"] == 16
 
 
