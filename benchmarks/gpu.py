@@ -21,6 +21,7 @@ from common import NOT_MEASURED, write_table
 DEVICE = torch.device("cuda")
 BACKENDS = ["cuda", "triton"]
 FEW = 3  # repeats of what takes a second
+COMPILED = 1 << 20  # the most tokens for which torch.compile is measured: it takes half a second for sixteen times more
 LOOP_TOKENS = 1 << 16  # the most tokens for which the released loops run, which wait for the device in every step
 
 
@@ -41,7 +42,8 @@ def pass_rows(sizes: list[int], repeats: int) -> Iterator[dict[str, Any]]:
         yield from ({"objective": name, "tokens": size} | dict.fromkeys(columns, NOT_MEASURED) for size, name in cases)
         return
     for size, name in cases:
-        yield token_pass.measure(name, size, DEVICE, BACKENDS, repeats if size <= 1 << 20 else FEW)
+        few = repeats if size <= 1 << 20 else FEW
+        yield token_pass.measure(name, size, DEVICE, BACKENDS, few, compile=size <= COMPILED)
 
 
 def selection_rows(sizes: list[int], repeats: int) -> Iterator[dict[str, Any]]:

@@ -103,11 +103,14 @@ def take_turns(ways: dict[str, Callable[[], Any]], repeats: int, device: torch.d
     return best
 
 
-def measure(name: str, tokens: int, device: torch.device, backends: list[str], repeats: int) -> dict[str, Any]:
+def measure(
+    name: str, tokens: int, device: torch.device, backends: list[str], repeats: int, compile: bool = True
+) -> dict[str, Any]:
     batch = make_batch(tokens, device)
     statistics = OBJECTIVES[name]().statistics(batch.detach())
     functions = {backend: everything(name, backend, statistics) for backend in ("torch", *backends)}
-    functions["compile"] = compiled(name, statistics)
+    if compile:
+        functions["compile"] = compiled(name, statistics)
     if (alone := loss_alone(name)) is not None:
         functions["loss alone"] = alone
     expected = functions["torch"](batch)

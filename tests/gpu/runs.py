@@ -90,14 +90,37 @@ def quickstart(work: Path, small: bool) -> None:
     run, values = work / "run", [f'model.path="{base(work, small)}"', *settings(work, small)]
     kill_at_first_checkpoint(train(work, run, values), run)
     finish(train(work, run, values))
-    updates = lines(run / "metrics.jsonl")
-    stages, each = (2, 4) if small else (3, 96)
-    assert [line["update"] for line in updates] == list(range(1, stages * each + 1)), "an update is missing or repeated"
-    assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in updates)
+    check_updates(run, 2 * 4 if small else 3 * 96)
     print_drift(run)
     accuracy = [event["accuracy"] for event in lines(run / "events.jsonl") if event["event"] == "evaluation"]
     print(f"held-out accuracy by stage: {', '.join(f'{a:.3f}' for a in accuracy)}")
     assert small or accuracy[-1] > accuracy[0] + GAIN, "the policy did not improve"
+
+
+def live(work: Path, small: bool) -> None:
+    """A live stage whose trainer and engine take turns on the same GPU, killed once and resumed."""
+    run, values = work / "live", [f'model.path="{base(work, small)}"', *settings(work, small)]
+    values += ['schedule.kind="live"', "schedule.colocate=true", "schedule.stages=1"]
+    updates, sync = (4, 2) if small else (48, 8)
+    values += [
+        f"schedule.updates_per_stage={updates}",
+        f"schedule.sync_every={sync}",
+        f"schedule.max_lag={2 * sync - 1}",
+    ]
+    values += [f"actor.checkpoint_every={sync}"]
+    kill_at_first_checkpoint(train(work, run, values), run)
+    finish(train(work, run, values))
+    check_updates(run, updates)
+    print_drift(run)
+    for event in lines(run / "events.jsonl"):
+        if event["event"] == "idle":
+            print(f"{event['role']}: idle {event['idle_seconds']} of {event['seconds']} s")
+
+
+def check_updates(run: Path, number: int) -> None:
+    updates = lines(run / "metrics.jsonl")
+    assert [line["update"] for line in updates] == list(range(1, number + 1)), "an update is missing or repeated"
+    assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in updates)
 
 
 def engine(work: Path, name: str, small: bool) -> None:
@@ -113,13 +136,15 @@ def engine(work: Path, name: str, small: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("quickstart", "engine"))
+    parser.add_argument("what", choices=("quickstart", "live", "engine"))
     parser.add_argument("--engine", default="builtin")
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     if options.what == "quickstart":
         quickstart(options.work, options.small)
+    elif options.what == "live":
+        live(options.work, options.small)
     else:
         engine(options.work, options.engine, options.small)
 

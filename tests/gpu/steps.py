@@ -118,6 +118,12 @@ def steps(out: Path, work: Path, gpus: int, small: bool) -> list[Step]:
             beside=True,
         ),
         Step(
+            "live",
+            "a live run whose trainer and engine take turns on one GPU is killed and resumes",
+            module("runs", "live", "--work", work),
+            limit=90,
+        ),
+        Step(
             "sanitizer",
             "a token pass with ragged segments touches no memory that is not its own",
             [*sanitizer, *pytest, "-k", "cuda and gspo"],
