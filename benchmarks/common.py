@@ -115,9 +115,13 @@ def attempt(ways: dict[str, Callable[[], Any]]) -> tuple[dict[str, Any], dict[st
 
 
 def device_events(profile: torch.profiler.profile, device: str = "CUDA") -> list[Any]:
-    """What torch's profiler recorded of the device: kernels and copies. Nothing where it has no CUPTI."""
-    wanted = getattr(torch.autograd.DeviceType, device)
-    return [event for event in profile.events() or () if event.device_type == wanted]  # equal, never the same object
+    """What torch's profiler recorded of the device: kernels and copies. Nothing where it has no CUPTI.
+
+    Its named ranges, such as an optimizer's step, last from their first kernel to their last, and are left out.
+    """
+    wanted = getattr(torch.autograd.DeviceType, device)  # equal, never the same object
+    events = (event for event in profile.events() or () if event.device_type == wanted)
+    return [event for event in events if not event.is_user_annotation]
 
 
 def launches_and_syncs(run: Callable[[], Any]) -> tuple[int | str, int]:
