@@ -29,7 +29,8 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.varlen import varlen_attn
 
 from megarl.actor.delta_rule import SequenceChunks
-from megarl.actor.sinks import causal_window, flash_with_sinks, with_sink
+from megarl.actor.flash import Rows, flash_attention, select_rows
+from megarl.actor.sinks import causal_window, with_sink
 from megarl.actor.transfer import to_device
 from megarl.batch import ContextShard
 from megarl.errors import UserError
@@ -38,21 +39,6 @@ from megarl.errors import UserError
 _GROUPED_QUERIES: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
-
-
-@dataclass(frozen=True)
-class Rows:
-    """K rows of a tensor with N, some of them several times."""
-
-    places: torch.Tensor  # [K] int64
-    copies: torch.Tensor  # [K] int64, where each row of the tensor is among ``places``, for one row after another
-    offsets: torch.Tensor  # [N] int64, where those of each row begin in ``copies``
-
-    @classmethod
-    def of(cls, places: np.ndarray, rows: int, device: torch.device) -> Rows:
-        counts = np.bincount(places, minlength=rows)
-        columns = places, places.argsort(kind="stable"), counts.cumsum() - counts
-        return cls(*(to_device(device, x) for x in columns))
 
 
 @dataclass(frozen=True)
@@ -223,8 +209,6 @@ class PackedAttention(MegatronModule):
         assert pieces is not None
         if packed.shard is not None:
             key, value = (gather_from_sequence_parallel_region(x, group=packed.shard.group) for x in (key, value))
-        if pieces.keys is not None:
-            key, value = (select_rows(x, pieces.keys) for x in (key, value))
         if pieces.queries is not None:
             query = query.index_select(0, pieces.queries)
         attend = self._fused if query.is_cuda and query.dtype != torch.float32 else self._by_size
@@ -233,6 +217,8 @@ class PackedAttention(MegatronModule):
 
     def _by_size(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pieces: Attended) -> torch.Tensor:
         """One batched call for each run of pieces of equal size."""
+        if pieces.keys is not None:
+            key, value = (select_rows(x, pieces.keys) for x in (key, value))
         q_parts = query.split([count * queries for count, queries, _ in pieces.runs])
         k_parts, v_parts = (x.split([count * keys for count, _, keys in pieces.runs]) for x in (key, value))
         outputs = []
@@ -262,10 +248,10 @@ class PackedAttention(MegatronModule):
         """One call of flash attention, whose causal mask is aligned to the lower right corner."""
         lengths: Any = (pieces.cu_seqlens_q, pieces.cu_seqlens_k, pieces.max_seqlen_q, pieces.max_seqlen_k)
         window = (-1 if self.before is None else self.before, 0)  # tokens before (-1: all) and after
-        if self.softmax_offset is not None:
-            out: Any = flash_with_sinks(query, key, value, self.softmax_offset, lengths, window, self.scale)
-        else:
-            out = varlen_attn(query, key, value, *lengths, scale=self.scale, window_size=window, **_GROUPED_QUERIES)
+        more = pieces.keys, self.softmax_offset
+        if more != (None, None):
+            return flash_attention(query, key, value, lengths, window, self.scale, *more).flatten(1)
+        out: Any = varlen_attn(query, key, value, *lengths, scale=self.scale, window_size=window, **_GROUPED_QUERIES)
         return out.flatten(1)
 
     def sharded_state_dict(
@@ -274,24 +260,6 @@ class PackedAttention(MegatronModule):
         """Megatron's contract, for the sinks: tensor parallelism divides them as it divides the heads."""
         state = self.state_dict(prefix="", keep_vars=True)
         return make_sharded_tensors_for_checkpoint(state, prefix, {"softmax_offset": 0}, sharded_offsets)
-
-
-class _SelectRows(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, rows: Rows) -> torch.Tensor:
-        ctx.rows = rows
-        return x.index_select(0, rows.places)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        sums = F.embedding_bag(ctx.rows.copies, gradient.flatten(1), ctx.rows.offsets, mode="sum")
-        return sums.view(-1, *gradient.shape[1:]), None
-
-
-def select_rows(x: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """x.index_select(0, rows.places); the gradient, of a prompt the sum over all responses of its group, is one kernel
-    that accumulates in float32."""
-    return _SelectRows.apply(x, rows)
 
 
 class RMSNorm(torch.nn.RMSNorm):

@@ -273,8 +273,8 @@ def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
             model.rotary_pos_emb = _yarn_embedding(hf, config)
         model.temperature = recipe.rollout.temperature
         model.head_backend = recipe.actor.head_backend
-        # not on GPUs, where the gathered keys cost more kernel launches than an update of small micro-batches may have
-        model.shares_prompts = recipe.actor.backend == "cpu" and shares_prompts(
+        # Transformer Engine's attention has no gathered keys
+        model.shares_prompts = recipe.actor.layers == "torch" and shares_prompts(
             family_of(hf).megatron_settings(hf) | recipe.megatron
         )
         for module in model.modules():

@@ -12,7 +12,8 @@ attention the tokens of a response see the rows of the stem and their own (`atte
 row alone. So log-probs and gradients are those of whole sequences. If a group falls apart over micro-batches, each has
 the stem. Prompts with different recorded experts are different prompts.
 
-Sequences are packed whole where they cannot share: see `megarl.recipe.megatron.shares_prompts`.
+Sequences are packed whole where they cannot share (`megarl.recipe.megatron.shares_prompts`), and where that would save
+less than a 32nd of the update's tokens.
 
 Every rank computes the same assignment from all lengths, so the ranks agree without communication.
 """
@@ -33,6 +34,8 @@ from megatron.core import parallel_state as mpu
 from megarl.actor.attention import PackedSequences, attended, offsets
 from megarl.actor.transfer import to_device
 from megarl.batch import ContextShard, TokenBatch
+
+_LEAST_SHARED = 1 / 32  # of an update's tokens; see `_sharing_pays`
 
 
 @dataclass(frozen=True)
@@ -358,19 +361,27 @@ def context_shard() -> ContextShard | None:
     return ContextShard(mpu.get_context_parallel_group(), mpu.get_context_parallel_rank(), size)
 
 
+def _sharing_pays(samples: Sequence[Sample]) -> bool:
+    """Whether enough tokens are those of a prompt that another sample has, too; less is not worth the gathered keys."""
+    once = {_prompt_key(sample): len(sample.prompt_tokens) - 1 for sample in samples}
+    every = sum(len(sample.prompt_tokens) - 1 for sample in samples)
+    return every - sum(once.values()) >= _LEAST_SHARED * sum(map(len, samples))
+
+
 def micro_batches(
     samples: Sequence[Sample], budget: int, device: torch.device, align: int = 1, share: bool = False
 ) -> list[MicroBatch]:
     """This data-parallel rank's micro-batches of an update; every rank gets the same number of them.
 
     budget: tokens of a micro-batch. align: the tokens that each rank multiplies with a matrix are a multiple of this,
-    as fp8 needs it (`megarl.recipe.megatron.token_alignment`). share: whether a micro-batch holds each prompt once,
+    as fp8 needs it (`megarl.recipe.megatron.token_alignment`). share: whether a micro-batch may hold each prompt once,
     which needs `PolicyModel.shares_prompts`. Sequence parallelism needs T to be a multiple of its ranks. Virtual
     pipeline stages need all micro-batches equally long, and their number to be a multiple of the pipeline ranks.
     """
     replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     virtual = mpu.get_virtual_pipeline_model_parallel_world_size() is not None
     rounds = mpu.get_pipeline_model_parallel_world_size() if virtual else 1
+    share = share and _sharing_pays(samples)
     bins = assign_groups(samples, replicas, budget, rounds, share)[replica]
     filler = replace(min(samples, key=len), trained=False)  # an empty bin still takes part in every collective
     parts = [[samples[i] for i in bin] or [filler] for bin in bins]

@@ -11,7 +11,6 @@ from megarl.models.family import (
     Attention,
     Hf,
     SavedActivations,
-    keys_attended_to,
     normalised,
     tokens_inside,
 )
@@ -104,10 +103,10 @@ class GroupedQueryAttention(Attention):
             # attention's output; and its inputs: the queries, and the keys where a norm made a new tensor of them
             elements += inside * (query + (query + key if self.norms(hf) else copied))
         else:
-            elements += inside * 2 * query + keys_attended_to(layout, tokens) * key  # rotated q and k; the output
+            elements += inside * 2 * query + tokens * key  # rotated q; the output; rotated k of all ranks
             float32 += inside * heads  # log-sum-exp
             if layout.context_parallel > 1:
-                elements += keys_attended_to(layout, tokens) * key  # values
+                elements += tokens * key  # values
         if self.output_gate:
             elements += inside * 2 * query  # the gate, and the gated output
             float32 += inside * query  # its sigmoid

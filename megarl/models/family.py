@@ -318,17 +318,6 @@ def tokens_inside(layout: Layout, tokens: int) -> float:
     return tokens / layout.context_parallel
 
 
-def keys_attended_to(layout: Layout, tokens: int) -> float:
-    """Number of tokens whose keys and values a rank holds for its queries.
-
-    With context parallelism they come from all ranks, and a chunk counts once for each of the rank's two chunks that
-    attends to it.
-    """
-    if layout.context_parallel == 1:
-        return tokens
-    return tokens * (1 + 1 / (2 * layout.context_parallel))
-
-
 def tokens_between(layout: Layout, tokens: int) -> float:
     """Number of tokens that a rank holds between the sublayers, where sequence parallelism divides them."""
     return tokens_inside(layout, tokens) / layout.tensor_parallel

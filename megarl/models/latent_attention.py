@@ -11,7 +11,6 @@ from megarl.models.family import (
     Attention,
     Hf,
     SavedActivations,
-    keys_attended_to,
     normalised,
     tokens_between,
     tokens_inside,
@@ -109,7 +108,7 @@ class MultiHeadLatentAttention(Attention):
         elements += normalised(hf, layout, tokens, settings)
         if "core_attn" in settings.again:  # the values are padded inside the recomputed part
             return SavedActivations(elements + inside * heads * (2 * width + 2 * hf["v_head_dim"]), 0.0)
-        elements += heads * (inside * (2 * width + hf["v_head_dim"]) + 2 * keys_attended_to(layout, tokens) * width)
+        elements += heads * (inside * (2 * width + hf["v_head_dim"]) + 2 * tokens * width)
         return SavedActivations(elements, inside * heads)  # log-sum-exp
 
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:

@@ -17,7 +17,7 @@ HERE = Path(__file__).parents[1]
 def attended(window: tuple[int, int], sinks: bool) -> list[torch.Tensor]:
     """Output and gradients for two sequences, of queries with two heads a key."""
     from megarl.actor.attention import _GROUPED_QUERIES, varlen_attn
-    from megarl.actor.sinks import flash_with_sinks
+    from megarl.actor.flash import flash_attention
 
     torch.manual_seed(0)
     shapes = ((7, 4, 16), (7, 2, 16), (7, 2, 16), (4,))
@@ -25,7 +25,7 @@ def attended(window: tuple[int, int], sinks: bool) -> list[torch.Tensor]:
     ends = torch.tensor([0, 2, 7], dtype=torch.int32).cuda()
     query, key, value, offsets = inputs
     if sinks:
-        out = flash_with_sinks(query, key, value, offsets, (ends, ends, 5, 5), window, 0.25)
+        out = flash_attention(query, key, value, (ends, ends, 5, 5), window, 0.25, sinks=offsets)
     else:
         out = varlen_attn(query, key, value, ends, ends, 5, 5, scale=0.25, window_size=window, **_GROUPED_QUERIES)
     gradients = torch.autograd.grad(out, inputs[: 3 + sinks], torch.randn(out.shape).bfloat16().cuda())

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.actor import sinks as sinks_module
+from megarl.actor import flash
 from megarl.planner import sizes
 from megarl.planner.assumptions import Assumptions
 from megarl.planner.parameter_counts import StageParameters
@@ -70,7 +70,7 @@ def settings_of(family: str) -> dict[str, Any]:
 @contextlib.contextmanager
 def watched_sinks(live: Live) -> Iterator[list[tuple[int, int]]]:
     """For each backward pass of attention with sinks: (bytes allocated before it, most bytes allocated during it)."""
-    found, backward = [], sinks_module._Flash.backward
+    found, backward = [], flash._Flash.backward
 
     def watched(ctx: Any, gradient: torch.Tensor) -> Any:
         before, peak, live.peak = live.now, live.peak, live.now
@@ -79,7 +79,7 @@ def watched_sinks(live: Live) -> Iterator[list[tuple[int, int]]]:
         live.peak = max(peak, live.peak)
         return result
 
-    with mock.patch.object(sinks_module._Flash, "backward", staticmethod(watched)):
+    with mock.patch.object(flash._Flash, "backward", staticmethod(watched)):
         yield found
 
 
