@@ -44,6 +44,7 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
     ("qwen3_next", ["moe"], {}),
     ("qwen3_next with linear attention", "none", {}),
     ("qwen2_moe", ["shared_experts"], {}),
+    ("qwen3_moe sharing", "none", {}),  # a prompt of 301 tokens, and four responses that share it
     ("qwen3_moe", "none", TP2_EP2),
     ("deepseek_v3", "none", TP2_EP2),
     ("qwen3_next", ["moe"], TP2_EP2),
@@ -61,7 +62,7 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
 def settings_of(family: str) -> dict[str, Any]:
     if family == "gpt_oss_20b":
         return HF | GPT_OSS_20B | {"num_hidden_layers": LAYERS}
-    family, linear, _ = family.partition(" with")
+    family, linear, _ = family.removesuffix(" sharing").partition(" with")
     hf = HF | OTHERS.get(family, {}) | {"model_type": family, "num_hidden_layers": LAYERS}
     hf |= {"full_attention_interval": 9} if linear else {}
     return hf | {"num_experts": 8 if "moe" in family or family in WITH_EXPERTS else None}
@@ -104,12 +105,14 @@ def one_rank(rank: int, ranks: int, family: str, recompute: Any, table: dict[str
     replicas, _ = wrap(models, recipe)
     for replica in replicas:
         replica.zero_grad_buffer()
-    rng, length = np.random.default_rng(rank if "expert_parallel" in table else 0), TOKENS // 4
+    share = family.endswith(" sharing")
+    prompt = 301 if share else 1
+    rng, length = np.random.default_rng(rank if "expert_parallel" in table else 0), (TOKENS - prompt + 1) // 4
     samples = [
-        Sample(np.zeros(1, np.int32), rng.integers(2, 67, length), np.zeros(length), 1.0)
+        Sample(np.zeros(prompt, np.int32), rng.integers(2, 67, length), np.zeros(length), 1.0)
         for _ in range(4 * (ranks if table == {"expert_parallel": 2} else 1))
     ]
-    (batch,) = micro_batches(samples, TOKENS, device_of("cuda"))
+    (batch,) = micro_batches(samples, TOKENS, device_of("cuda"), share=share)
     buffers = [b.grad_data for b in replicas[0].buffers + replicas[0].expert_parallel_buffers]
     known = [*(p.data for p in models[0].parameters()), *buffers, batch.tokens, batch.labels, batch.positions]
     ids, saved = {x.untyped_storage()._cdata for x in known}, {}
