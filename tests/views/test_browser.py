@@ -174,8 +174,10 @@ def check_layout(tab, width):
 
 @pytest.mark.parametrize("width", [1300, 400])
 def test_a_run_whose_numbers_span_many_decades_fits_every_window(width, tmp_path, show):
-    """The first update of a stage is on policy up to rounding, and has no gradient."""
+    """The first update of a stage is on policy up to rounding, and has no gradient; evaluations have two samples."""
     root = make_run(tmp_path / "run")
+    happened = read_lines(root / "events.jsonl")
+    write_lines(root / "events.jsonl", [event | {"pass_at": [0.375, 0.5]} for event in happened])
     updates = read_lines(root / "metrics.jsonl")
     for record in updates[::96]:
         record |= {"grad_norm": 0.0, "m2/before": 1e-12, "m2/after": 1e-12, "ratio/q05": 1e-12}
@@ -183,6 +185,7 @@ def test_a_run_whose_numbers_span_many_decades_fits_every_window(width, tmp_path
         record |= {name: value / 200 for name, value in record.items() if name.endswith("_fraction")}
     write_lines(root / "metrics.jsonl", updates)
     charts = check_layout(show(write_report([root], tmp_path / "report.html"), width), width)
+    assert [chart["x"] for chart in charts if chart["title"] == "pass@k"] == [["1", "2"]], "no numbers between"
     (lines,) = (chart["lines"] for chart in charts if chart["title"] == "Gradient norm")
     heights = [float(y) for line in lines for y in re.findall(r"[ML][-\d.]+,([-\d.]+)", line)]
     assert max(heights) < 900, "a gradient of 0 draws no line out of the chart"
