@@ -21,6 +21,7 @@ from megarl.storage.files import write_atomic
 from megarl.storage.ledger import sealed_external
 from megarl.storage.run_dir import Stage
 from megarl.storage.run_dir.retention import require_policy
+from megarl.views.report.curves import LOGARITHMIC
 from megarl.views.report.pages import Chart, page, table, with_bars
 from megarl.views.run_reader import muted_by
 
@@ -145,7 +146,9 @@ def _cells(row: dict[str, Any]) -> str:
     shares = [f"{row[column][0]:.3f}" if column in row else "-" for column in COLUMNS[:4]]
     others = [_text(row.get("norm"), ".2g"), *(_text(row.get(column), ".2f") for column in COLUMNS[5:])]
     cells = [*shares, *(cell.replace(" ", "") for cell in others)]
-    return "".join(f" {cell:>{width - 1}}" for cell, width in zip(cells, _WIDTHS.values(), strict=True))
+    # a norm such as 1.5e-15 leaves no room for its interval
+    fitting = [c if len(c) < width else c.split("±")[0] for c, width in zip(cells, _WIDTHS.values(), strict=True)]
+    return "".join(f" {cell:>{width - 1}}" for cell, width in zip(fitting, _WIDTHS.values(), strict=True))
 
 
 def _text(estimate: list[float] | None, digits: str = ".3f") -> str:
@@ -165,35 +168,31 @@ def write_figure(rows: Sequence[dict[str, Any]], name: str, output: Path) -> Non
             "Between each objective's gradient on stored batches and GRPO's on fresh responses of the policy; bars are "
             "95 % intervals over batches. Fresh is GRPO's gradient on one fresh batch: its distance from 1 is "
             "the noise of sampling.",
-            (-1.0, 1.0),
         ),
-        (
-            "cosine_to_grpo",
-            "Cosine to GRPO on the same batch",
-            "How far an objective turns GRPO's gradient.",
-            (-1.0, 1.0),
-        ),
-        ("norm", "Gradient norm", "Before clipping, of one batch.", (0.0, math.inf)),
-        (
-            "kept",
-            "Tokens with a gradient",
-            "Share of the trained tokens that no clip, veto or mask takes out.",
-            (0.0, 1.0),
-        ),
+        ("cosine_to_grpo", "Cosine to GRPO on the same batch", "How far an objective turns GRPO's gradient."),
+        ("norm", "Gradient norm", "Before clipping, of one batch, logarithmic. One below 1e-6 has no point."),
+        ("kept", "Tokens with a gradient", "Share of the trained tokens that no clip, veto or mask takes out."),
     )
     charts = [_chart(rows, *kind) for kind in kinds]
     write_atomic(output, page(html.escape(name), "", "", charts, _html_table(rows)))
 
 
-def _chart(rows: Sequence[dict[str, Any]], column: str, title: str, hint: str, possible: tuple[float, float]) -> Chart:
+def _chart(rows: Sequence[dict[str, Any]], column: str, title: str, hint: str) -> Chart:
     """One column of the table, with the objectives beside each other and a colour per policy.
 
-    Intervals end at the ``possible`` values: of few batches, Student's are so wide that they would set the axis.
+    Intervals end at the possible values: of few batches, Student's are so wide that they would set the axis.
     """
-    lowest, highest = possible
-    names = {"tickangle": -90, "tickfont": {"size": 9}, "dtick": 1}  # so that a narrow window shows all
-    chart = Chart(title, hint, layout={"scattermode": "group", "xaxis": names, "hovermode": "closest"})
-    for number, update in enumerate(dict.fromkeys(row["update"] for row in rows)):
+    lowest, highest = {"norm": (0.0, math.inf), "kept": (0.0, 1.0)}.get(column, (-1.0, 1.0))
+    # every objective, also where it has no number; fresh, which keeps no tokens, only in its own charts
+    names = list(dict.fromkeys(row["objective"] for row in rows if column in row or "kept" in row))
+    xaxis = {"categoryarray": names, "range": [-0.5, len(names) - 0.5]}
+    xaxis |= {"tickangle": -90, "tickfont": {"size": 9}, "dtick": 1}  # so that a narrow window shows all
+    yaxis = LOGARITHMIC | {"autorangeoptions": {"minallowed": -6}} if column == "norm" else {}
+    layout = {"scattermode": "group", "xaxis": xaxis, "yaxis": yaxis, "hovermode": "closest"}
+    chart = Chart(title, hint, layout=layout, empty="Nothing to draw: gradients are 0.")
+    updates = dict.fromkeys(row["update"] for row in rows)
+    chart.layout["showlegend"] = len(updates) > 1  # also where only one of them has numbers
+    for number, update in enumerate(updates):
         mine = [row for row in rows if row["update"] == update and column in row]
         means = [row[column][0] for row in mine]
         bounds = [(max(row[column][1], lowest), min(row[column][2], highest)) for row in mine]

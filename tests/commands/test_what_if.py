@@ -73,7 +73,10 @@ def test_numbers_from_100_on_are_written_out_and_bars_end_where_values_do(tmp_pa
     row = {"update": 0, "objective": "grpo", "batches": 2, "ess": [1.0, 1.0, 1.0], "kept": [0.75, -0.2, 2.0]}
     row |= {"norm": [101.5, -140.0, 343.5], "cosine": [0.5, -2.5, 3.5], "cosine_to_grpo": [1.0, 1.0, 1.0]}
     assert " 102±242 " in text_table([row])
-    write_figure([row], "run", tmp_path / "figure.html")
+    (*_, line) = text_table([row | {"norm": [1.51e-15, -7e-15, 1e-14]}]).splitlines()
+    assert line.split()[5] == "1.5e-15" and len(line) <= 80
+    zero = {"update": 0, "objective": "trm", "norm": [0.0, 0.0, 0.0]}  # has no place on a logarithmic axis
+    write_figure([zero, row], "run", tmp_path / "figure.html")
     page = (tmp_path / "figure.html").read_text()
     assert "<span>102 ± 242</span>" in page
     for above, below in ((0.5, 1.5), (242.0, 101.5), (0.25, 0.75)):  # of cosine, norm, kept

@@ -174,8 +174,10 @@ def check_layout(tab, width):
 
 @pytest.mark.parametrize("width", [1300, 400])
 def test_a_run_whose_numbers_span_many_decades_fits_every_window(width, tmp_path, show):
-    """The first update of a stage is on policy up to rounding, and has no gradient."""
+    """The first update of a stage is on policy up to rounding, and has no gradient; evaluations have two samples."""
     root = make_run(tmp_path / "run")
+    happened = read_lines(root / "events.jsonl")
+    write_lines(root / "events.jsonl", [event | {"pass_at": [0.375, 0.5]} for event in happened])
     updates = read_lines(root / "metrics.jsonl")
     for record in updates[::96]:
         record |= {"grad_norm": 0.0, "m2/before": 1e-12, "m2/after": 1e-12, "ratio/q05": 1e-12}
@@ -183,6 +185,7 @@ def test_a_run_whose_numbers_span_many_decades_fits_every_window(width, tmp_path
         record |= {name: value / 200 for name, value in record.items() if name.endswith("_fraction")}
     write_lines(root / "metrics.jsonl", updates)
     charts = check_layout(show(write_report([root], tmp_path / "report.html"), width), width)
+    assert [chart["x"] for chart in charts if chart["title"] == "pass@k"] == [["1", "2"]], "no numbers between"
     (lines,) = (chart["lines"] for chart in charts if chart["title"] == "Gradient norm")
     heights = [float(y) for line in lines for y in re.findall(r"[ML][-\d.]+,([-\d.]+)", line)]
     assert max(heights) < 900, "a gradient of 0 draws no line out of the chart"
@@ -201,6 +204,27 @@ def test_a_narrow_window_names_every_objective_of_what_if(tmp_path, show):
     for chart in check_layout(tab, 400):
         assert chart["x"] == ["fresh", *OBJECTIVES]
     assert tab.problems == []
+
+
+def test_what_if_of_a_policy_that_answers_every_prompt_alike(tmp_path, show):
+    """The gradient of its own responses is 0, and those of stored ones lie many decades apart."""
+    norms = {"fresh": 0.0, "grpo": 4.67, "vespo": 1.51e-15, "trm": 0.0, "minpro": 0.00055, "topr": 17.7, "full": 0.0}
+    for updates in ((3,), (1, 3)):
+        pairs = [(update, name) for update in updates for name in norms]
+        rows = [{"update": u, "objective": o, "norm": [norms[o], -4 * norms[o], 6 * norms[o]]} for u, o in pairs]
+        for row in rows:
+            row |= {"kept": [0.7, -1.3, 2.7]} if row["objective"] != "fresh" else {}
+            row |= {"cosine_to_grpo": [0.5, -2.0, 3.0]} if row["norm"][0] else {}
+            row |= {"cosine": [0.2, -0.1, 0.5]} if row["norm"][0] and row["update"] == 1 else {}
+        write_figure(rows, "run", tmp_path / "what_if.html")
+        tab = show(tmp_path / "what_if.html", 400)
+        charts = {chart["title"]: chart for chart in check_layout(tab, 400)}
+        norm = charts.pop("Gradient norm")
+        assert (norm["x"], len(norm["y"]), norm["y"][-1]) == ([*norms], 3, "1")
+        assert all(chart["x"][-6:] == [*norms][1:] for chart in charts.values()), "also those without a number"
+        assert ("Nothing to draw: gradients are 0." in body_of(tab)) == (updates == (3,)) == (len(charts) == 2)
+        assert tab.problems == []
+    assert len(re.findall('class="legendtext"[^>]*>update 1</text>', body_of(tab))) == 4, "also beside no other policy"
 
 
 def test_samples_are_laid_out_when_they_are_opened(tmp_path, show):

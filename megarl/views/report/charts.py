@@ -19,6 +19,8 @@ BARS = 100  # stages with bars of their own in the chart of times, at most; more
 SMOOTHING, SHORT_SMOOTHING = 15, 5  # updates in the moving average of the reward; the second for short runs
 FEW_UPDATES = 100  # updates of a short run, at most
 TOKENS = 30  # bars in the chart of muted tokens
+# Plotly's own ticks from 1 to 2 would be 1.1, 1.2 and so on
+SAMPLES = {"type": "log", "title": {"text": "k", "standoff": 6}, "tickvals": [2**n for n in range(20)]}
 # columns and rows as in `megarl.objectives.parts.detail`, which the report does not import, since it loads torch
 COLUMNS, ROWS = 32, 16
 
@@ -69,7 +71,7 @@ def _pass_at(runs: list[Run]) -> Chart:
         "pass@k",
         "Share of prompts with a right response among k. A policy that only sharpens what the base model (dotted) can "
         "already do gains at k = 1 but not at large k.",
-        layout={"yaxis": {"tickformat": PERCENT}, "xaxis": {"type": "log", "title": {"text": "k", "standoff": 6}}},
+        layout={"yaxis": {"tickformat": PERCENT}, "xaxis": SAMPLES},
     )
     for number, run in enumerate(runs):
         for order, (suite, evaluations) in enumerate(run.suites.items()):
@@ -78,9 +80,7 @@ def _pass_at(runs: list[Run]) -> Chart:
                 passed = event["pass_at"]
                 trace = line(number, list(range(1, len(passed) + 1)), passed)
                 trace["line"] = _suite_line(runs, number, order) | ({"dash": "dot"} if event["update"] == 0 else {})
-                trace["name"] = html.escape(
-                    f"{run.name + ' ' if len(runs) > 1 else ''}{suite}, update {event['update']}"
-                )
+                trace["name"] = _label(runs, run, f"{suite}, update {event['update']}")
                 chart.traces.append(trace)
     return chart
 
@@ -175,10 +175,7 @@ def _by_columns(runs: list[Run]) -> list[Chart]:
         more = f" The {len(shown)} most frequent of {len(values)} values." if len(values) > len(shown) else ""
         for quantity, (title, hint, yaxis) in BY_COLUMN.items():
             curves = {
-                f"by/{column}/{value}/{quantity}": (
-                    html.escape(value),
-                    DASHES[order % len(DASHES)] if several else "solid",
-                )
+                f"by/{column}/{value}/{quantity}": (value, DASHES[order % len(DASHES)] if several else "solid")
                 for order, value in enumerate(shown)
             }
             charts.append(
@@ -198,7 +195,7 @@ def _heldout_by(runs: list[Run], column: str, values: list[str]) -> Chart:
             name = f"by/{column}/{value}/accuracy"
             if found := [evaluation for evaluation in run.evaluations if name in evaluation]:
                 chart.traces.append(line(number, [e["update"] for e in found], [e[name] for e in found]))
-                chart.traces[-1]["name"] = _label(runs, run, html.escape(value))
+                chart.traces[-1]["name"] = _label(runs, run, value)
                 chart.traces[-1]["line"] = _suite_line(runs, number, order)
     return chart
 
@@ -270,7 +267,8 @@ def _stages(runs: list[Run]) -> dict[str, Any]:
 
 
 def _label(runs: list[Run], run: Run, label: str) -> str:
-    return label if len(runs) == 1 else html.escape(f"{run.name} {label}".strip())
+    """The name of a curve, as HTML."""
+    return html.escape(label if len(runs) == 1 else f"{run.name} {label}".strip())
 
 
 def smoothed(x: list[int], y: list[float], stage: int, window: int) -> list[float]:

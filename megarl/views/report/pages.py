@@ -117,17 +117,18 @@ def page(title: str, notes: str, summary: str, charts: list[Chart], below: str =
 
 
 def _visible(chart: Chart) -> list[dict[str, Any]]:
-    """The traces that have something to draw. On a logarithmic axis numbers that are not above 0 are left out, since
-    they would interrupt a line."""
-    found = []
-    for trace in chart.traces:
-        y = trace.get("y")
-        if y is not None and chart.layout.get("yaxis", {}).get("type") == "log":
-            shown = [n for n, value in enumerate(y) if value > 0]
-            trace = trace | {name: [trace[name][n] for n in shown] for name in ("x", "y")}
-        if len(trace.get("y", trace.get("z", ()))):
-            found.append(trace)
-    return found
+    """The traces that have something to draw. On a logarithmic axis numbers that are not above 0 are left out, with
+    their bars, since they would interrupt a line."""
+    traces = chart.traces
+    if chart.layout.get("yaxis", {}).get("type") == "log":
+        traces = [_picked(trace, [n for n, value in enumerate(trace["y"]) if value > 0]) for trace in traces]
+    return [trace for trace in traces if len(trace.get("y", trace.get("z", ())))]
+
+
+def _picked(trace: dict[str, Any], points: list[int]) -> dict[str, Any]:
+    """The trace with some of its points."""
+    lists = {name: [part[n] for n in points] for name, part in trace.items() if isinstance(part, list)}
+    return trace | lists | ({"error_y": _picked(trace["error_y"], points)} if "error_y" in trace else {})
 
 
 def _card(number: int, chart: Chart) -> str:
