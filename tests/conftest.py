@@ -23,15 +23,16 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("patient")
 
 
-# folders with long tests, such as whole runs; the longest first
-LONG = ("faults", "phases", "commands", "rewards", "workers", "objectives", "recipe", "kernels", "storage", "views")
-LONG += ("actor", "rollout", "distributed")
+# folders and files with long tests, such as whole runs; the longest first
+LONG = ("rehearsal/", "faults/", "phases/test_two_nodes", "phases/test_stalls", "phases/")
+LONG += ("commands/", "rewards/", "workers/", "objectives/", "recipe/", "kernels/", "storage/", "views/")
+LONG += ("actor/", "rollout/", "distributed/")
 
 
 @functools.cache
 def place_of(file: str) -> int:
     """The place of a test's file, relative to the root, among `LONG`, or behind them."""
-    return next((n for n, name in enumerate(LONG) if file.startswith(f"tests/{name}/")), len(LONG))
+    return next((n for n, name in enumerate(LONG) if file.startswith(f"tests/{name}")), len(LONG))
 
 
 @functools.cache

@@ -13,8 +13,8 @@ from tests.rehearsal.build import build
 
 HERE = Path(__file__).parent
 # the longest first, for workers side by side
-LONG = ("test_runs", "test_updates", "test_memory")
-FILES = sorted((HERE / "on_device").glob("test_*.py"), key=lambda f: (f.stem not in LONG, f.stem == LONG[2], f.stem))
+LONG = ("test_updates", "test_runs", "test_memory", "test_kernels", "test_moe_bytes")
+FILES = sorted((HERE / "on_device").glob("test_*.py"), key=lambda f: (*(f.stem != name for name in LONG), f.stem))
 
 
 def run_on_device(*arguments: str, **environment: str) -> None:

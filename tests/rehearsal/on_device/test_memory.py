@@ -23,6 +23,7 @@ from megarl.planner.plan import Plan
 from megarl.recipe.layout import Layout
 from tests.actor.conftest import make_recipe
 from tests.actor.test_activation_sizes import HF, OTHERS, WITH_EXPERTS
+from tests.extent import EVERY
 from tests.planner.allocated import Live
 from tests.rehearsal.forks import in_ranks
 from tests.rehearsal.updates import device_of, join
@@ -38,12 +39,9 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
     *((family, "none", {}) for family in ("llama", "qwen3", "qwen3_moe", *OTHERS)),
     ("qwen3", ["mlp", "core_attn"], {}),
     ("qwen3_moe", "full", {}),
-    ("qwen3_moe", ["moe"], {}),
     ("glm4_moe", ["shared_experts"], {}),
     ("deepseek_v3", ["core_attn"], {}),
-    ("qwen3_next", ["moe"], {}),
     ("qwen3_next with linear attention", "none", {}),
-    ("qwen2_moe", ["shared_experts"], {}),
     ("qwen3_moe sharing", "none", {}),  # a prompt of 301 tokens, and four responses that share it
     ("qwen3_moe", "none", TP2_EP2),
     ("deepseek_v3", "none", TP2_EP2),
@@ -55,8 +53,14 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
     ("qwen3", "none", LORA),
     ("qwen3_moe", "none", LORA),
     ("qwen3_moe", ["moe"], LORA),
-    *(("gpt_oss_20b", recompute, {}) for recompute in ("none", "full", ["moe"], ["moe", "core_attn"])),
+    ("gpt_oss_20b", ["moe", "core_attn"], {}),
 ]
+CASES += [  # compositions of what the others have one by one
+    ("qwen3_moe", ["moe"], {}),
+    ("qwen3_next", ["moe"], {}),
+    ("qwen2_moe", ["shared_experts"], {}),
+    *(("gpt_oss_20b", recompute, {}) for recompute in ("none", "full", ["moe"])),
+] * EVERY
 
 
 def settings_of(family: str) -> dict[str, Any]:

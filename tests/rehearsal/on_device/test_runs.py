@@ -21,6 +21,7 @@ from tests.rehearsal.forks import in_fork
 
 # kernels are slow here; `test_the_commands_of_the_readme_work` has them
 CUDA = ["--set", 'actor.backend="cuda"', "--set", 'actor.kernels="torch"']
+SHORT = ["--set", "schedule.stages=1", "--set", "schedule.updates_per_stage=3", "--set", "eval.every=0"]
 
 
 @pytest.fixture(scope="module")
@@ -61,10 +62,10 @@ def test_train_then_optimize_in_another_layout(untrained_recipe, tmp_path):
     """Two stages with evaluations, the built-in engine and its drift check; then the first stage on two ranks."""
     from megarl.storage.run_dir import RunDir
 
-    megarl("train", untrained_recipe, "--run-dir", tmp_path / "run", *CUDA)
+    megarl("train", untrained_recipe, "--run-dir", tmp_path / "run", *CUDA, "--set", "schedule.updates_per_stage=3")
     run = RunDir.open(tmp_path / "run")
     lines = metrics(run)
-    assert [line["update"] for line in lines] == list(range(1, 13))
+    assert [line["update"] for line in lines] == list(range(1, 7))
     phases = [event["phase"] for event in events(run, "phase_start")]
     assert phases[:3] == ["rehearse", "rollout", "optimize"] and phases.count("rehearse") == 1
     assert not (run.root / "rehearsal").exists()
@@ -74,7 +75,7 @@ def test_train_then_optimize_in_another_layout(untrained_recipe, tmp_path):
     ranks = ["--set", "actor.processes_per_node=2", "--set", "actor.tensor_parallel=2"]
     megarl("optimize", run.root, "--stage", "0", "--output", tmp_path / "other", *ranks)
     again = metrics(RunDir.open(tmp_path / "other"))
-    assert [line["update"] for line in again] == list(range(1, 7))
+    assert [line["update"] for line in again] == list(range(1, 4))
     for ours, theirs in zip(again, lines, strict=False):
         assert ours["entropy"] == pytest.approx(theirs["entropy"], abs=0.02)
         assert ours["ratio/mean"] == pytest.approx(theirs["ratio/mean"], abs=0.02)
@@ -144,10 +145,10 @@ def test_a_phase_is_started_again_after_errors_of_nccl(recipe, tmp_path, monkeyp
     lose_connections_twice(monkeypatch, failures)
     ranks = ["--set", "actor.processes_per_node=2", "--set", "actor.tensor_parallel=2"]
     changes = ["--set", "run.rehearse=false", "--set", "run.max_restarts=2"]
-    megarl("train", recipe, "--run-dir", tmp_path / "run", *CUDA, *ranks, *changes)
+    megarl("train", recipe, "--run-dir", tmp_path / "run", *CUDA, *ranks, *changes, *SHORT)
     run = RunDir.open(tmp_path / "run")
     assert len(events(run, "restart")) == len(list(failures.iterdir())) == 2
-    assert [line["update"] for line in metrics(run)] == list(range(1, 13)) and run.final.exists()
+    assert [line["update"] for line in metrics(run)] == [1, 2, 3] and run.final.exists()
 
 
 def commands_of_the_readme() -> list[list[str]]:
@@ -162,14 +163,15 @@ def test_the_commands_of_the_readme_work(recipe, tmp_path):
     """The commands exactly as in README.md, with a small recipe in recipe.toml. The run is killed once."""
     from megarl.storage.run_dir import RunDir
 
-    settings = '[actor]\nbackend = "cuda"\nkernels = "cuda"\ncheckpoint_every = 2\n'
-    text = re.sub(r"\[actor\]\n[^\[]*", settings, Path(recipe).read_text())
+    settings = '[actor]\nbackend = "cuda"\nkernels = "cuda"\ncheckpoint_every = 1\n'
+    settings += "[schedule]\nstages = 1\nupdates_per_stage = 3\nprompts_per_update = 2\n"
+    text = re.sub(r"\[(actor|schedule)\]\n[^\[]*", "", Path(recipe).read_text()) + settings
     (tmp_path / "recipe.toml").write_text(text)
     done = []
     for arguments in commands_of_the_readme():
         if arguments[0] == "train":
             pid = start_megarl(*arguments, folder=tmp_path)
-            while not (tmp_path / "runs/a/stages/000/checkpoints/update_000002").exists():
+            while not (tmp_path / "runs/a/stages/000/checkpoints/update_000001").exists():
                 assert os.waitpid(pid, os.WNOHANG) == (0, 0), "the run has ended"
                 time.sleep(0.01)
             os.kill(pid, signal.SIGKILL)
@@ -178,9 +180,9 @@ def test_the_commands_of_the_readme_work(recipe, tmp_path):
         done.append(arguments[0])
     assert done == ["plan", "doctor", "train", "optimize", "report"]
     run, other = (RunDir.open(tmp_path / f"runs/{name}") for name in "ab")
-    assert [line["update"] for line in metrics(run)] == list(range(1, 13)) and run.final.exists()
+    assert [line["update"] for line in metrics(run)] == [1, 2, 3] and run.final.exists()
     assert events(run, "resume"), "the run was not resumed"
-    assert [line["update"] for line in metrics(other)] == list(range(1, 7)) and other.recipe.objective.name == "grpo"
-    assert len({line["loss"] for line in metrics(run)}) == 12 and any(line["grad_norm"] > 0 for line in metrics(run))
+    assert [line["update"] for line in metrics(other)] == [1, 2, 3] and other.recipe.objective.name == "grpo"
+    assert len({line["loss"] for line in metrics(run)}) == 3 and any(line["grad_norm"] > 0 for line in metrics(run))
     page = (tmp_path / "runs/compare.html").read_text()
     assert "<title>megarl: a, b</title>" in page
