@@ -148,9 +148,10 @@ class VllmEngine(ContinuousEngine):
         if not reloads:  # vLLM repacks the weights of experts for a CPU only when it starts
             self._start()
             return
-        self._wake("weights")
+        if self._asleep:
+            with _memory_errors("waking", self.settings):
+                self._engine.wake_up()
         self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(self.policy_dir)})
-        self._wake("kv_cache")  # later, because a reload takes some memory for itself
         self._engine.reset_prefix_cache()
         self._asleep, self._reloaded = False, True
 
@@ -177,11 +178,6 @@ class VllmEngine(ContinuousEngine):
             self._engine.engine_core.shutdown()
             self._engine = None
             gc.collect()
-
-    def _wake(self, memory: str) -> None:
-        if self._asleep:
-            with _memory_errors("waking", self.settings):
-                self._engine.wake_up([memory])
 
     def _start(self) -> None:
         """Start vLLM's engine with the current policy, after the end of one that runs."""

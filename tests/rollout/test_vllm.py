@@ -212,7 +212,7 @@ def test_an_engine_beside_trainers_sleeps_and_wakes_without_a_new_start(models, 
 
     reload = CPUWorker.reload_weights
     monkeypatch.setattr(CPUWorker, "sleep", sleep)
-    monkeypatch.setattr(CPUWorker, "wake_up", lambda worker, tags: calls.append(*tags))
+    monkeypatch.setattr(CPUWorker, "wake_up", lambda worker, tags: calls.append("wake"))
     monkeypatch.setattr(CPUWorker, "reload_weights", lambda *x, **more: (calls.append("reload"), reload(*x, **more)))
     monkeypatch.setattr(vllm, "_start", lambda *x, start=vllm._start: (calls.append("start"), start(*x))[1])
     engine = vllm.VllmEngine(models["qwen3"][0], 0, Settings("cpu", context=CONTEXT, responses=TOGETHER))
@@ -224,7 +224,7 @@ def test_an_engine_beside_trainers_sleeps_and_wakes_without_a_new_start(models, 
             generate(engine, [[8]], sampling([[8]]))
         engine.load_weights(policy, version)
         assert measure_drift(engine, reference_of(policy)).max < TOLERANCE
-    assert calls == ["start", *["sleep 2", "weights", "reload", "kv_cache"] * 2]
+    assert calls == ["start", *["sleep 2", "wake", "reload"] * 2]
     engine.close()
 
 
