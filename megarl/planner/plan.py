@@ -371,15 +371,9 @@ class Plan:
 
     @property
     def load_seconds(self) -> float:
-        """Seconds for starting a stage's engines and loading weights, which every replica reads from shared storage.
-
-        Engines that share their GPUs with trainers start anew each time that the trainers have used up the rollouts.
-        """
-        schedule, starts = self.recipe.schedule, 1
-        if schedule.colocate:
-            starts = math.ceil(schedule.updates_per_stage / (schedule.lag_rule.max_lag + 1))
+        """Seconds for starting a stage's engines and loading weights, which every replica reads from shared storage."""
         read = 2.0 * self.parameters * self.replicas / self.assume.storage
-        return starts * self.assume.engine_start + self.versions_of_stage * read
+        return self.assume.engine_start + self.versions_of_stage * read
 
     @property
     def side_by_side(self) -> bool:

@@ -75,12 +75,7 @@ class BuiltinEngine(RolloutEngine):
         self._model.to(self.device)  # type: ignore[arg-type]
 
     def sleep(self) -> None:
-        """Free the weights; `wake` reads them from ``policy_dir`` again."""
         self._model = None
-
-    def wake(self) -> None:
-        if self._model is None:
-            self.load_weights(self.policy_dir, self.version)
 
     @property
     def decoding(self) -> int:
@@ -96,7 +91,7 @@ class BuiltinEngine(RolloutEngine):
 
     def submit(self, number: int, request: Request) -> None:
         if self._model is None:
-            raise RuntimeError("the engine sleeps: call wake() before submit()")
+            raise RuntimeError("the engine sleeps: call load_weights() before submit()")
         config = self._model.config
         check_request(request.prompts, request.sampling, config.vocab_size, config.max_position_embeddings)
         self._number, self._decoder = number, _Decoder(self._model, request, self.version)

@@ -46,6 +46,7 @@ class Settings:
     tensor_parallel: int = 1  # GPUs of the replica
     float32_head: bool = True  # compute logits in float32 instead of the precision of the weights
     routed_experts: bool = False  # record them; only for a model with experts
+    sleeps: bool = False  # on a GPU, beside trainers: gives memory back to them without a new start
     options: Mapping[str, Any] = field(default_factory=dict)  # [rollout.vllm] or [rollout.sglang] of the recipe
     python: Path = Path(sys.executable)  # the interpreter in which the engine is installed
 
@@ -61,6 +62,7 @@ class Settings:
             tensor_parallel=table.tensor_parallel,
             float32_head=table.float32_head,
             routed_experts=routed_experts,
+            sleeps=recipe.actor.backend == "cuda" and recipe.schedule.colocate,
             options=table.options(table.engine),
             python=recipe.rollout.interpreter(table.engine) or Path(sys.executable),
         )

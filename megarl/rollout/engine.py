@@ -161,7 +161,7 @@ class RolloutEngine(Protocol):
         """For each sequence of n tokens, [n - 1] float32: log-probs at temperature 1 of all tokens but the first."""
 
     def load_weights(self, policy_dir: Path, version: int) -> None:
-        """Load the Hugging Face export in ``policy_dir``; later completions carry ``version``. Also ends a `sleep`.
+        """Load the Hugging Face export in ``policy_dir``; later completions carry ``version``. Ends a `sleep`.
 
         The engine then behaves like a newly started one; an engine that cannot reload in place is restarted.
         """
@@ -181,10 +181,7 @@ class RolloutEngine(Protocol):
         return None
 
     def sleep(self) -> None:
-        """Free the memory of weights and caches until `wake` or `load_weights` is called."""
-
-    def wake(self) -> None:
-        """End a `sleep` by loading the weights that were loaded last."""
+        """Free the memory of weights and caches until `load_weights` is called."""
 
     def close(self) -> None:
         """Release all resources; the engine cannot be used afterwards."""

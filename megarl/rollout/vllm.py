@@ -132,10 +132,11 @@ class VllmEngine(ContinuousEngine):
     def __init__(self, policy_dir: Path, version: int, settings: Settings) -> None:
         super().__init__(policy_dir, version, settings)
         self._engine: Any = None
+        self._asleep = False
         self._reloaded = False  # whether the current weights were loaded in place
         self._queued: set[str] = set()  # names of submitted responses without a first token
         _prepare_process(settings)
-        self.wake()
+        self._start()
 
     def load_weights(self, policy_dir: Path, version: int) -> None:
         """Loads in place, but restarts vLLM for models with experts on a CPU: version 0.32 reloads those wrongly.
@@ -145,42 +146,55 @@ class VllmEngine(ContinuousEngine):
         reloads = self._engine is not None and (self.settings.device == "cuda" or not self._has_experts)
         self.policy_dir, self.version = Path(policy_dir), version
         if not reloads:  # vLLM repacks the weights of experts for a CPU only when it starts
-            self.sleep()
-            self.wake()
+            self._start()
             return
+        if self._asleep:
+            with _memory_errors("waking", self.settings):
+                self._engine.wake_up()
         self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(self.policy_dir)})
         self._engine.reset_prefix_cache()
-        self._reloaded = True
+        self._asleep, self._reloaded = False, True
 
     def restart(self) -> bool:
         """Restart vLLM if its weights were loaded in place: weights loaded at its start are not affected by reloads."""
         if not self._reloaded:
             return False
-        self.sleep()
-        self.wake()
+        self._start()
         return True
 
     def sleep(self) -> None:
-        """Shut vLLM's engine down, which frees weights and cache; `wake` starts a new one."""
+        """Free weights and cache by vLLM's sleep mode, which keeps the engine with its CUDA graphs.
+
+        CPUs have none, and other engines than those beside trainers start without it: they are shut down.
+        """
+        if not self.settings.sleeps:
+            self.close()
+        elif not self._asleep:
+            self._engine.sleep(level=2)  # does not copy the weights to the host, since the next ones are others
+            self._asleep = True
+
+    def close(self) -> None:
         if self._engine is not None:
             self._engine.engine_core.shutdown()
             self._engine = None
             gc.collect()
 
-    def wake(self) -> None:
-        if self._engine is None:
-            self._engine = _start(self.policy_dir, self.settings)
-            self._reloaded, self._hf = False, read_hf_config(self.policy_dir)
-            cache = self._engine.vllm_config.cache_config
-            self.cache_tokens = cache.num_gpu_blocks * cache.block_size
+    def _start(self) -> None:
+        """Start vLLM's engine with the current policy, after the end of one that runs."""
+        self.close()
+        self._engine = _start(self.policy_dir, self.settings)
+        self._asleep = self._reloaded = False
+        self._hf = read_hf_config(self.policy_dir)
+        cache = self._engine.vllm_config.cache_config
+        self.cache_tokens = cache.num_gpu_blocks * cache.block_size
 
     @property
     def _has_experts(self) -> bool:
         return bool(self._engine.model_config.get_num_experts())
 
     def _check(self, request: Request) -> None:
-        if self._engine is None:
-            raise RuntimeError("the engine sleeps: call wake() before submit()")
+        if self._asleep or self._engine is None:
+            raise RuntimeError("the engine sleeps: call load_weights() before submit()")
         vocabulary = self._engine.model_config.get_vocab_size()
         check_request(request.prompts, request.sampling, vocabulary, self._engine.model_config.max_model_len)
         low, high = TEMPERATURES
@@ -330,6 +344,7 @@ def engine_arguments(policy_dir: Path, settings: Settings) -> dict[str, Any]:
         "generation_config": "vllm",  # not the policy's generation_config.json, which would change the distribution
         "tensor_parallel_size": settings.tensor_parallel,
         "disable_log_stats": True,
+        "enable_sleep_mode": settings.sleeps,
         "enable_return_routed_experts": settings.routed_experts,
         "hf_overrides": {"head_dtype": "float32" if settings.float32_head else "model"},
     }

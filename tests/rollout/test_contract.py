@@ -293,10 +293,10 @@ def test_the_cache_holds_as_many_responses_as_may_run(engine):
     assert TOGETHER * CONTEXT <= engine.cache_tokens < 2 * TOGETHER * CONTEXT
 
 
-@on(started("qwen3_moe", "builtin", "sglang"))  # for vLLM see test_vllm.py, where it wakes with other settings
-def test_an_engine_that_sleeps_serves_nothing_until_it_wakes(engine):
+@on(started("qwen3_moe", "builtin", "sglang"))  # for vLLM see test_vllm.py
+def test_an_engine_that_sleeps_serves_nothing_until_it_loads_weights(engine):
     engine.sleep()
-    with pytest.raises(RuntimeError, match="call wake"):
+    with pytest.raises(RuntimeError, match="call load_weights"):
         generate(engine, [[8]], sampling([[8]]))
-    engine.wake()
+    engine.load_weights(engine.policy_dir, engine.version)
     assert measure_drift(engine, reference_of(engine.policy_dir)).max < TOLERANCE

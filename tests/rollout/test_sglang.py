@@ -161,7 +161,7 @@ def test_loading_weights_and_sleeping_wait_until_the_server_is_idle(engine, monk
     idle, load, idle_again, sleep = asked
     assert idle == idle_again and idle.startswith("/flush_cache?timeout=")
     assert (load, sleep) == ("/update_weights_from_disk", "/release_memory_occupation")
-    engine.wake()
+    engine.load_weights(engine.policy_dir, engine.version)
     assert measure_drift(engine, reference_of(engine.policy_dir)).max < TOLERANCE
 
 

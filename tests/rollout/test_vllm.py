@@ -22,7 +22,9 @@ from megarl.storage.run_dir import RunDir
 from tests.helpers import children
 from tests.rollout.engines import (
     BOTH,
+    CONTEXT,
     PROMPTS,
+    TOGETHER,
     TOLERANCE,
     by_response,
     generate,
@@ -191,6 +193,41 @@ def test_a_wrong_reload_is_noticed_and_repaired(engine, tmp_path):
     assert measure_drift(engine, reference).max < TOLERANCE and not engine.restart()
 
 
+def test_an_engine_beside_trainers_sleeps_and_wakes_without_a_new_start(models, monkeypatch):
+    """vLLM's own sleep mode, from its engine to its worker. On a CPU that worker frees nothing: as after a sleep of
+    level 2 on a GPU, its weights are garbage here, and the order of the calls is noted."""
+    from vllm import EngineArgs
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    from megarl.rollout import vllm
+
+    arguments = vllm.engine_arguments(models["qwen3"][0], Settings("cuda", context=64, responses=2, sleeps=True))
+    assert EngineArgs(**arguments).enable_sleep_mode
+    calls = []
+
+    def sleep(worker, level):
+        calls.append(f"sleep {level}")
+        for parameter in worker.get_model().parameters():
+            parameter.data.fill_(math.nan)
+
+    reload = CPUWorker.reload_weights
+    monkeypatch.setattr(CPUWorker, "sleep", sleep)
+    monkeypatch.setattr(CPUWorker, "wake_up", lambda worker, tags: calls.append("wake"))
+    monkeypatch.setattr(CPUWorker, "reload_weights", lambda *x, **more: (calls.append("reload"), reload(*x, **more)))
+    monkeypatch.setattr(vllm, "_start", lambda *x, start=vllm._start: (calls.append("start"), start(*x))[1])
+    engine = vllm.VllmEngine(models["qwen3"][0], 0, Settings("cpu", context=CONTEXT, responses=TOGETHER))
+    engine.settings = replace(engine.settings, sleeps=True)
+    for version, policy in enumerate(models["qwen3"][::-1], 1):
+        engine.sleep()
+        engine.sleep()
+        with pytest.raises(RuntimeError, match="call load_weights"):
+            generate(engine, [[8]], sampling([[8]]))
+        engine.load_weights(policy, version)
+        assert measure_drift(engine, reference_of(policy)).max < TOLERANCE
+    assert calls == ["start", *["sleep 2", "wake", "reload"] * 2]
+    engine.close()
+
+
 def test_tensor_parallel_workers_survive_signals_that_stop_a_run(models):
     """A scheduler sends them to every process of a job; the engine must still return what was decoded."""
     from megarl.rollout.vllm import VllmEngine
@@ -223,12 +260,12 @@ def test_sleep_too_little_memory_and_waking_with_more_responses_than_fit_in_a_st
     from megarl.rollout.vllm import CPU_STEP, VllmEngine
 
     engine.sleep()
-    with pytest.raises(RuntimeError, match="call wake"):
+    with pytest.raises(RuntimeError, match="call load_weights"):
         generate(engine, [[8]], sampling([[8]]))
     with pytest.raises(UserError, match=r"memory.*memory_fraction = 1e-09 .*groups_per_chunk.*max_response_tokens"):
         VllmEngine(engine.policy_dir, 0, replace(engine.settings, memory_fraction=1e-9))
     engine.settings = replace(engine.settings, responses=100)
-    engine.wake()
+    engine.load_weights(engine.policy_dir, engine.version)
     assert measure_drift(engine, reference_of(engine.policy_dir)).max < TOLERANCE
     prompts = [[i % 39] * 53 for i in range(100)]
     assert len(prompts) * 53 > CPU_STEP

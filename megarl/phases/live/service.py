@@ -108,7 +108,7 @@ class LiveRolloutWorker:
         self.start = time.perf_counter()
         self.fresh = not any(stage.checkpoints.glob("update_*"))  # trainers start with the stage's first version
         self.worker: RolloutWorker | None = None
-        self.loaded = -1  # the version that the engine has
+        self.loaded = -1  # the version that the engine has; -1: none
         self.todo: list[Sequence[int]] = []  # all chunks of the stage, the same on all replicas
         self.next: Sequence[int] | None = None  # the chunk that this replica has taken, but not begun
 
@@ -217,17 +217,16 @@ class LiveRolloutWorker:
         number = self.state.round()
         if self.worker is not None:
             self.worker.engine.sleep()
+            self.loaded = -1
         self.state.rest(self.replicas.rank, number)
         while self.state.round() == number and not self.stop.asked:
             beat(WAITS, "sleep while trainers use the devices")
             time.sleep(POLL_SECONDS)
 
     def _load(self, version: int) -> RolloutWorker:
-        """Load ``version`` into the engine and check it, or wake an engine that has it; returns the worker."""
+        """Load ``version`` into the engine and check it, unless the engine has it; returns the worker."""
         start, path = time.perf_counter(), self.stage.run.version(version)
         if self.worker is not None and version == self.loaded:
-            beat("load", "wake-up of the engine")
-            self.worker.engine.wake()
             return self.worker
         self.state.announce(self.replicas.rank, version)
         _wait_for(path)

@@ -173,11 +173,6 @@ class SglangEngine(ContinuousEngine):
         """
         self._server.post(f"/flush_cache?timeout={IDLE_SECONDS}", {})
 
-    def wake(self) -> None:
-        """Reads the weights again, because the memory that SGLang allocates for them is empty."""
-        if self._asleep:
-            self.load_weights(self.policy_dir, self.version)
-
     def close(self) -> None:
         self._server.stop()
         self._folder.cleanup()
@@ -185,7 +180,7 @@ class SglangEngine(ContinuousEngine):
     def _check(self, request: Request) -> None:
         """Nothing is sent unchecked, because a token outside the vocabulary crashes SGLang's CPU build."""
         if self._asleep:
-            raise RuntimeError("the engine sleeps: call wake() before submit()")
+            raise RuntimeError("the engine sleeps: call load_weights() before submit()")
         check_request(request.prompts, request.sampling, self._hf["vocab_size"], self.settings.context)
         stops = set(request.sampling.stop_token_ids)
         if stops and (more := self._own_stops - stops):

@@ -9,6 +9,8 @@ import re
 import shlex
 import signal
 import socket
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -16,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers import ROOT, events, metrics, write_recipe
+from tests.helpers import ROOT, events, metrics, read_lines, write_recipe
 from tests.rehearsal.forks import in_fork
 
 # kernels are slow here; `test_the_commands_of_the_readme_work` has them
@@ -149,6 +151,96 @@ def test_a_phase_is_started_again_after_errors_of_nccl(recipe, tmp_path, monkeyp
     run = RunDir.open(tmp_path / "run")
     assert len(events(run, "restart")) == len(list(failures.iterdir())) == 2
     assert [line["update"] for line in metrics(run)] == [1, 2, 3] and run.final.exists()
+
+
+LIVE = ["run.rehearse=false", "eval.every=0", 'schedule.kind="live"', "schedule.stages=1", "schedule.sync_every=2"]
+LIVE = [part for setting in LIVE for part in ("--set", setting)]
+TWO_ENGINES = ["--set", "rollout.workers=2", "--set", "rollout.groups_per_chunk=1"]
+
+
+def test_each_engine_has_its_device_beside_a_package_that_asks_for_all_of_them(recipe, tmp_path):
+    """In new interpreters, as on GPUs. No process initialises CUDA before it has set what CUDA and torch read then."""
+    paths = [str(ROOT / "tests/rehearsal/installation"), os.environ["PYTHONPATH"]]
+    environment = {"PYTHONPATH": os.pathsep.join(paths), "MEGARL_TEST_CUDA": str(tmp_path / "starts")}
+    few = ["--set", "schedule.updates_per_stage=2", "--set", "schedule.max_lag=1"]
+    command = [sys.executable, "-m", "megarl.cli", "train", recipe, "--run-dir", tmp_path / "run", *CUDA]
+    subprocess.run([*command, *LIVE, *TWO_ENGINES, *few], env=os.environ | environment, cwd=ROOT, check=True)
+    trainer, *engines = sorted(read_lines(tmp_path / "starts"))
+    assert trainer == ["0", None, "expandable_segments:True"]
+    assert engines == [["1", "1", None], ["2", "2", None]]  # vLLM's allocator has settings of its own
+
+
+COLLECTIVES = (
+    "allreduce", "allreduce_coalesced", "reduce", "broadcast", "barrier", "allgather", "_allgather_base",
+    "allgather_into_tensor_coalesced", "gather", "scatter", "reduce_scatter", "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced", "alltoall_base", "alltoall", "send", "recv",
+)  # fmt: skip
+
+
+def note_turns(monkeypatch, folder: Path) -> None:
+    """Have the processes of a live stage write what they are about to do, in one order, into the file of an attempt."""
+    from megarl.phases import rollout_worker
+    from megarl.phases.live.state import LiveState
+
+    def noting(owner, name, what):
+        function = getattr(owner, name)
+
+        def noted(*arguments, **named):
+            with open(folder / os.environ["MEGARL_TEST_ATTEMPT"], "a") as file:
+                file.write(f"{what} {arguments[1] if owner is LiveState and len(arguments) > 1 else ''}\n")
+            return function(*arguments, **named)
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for name in ("begin_turns", "next_round", "rest", "leave"):
+        noting(LiveState, name, name)
+    noting(rollout_worker, "build_engine", "engine")
+    for name in COLLECTIVES:
+        noting(torch._C._distributed_c10d.ProcessGroup, name, "collective")
+
+
+def check_turns(file: Path, engines: int) -> tuple[int, int]:
+    """Check the order of what an attempt did; returns its numbers of turns and collectives."""
+    turns, collectives, started, resting, gone = 0, 0, 0, set(), set()
+    for line in file.read_text().splitlines():
+        what, _, worker = line.partition(" ")
+        if what in ("begin_turns", "next_round"):
+            turns, resting = turns + 1, set(gone)
+        elif what == "engine":
+            assert turns == 1, "an engine measures the free memory once trainers hold what they keep, and only once"
+            started += 1
+        elif what == "collective":
+            assert not turns or len(resting) == engines, "kernels of a collective would spin beside those of engines"
+            collectives += 1
+        else:
+            resting.add(worker)
+            gone.update([worker] if what == "leave" else [])
+    assert started == engines
+    return turns, collectives
+
+
+def test_on_shared_devices_engines_start_once_after_trainers_and_decode_without_collectives(
+    recipe, tmp_path, monkeypatch
+):
+    """At the first start and after a kill. The built-in engine stands for vLLM's, whose `sleep` is in test_vllm.py."""
+    note_turns(monkeypatch, tmp_path)
+    turns = ["schedule.colocate=true", "schedule.max_lag=3", "schedule.updates_per_stage=8", "actor.checkpoint_every=2"]
+    settings = [*LIVE, *TWO_ENGINES, *(part for setting in turns for part in ("--set", setting))]
+    run = tmp_path / "run"
+    train = ["train", recipe, "--run-dir", run, *CUDA, "--set", "actor.processes_per_node=2", *settings]
+    monkeypatch.setenv("MEGARL_TEST_ATTEMPT", "first")
+    pid = start_megarl(*train)
+    while not (run / "stages/000/checkpoints/update_000002").exists():
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), "the run has ended"
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    monkeypatch.setenv("MEGARL_TEST_ATTEMPT", "second")
+    megarl(*train)
+    for attempt, least in (("first", 1), ("second", 2)):
+        made, collectives = check_turns(tmp_path / attempt, engines=2)
+        assert made >= least and collectives > 0
+        print(f"{attempt} attempt: {made} turns of 2 engines, 2 starts, {collectives} collectives, none in their turns")
 
 
 def commands_of_the_readme() -> list[list[str]]:
