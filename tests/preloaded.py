@@ -17,7 +17,7 @@ NAMES = (
     "megarl.commands.train",
     "megarl.commands.one_phase",
     "megarl.commands.evaluate",
-    "megarl.workers.preflight",
+    "megarl.planner.preflight",
     "reasoning_gym",
     "megarl.rollout.builtin",
     "megarl.phases.optimize",

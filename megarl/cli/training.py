@@ -79,10 +79,10 @@ class OnAllNodes:
 def _train(options: argparse.Namespace, nodes: Nodes) -> None:
     from megarl.commands.scratch import stage_of
     from megarl.commands.train import optimizes, summarise_run, train
+    from megarl.planner.preflight import check
     from megarl.recipe.load import load_recipe
     from megarl.storage.run_dir import RunDir
     from megarl.storage.run_dir.recipes import check_continues, record_overrides
-    from megarl.workers.preflight import check
 
     checkpoint = None
     if options.continue_from:

@@ -15,13 +15,13 @@ import pytest
 from megarl.errors import UserError
 from megarl.linux import state_of
 from megarl.phases.entry import become
+from megarl.planner.preflight import check
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.storage.policies import copy_policy
 from megarl.storage.run_dir import RunDir
 from megarl.workers import launcher, preload, processes
 from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
-from megarl.workers.preflight import check
 from megarl.workers.processes import kill, stop_signals_noted, supervise
 from megarl.workers.watch import Stall, Watch, Watched
 from tests.helpers import ROOT, events, fork_server_of
