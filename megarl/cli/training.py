@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OnAllNodes:
-    """A command on a run directory: the first node (the leader) runs ``lead``, the others start what it orders.
+    """A command on a run directory: the first node runs ``lead``, the others the phases that it begins.
 
     recipe: it may have ``options.recipe``, whose mistakes are then reported as soon as possible.
     remembers: the ``--set`` of its first start need not be repeated to continue.

@@ -20,6 +20,7 @@ from megarl.heartbeats import FILE
 from megarl.phases import PHASES
 from megarl.phases.entry import ERROR_FILE
 from megarl.rollout import engine_module
+from megarl.storage.checked_json import read_intact_lines
 from megarl.storage.files import INTACT
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.workers.nodes import Nodes, Report
@@ -37,15 +38,15 @@ def run_phase(nodes: Nodes, stage: Stage, phase: str, processes: int) -> None:
     is gone. Raises that `UserError`, `PhaseFailed`, or KeyboardInterrupt when a node was told to stop.
     """
     run = stage.run
-    shutil.rmtree(_logs(stage, phase), ignore_errors=True)
+    shutil.rmtree(_logs(stage, phase, 0).parent, ignore_errors=True)
     start = time.monotonic()
     stage.log_event("phase_start", phase=phase, nodes=nodes.count, processes=processes)
     for attempt in itertools.count():
-        logs = _logs(stage, phase) / f"attempt_{attempt}"
+        logs = _logs(stage, phase, attempt)
         logs.mkdir(parents=True)
-        order = nodes.order(phase=phase, processes=processes, stage=stage.number, attempt=attempt)
+        nodes.begin()
         nodes.report(_run_here(nodes, stage, phase, processes, logs))
-        reports = nodes.reports(order)
+        reports = nodes.reports()
         seconds = round(time.monotonic() - start, 3)
         failure = _first_failure(reports)
         if failure is None:
@@ -64,32 +65,29 @@ def run_phase(nodes: Nodes, stage: Stage, phase: str, processes: int) -> None:
     stage.log_event("phase_end", phase=phase, seconds=seconds)
 
 
-def _logs(stage: Stage, phase: str) -> Path:
-    return stage.run.logs / f"{stage.number:03d}_{phase}"
+def _logs(stage: Stage, phase: str, attempt: int) -> Path:
+    return stage.run.logs / f"{stage.number:03d}_{phase}/attempt_{attempt}"
 
 
 def follow(nodes: Nodes, run_dir: Path) -> None:
-    """Carry out the leader's orders until it ends the run; for the agents of all nodes but the first."""
-    while True:
+    """Make the attempts at phases that the first agent begins, until it ends the run; for the agents of other nodes."""
+    while nodes.meet():
         try:
-            order = nodes.next_order()
-        except KeyboardInterrupt:
-            nodes.report(Report("stopped", time=time.time()))
-            raise
-        if order.get("end"):
-            return
-        try:
-            run = RunDir.open(run_dir)
-        except UserError as error:
+            stage, phase, processes, logs = _begun(RunDir.open(run_dir))
+        except (UserError, OSError, ValueError) as error:
             cause = f"{nodes.name()}: {error}; the run directory must lie on a file system that all nodes share"
             nodes.report(Report("failed", cause, mistake=True, time=time.time()))
-            continue
-        stage = run.stage(order["stage"])
-        phase, logs = order["phase"], _logs(stage, order["phase"]) / f"attempt_{order['attempt']}"
-        report = _run_here(nodes, stage, phase, order["processes"], logs)
-        if nodes.leader_lost:
-            raise nodes.lost_leader()
-        nodes.report(report)
+        else:
+            nodes.report(_run_here(nodes, stage, phase, processes, logs))
+
+
+def _begun(run: RunDir) -> tuple[Stage, str, int, Path]:
+    """The attempt that was begun last, as events.jsonl has it: stage, phase, processes on each node, folder of logs."""
+    events = read_intact_lines(run.events)[0]
+    index = max(index for index, event in enumerate(events) if event["event"] == "phase_start")
+    start, attempt = events[index], sum(event["event"] == "restart" for event in events[index:])
+    stage, phase = run.stage(start["stage"]), start["phase"]
+    return stage, phase, start["processes"], _logs(stage, phase, attempt)
 
 
 def _first_failure(reports: Mapping[int, Report]) -> Report | None:
@@ -115,7 +113,7 @@ def _run_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path
         with stop_signals_noted() as signals:  # before the start, so that a signal during it stops the processes too
             watch = _watch(nodes, stage, phase, processes, logs, Path(folder))
             started = start_here(nodes, stage, phase, processes, logs, Path(folder))
-            if cause := nodes.starter.complaint:
+            if (cause := nodes.starter.complaint) and nodes.rank == 0:
                 nodes.starter.complaint = ""
                 stage.log_event("no_progress", phase=phase, cause=cause)
             ended = supervise(started, signals, watch, nodes.aborted, PHASES[phase].saves)

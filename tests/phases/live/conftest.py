@@ -36,7 +36,7 @@ class Phases:
     """Starts single phases in the same way as the launcher."""
 
     def __init__(self):
-        self.nodes = Nodes(NodeRank(), Holding())
+        self.nodes, self.numbers = Nodes(NodeRank(), Holding()), itertools.count()
 
     def start(self, run, phase, stage=0, hold=None):
         """Start a phase; returns the ids of its processes, trainers first.
@@ -49,8 +49,7 @@ class Phases:
         where = run.stage(stage)
         actor, workers = run.recipe.actor.processes_per_node, where.rollout.workers
         processes = {"live": actor + workers, "optimize": actor, "rollout": workers}[phase]
-        number = self.nodes.order(phase=phase)
-        self.logs = run.logs / f"{number:04d}"
+        self.logs = run.logs / f"{next(self.numbers):04d}"
         self.logs.mkdir(parents=True)
         self.started = start_here(self.nodes, where, phase, processes, self.logs, self.logs)
         return self.started.pids
