@@ -7,7 +7,7 @@ import warnings
 
 os.environ.pop("MEGARL_PRELOAD", None)  # else the next import would begin with a run's imports
 
-from megarl.workers.preload import become_server
+from megarl.phases.preload import become_server
 
 NAMES = (
     "torch.distributed",

@@ -1,7 +1,7 @@
 """Starts the processes of a phase on one node, and supervises them until all have ended.
 
 They are processes of `multiprocessing`: forks of its fork server, which has imported what they need
-(`megarl.workers.preload`), or new interpreters ("spawn"), for engines that must be imported in a process of their own
+(`megarl.phases.preload`), or new interpreters ("spawn"), for engines that must be imported in a process of their own
 and for GPUs, whose variables must be set before CUDA is initialised. Each process leads a session of its own, and none
 outlives the node agent that started it.
 """
@@ -27,10 +27,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from megarl.errors import STOP_SIGNALS, PhaseFailed
-from megarl.phases import PHASES
+from megarl.phases import PHASES, preload
 from megarl.phases.entry import become_phase
 from megarl.rollout.signals import kept_from_children
-from megarl.workers import preload
 from megarl.workers.watch import Stall, Watch
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ NOT_REPORTED = 255  # the exit code that `multiprocessing` gives to a process wh
 Context = ForkServerContext | SpawnContext
 FORK: Context = multiprocessing.get_context("forkserver")
 NEW: Context = multiprocessing.get_context("spawn")
-PRELOAD = "megarl.workers.preload"
+PRELOAD = "megarl.phases.preload"
 
 Call = tuple[Callable[..., object], tuple[Any, ...]]  # what a process runs
 

@@ -14,12 +14,13 @@ import pytest
 
 from megarl.errors import UserError
 from megarl.linux import state_of
+from megarl.phases import preload
 from megarl.phases.entry import become
 from megarl.planner.preflight import check
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.storage.policies import copy_policy
 from megarl.storage.run_dir import RunDir
-from megarl.workers import launcher, preload, processes
+from megarl.workers import launcher, processes
 from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
 from megarl.workers.processes import kill, stop_signals_noted, supervise
@@ -268,7 +269,7 @@ READY_TO_FORK = """
 import json, os, sys
 from pathlib import Path
 from megarl.storage.run_dir import RunDir
-from megarl.workers import preload
+from megarl.phases import preload
 preload._import_all(RunDir.open(Path(sys.argv[1])).recipe, trains=True)
 assert "megatron.core" in sys.modules
 import torch
