@@ -66,7 +66,6 @@ class Nodes:
         self.starter = starter or Starter()
         self.rank, self.count, self._address, self._port = node.rank, node.count, node.address, node.port
         self._attempt = 0
-        self._hosts: dict[int, str] = {}
         self._beats = 0  # heartbeats of this agent
         self._silent = 0  # checks since the last answer of the store
         self.dead: dict[int, str] = {}  # rank -> message about the agent's death; only the first agent notices
@@ -112,18 +111,18 @@ class Nodes:
         self._set(f"host/{self.rank}", socket.gethostname())
         deadline = time.monotonic() + JOIN_SECONDS
         for rank in range(self.count):
-            while not (host := self._get(f"host/{rank}")):
+            while not self._get(f"host/{rank}"):
                 if time.monotonic() > deadline:
                     raise PhaseFailed(
                         f"node {rank} of {self.count} did not join within {JOIN_SECONDS:.0f} s: see that node's output"
                     )
                 time.sleep(POLL_SECONDS)
-            self._hosts[rank] = host
 
     def name(self, rank: int | None = None) -> str:
         """The name of a node, by default this one, for messages: rank and host name."""
-        rank = self.rank if rank is None else rank
-        return f"node {rank} ({self._hosts[rank]})" if rank in self._hosts else f"node {rank}"
+        if rank is None:
+            return f"node {self.rank} ({socket.gethostname()})"
+        return f"node {rank} ({self._get(f'host/{rank}')})"
 
     def _set(self, key: str, value: str) -> None:
         with self._needs_store():
@@ -215,9 +214,9 @@ class Nodes:
                 self._lose_first()
 
     def _exchange(self) -> None:
-        """Send heartbeats and notice when others' stop: the first agent those of all others, the others the first's.
+        """Send heartbeats, and notice when those of others stop: the first agent of any, the others of the first.
 
-        That the store still answers says nothing about the first agent: it has a thread of its own.
+        That its store still answers says nothing: it has a thread of its own.
         """
         others = range(1) if self.rank else range(1, self.count)
         keys, number = [f"alive/{rank}" for rank in others], 0

@@ -240,48 +240,35 @@ def supervise(
     A second Ctrl-C kills at once. A second SIGTERM does not, because Slurm sends one when a job should end and another
     when its time limit is reached.
     """
-    everybody = range(len(processes.pids))
+    count = len(processes.pids)
     codes, stall, reason = processes.poll(0), None, ""
-    while len(codes) < len(everybody) and not (_failed(codes) or stop_signals or stall or reason):
+    while len(codes) < count and not (_failed(codes) or stop_signals or stall or reason):
         codes = processes.poll(POLL_SECONDS)
-        stall, reason = watch.check(processes.pids, codes) if watch else None, aborted()
-    if stall or reason:
-        if watch and reason == STALLED:
-            stall = stall or watch.stopped(processes.pids)  # the other node may only have waited for this one
-        notes = watch.dump(processes.pids) if watch and (stall or reason == STALLED) else []
-        codes = _kill_and_wait(processes, hangs=stall is not None)
+        stall, reason = watch.check(codes) if watch else None, aborted()
+    patience = float(os.environ.get("MEGARL_SHUTDOWN_SECONDS", SHUTDOWN_SECONDS))
+    if watch and reason == STALLED:
+        stall = stall or watch.stopped()  # the other node may only have waited for this one
+    if killed := bool(stall or reason):
+        patience, notes = 0.0, watch.dump() if watch and (stall or reason == STALLED) else []
         stall = stall and replace(stall, text="\n".join([stall.text, *notes]))
-        return Ended(dict(codes), frozenset(_failed(codes)), bool(stop_signals), stall)
-    if _failed(codes):
+    elif _failed(codes):
         codes = processes.poll(POLL_SECONDS)  # others may have ended for the same reason
     elif stop_signals:
         print("stopping, saving" if saves else "stopping", file=sys.stderr, flush=True)
     first = frozenset(_failed(codes))
-    deadline = time.monotonic() + float(os.environ.get("MEGARL_SHUTDOWN_SECONDS", SHUTDOWN_SECONDS))
-    if len(codes) < len(everybody):
-        for index in everybody:
+    if not killed and len(codes) < count:
+        for index in range(count):
             processes.signal(index, signal.SIGTERM, group=False)
-    while len(codes) < len(everybody):
-        if time.monotonic() > deadline or _second_ctrl_c(stop_signals) or aborted():
+    kill_at = time.monotonic() + patience
+    abandon_at = kill_at + (0.0 if stall else ABANDON_SECONDS)  # at a stall, the fork server may be what hangs
+    while len(codes) < count:
+        if time.monotonic() >= kill_at or _second_ctrl_c(stop_signals) or aborted():
             kill(processes)
-        if time.monotonic() > deadline + ABANDON_SECONDS:
+        if time.monotonic() >= abandon_at:
             processes.abandon()
         codes = processes.poll(POLL_SECONDS)
     end_sessions(processes.pids)
-    return Ended(dict(codes), first, bool(stop_signals))
-
-
-def _kill_and_wait(processes: Processes, hangs: bool) -> dict[int, int]:
-    """Kill all processes and wait for their ends; returns exit codes. hangs: the fork server may be what hangs."""
-    deadline = time.monotonic() + (0.0 if hangs else ABANDON_SECONDS)
-    codes = processes.poll(0)
-    while len(codes) < len(processes.pids):
-        kill(processes)
-        if time.monotonic() >= deadline:
-            processes.abandon()
-        codes = processes.poll(POLL_SECONDS)
-    end_sessions(processes.pids)
-    return codes
+    return Ended(dict(codes), frozenset(_failed(codes)) if killed else first, bool(stop_signals), stall)
 
 
 def _second_ctrl_c(stop_signals: Sequence[tuple[int, float]]) -> bool:

@@ -8,7 +8,7 @@ import pytest
 from megarl.recipe.load import load_recipe
 from megarl.storage.policies import copy_policy
 from megarl.storage.run_dir import RunDir
-from megarl.workers.launcher import start_here
+from megarl.workers.launcher import Here
 from megarl.workers.nodes import NodeRank, Nodes
 from megarl.workers.processes import Starter, supervise
 from tests.helpers import ROOT, events, metrics, write_recipe  # noqa: F401 - the tests import these from here
@@ -51,7 +51,7 @@ class Phases:
         processes = {"live": actor + workers, "optimize": actor, "rollout": workers}[phase]
         self.logs = run.logs / f"{next(self.numbers):04d}"
         self.logs.mkdir(parents=True)
-        self.started = start_here(self.nodes, where, phase, processes, self.logs, self.logs)
+        self.started = Here(self.nodes, where, phase, processes, self.logs, self.logs).start()
         return self.started.pids
 
     def wait_until_held(self):
