@@ -17,7 +17,7 @@ import psutil
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megarl.workers.preload import SERVER_NAME
+from megarl.phases.preload import SERVER_NAME
 
 ROOT = Path(__file__).parents[1]
 SGLANG_PYTHON = ROOT / "tests/rollout/sglang/python"  # the interpreter of .venv-sglang

@@ -7,7 +7,7 @@ import warnings
 
 os.environ.pop("MEGARL_PRELOAD", None)  # else the next import would begin with a run's imports
 
-from megarl.workers.preload import become_server
+from megarl.phases.preload import become_server
 
 NAMES = (
     "torch.distributed",
@@ -17,7 +17,7 @@ NAMES = (
     "megarl.commands.train",
     "megarl.commands.one_phase",
     "megarl.commands.evaluate",
-    "megarl.workers.preflight",
+    "megarl.planner.preflight",
     "reasoning_gym",
     "megarl.rollout.builtin",
     "megarl.phases.optimize",

@@ -115,7 +115,7 @@ SUITES = {
         (
             *("-m", "not vllm and not sglang and not crash and not layouts"),
             *("tests/actor", "tests/models", "tests/rollout", "tests/recipe", "tests/data", "tests/planner"),
-            *("tests/storage", "tests/workers/test_preflight.py", "tests/views/test_doctor.py"),
+            *("tests/storage", "tests/views/test_doctor.py"),
         ),
         packages=(
             *("--no-deps", "--only-binary=:all:", "--python-version", "3.12", "--ignore-requires-python"),

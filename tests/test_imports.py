@@ -23,13 +23,7 @@ PACKAGE = Path(megarl.__file__).parent
 MODULES = ["megarl", *(module.name for module in pkgutil.walk_packages([str(PACKAGE)], "megarl."))]
 HEAVY = {  # package: the modules (and everything below them) whose import may load it
     "megatron": ("megarl.actor", "megarl.phases"),
-    "transformers": (
-        "megarl.actor",
-        "megarl.data",
-        "megarl.phases",
-        "megarl.rollout",
-        "megarl.workers.preload",
-    ),
+    "transformers": ("megarl.actor", "megarl.data", "megarl.phases", "megarl.rollout"),
     "nemo_run": (),
     **{name: (engine.module,) for name, engine in ENGINES.items()},  # an engine is named like its package
 }

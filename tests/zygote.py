@@ -106,7 +106,7 @@ def fork_server(path: bytes, arguments: list[str], descriptors: list[int]) -> in
     if pid := os.fork():
         return pid
     try:
-        sys.modules.pop("megarl.workers.preload", None)  # an import begins its work
+        sys.modules.pop("megarl.phases.preload", None)  # an import begins its work
         exec(code)
     finally:
         os._exit(0)
@@ -122,7 +122,7 @@ def new_fork_server(replace: Any = setattr) -> Callable[[], None]:
     Returns a function that ends it, and requires that it has no forks left.
     """
     server = forkserver.ForkServer()
-    replace(processes, "PRELOAD", "megarl.workers.preload")
+    replace(processes, "PRELOAD", "megarl.phases.preload")
     replace(util, "spawnv_passfds", fork_server)
     for name in OF_ALL_TESTS:
         replace(forkserver, name, getattr(server, name))

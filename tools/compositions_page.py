@@ -16,8 +16,8 @@ from megarl.errors import UserError
 from megarl.models import FAMILIES
 from megarl.models.hf_config import read_hf_config
 from megarl.models.lora import matrices
+from megarl.planner.preflight import check_composition
 from megarl.recipe.load import parse_recipe
-from megarl.workers.preflight import check_composition
 from tests.actor.conftest import config_settings
 
 PAGE = Path(__file__).resolve().parents[1] / "docs/compositions.md"

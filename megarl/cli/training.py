@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class OnAllNodes:
-    """A command on a run directory: the first node (the leader) runs ``lead``, the others start what it orders.
+    """A command on a run directory: the first node runs ``lead``, the others the phases that it begins.
 
     recipe: it may have ``options.recipe``, whose mistakes are then reported as soon as possible.
     remembers: the ``--set`` of its first start need not be repeated to continue.
@@ -79,10 +79,10 @@ class OnAllNodes:
 def _train(options: argparse.Namespace, nodes: Nodes) -> None:
     from megarl.commands.scratch import stage_of
     from megarl.commands.train import optimizes, summarise_run, train
+    from megarl.planner.preflight import check
     from megarl.recipe.load import load_recipe
     from megarl.storage.run_dir import RunDir
     from megarl.storage.run_dir.recipes import check_continues, record_overrides
-    from megarl.workers.preflight import check
 
     checkpoint = None
     if options.continue_from:

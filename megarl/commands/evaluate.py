@@ -11,6 +11,7 @@ from megarl.commands.scratch import open_staged, run_scratch_phase, updates_with
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
 from megarl.models.lora import check_exported_alone
+from megarl.planner.preflight import check
 from megarl.recipe.data_table import FILES
 from megarl.recipe.eval_table import SuiteTable, default_name
 from megarl.recipe.load import load_recipe, override_recipe
@@ -22,7 +23,6 @@ from megarl.storage.policies import INFO_FILE
 from megarl.storage.run_dir import RunDir, Stage, checks
 from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
-from megarl.workers.preflight import check
 
 
 def export_policy(run_dir: Path, number: int, update: int, output: Path, adapters: bool = False) -> str:

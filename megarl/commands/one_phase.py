@@ -13,6 +13,7 @@ from megarl.commands.stages.ingest import check_filled
 from megarl.commands.train import rehearse
 from megarl.errors import UserError
 from megarl.phases.serve import KEY
+from megarl.planner.preflight import check
 from megarl.recipe.layout import BATCHES, TRAINING_TABLES
 from megarl.recipe.load import Overrides, load_recipe, override_recipe, parse_override, recipe_diff
 from megarl.recipe.tables import Recipe
@@ -27,7 +28,6 @@ from megarl.views.progress import Progress
 from megarl.views.report import write_report
 from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import Nodes
-from megarl.workers.preflight import check
 
 NEED_NO_ANSWER = ("python", "http", "judge")  # kinds of rewards that can score a prompt of which only the text is known
 

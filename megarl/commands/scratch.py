@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
+from megarl.planner.preflight import check
 from megarl.recipe.tables import Recipe
 from megarl.storage.checkpoints import checkpoints
 from megarl.storage.files import make_directory
@@ -17,7 +18,6 @@ from megarl.views.progress import Progress
 from megarl.workers.launcher import run_phase
 from megarl.workers.node_rank import NodeRank
 from megarl.workers.nodes import Nodes
-from megarl.workers.preflight import check
 
 
 def open_stage(run_dir: Path, number: int) -> Stage:

@@ -10,7 +10,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from megarl.heartbeats import FILE
 from megarl.phases import PHASES
 from megarl.phases.entry import ERROR_FILE
 from megarl.rollout import engine_module
+from megarl.storage.checked_json import read_intact_lines
 from megarl.storage.files import INTACT
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.workers.nodes import Nodes, Report
@@ -37,15 +38,15 @@ def run_phase(nodes: Nodes, stage: Stage, phase: str, processes: int) -> None:
     is gone. Raises that `UserError`, `PhaseFailed`, or KeyboardInterrupt when a node was told to stop.
     """
     run = stage.run
-    shutil.rmtree(_logs(stage, phase), ignore_errors=True)
+    shutil.rmtree(_logs(stage, phase, 0).parent, ignore_errors=True)
     start = time.monotonic()
     stage.log_event("phase_start", phase=phase, nodes=nodes.count, processes=processes)
     for attempt in itertools.count():
-        logs = _logs(stage, phase) / f"attempt_{attempt}"
+        logs = _logs(stage, phase, attempt)
         logs.mkdir(parents=True)
-        order = nodes.order(phase=phase, processes=processes, stage=stage.number, attempt=attempt)
+        nodes.begin()
         nodes.report(_run_here(nodes, stage, phase, processes, logs))
-        reports = nodes.reports(order)
+        reports = nodes.reports()
         seconds = round(time.monotonic() - start, 3)
         failure = _first_failure(reports)
         if failure is None:
@@ -64,32 +65,29 @@ def run_phase(nodes: Nodes, stage: Stage, phase: str, processes: int) -> None:
     stage.log_event("phase_end", phase=phase, seconds=seconds)
 
 
-def _logs(stage: Stage, phase: str) -> Path:
-    return stage.run.logs / f"{stage.number:03d}_{phase}"
+def _logs(stage: Stage, phase: str, attempt: int) -> Path:
+    return stage.run.logs / f"{stage.number:03d}_{phase}/attempt_{attempt}"
 
 
 def follow(nodes: Nodes, run_dir: Path) -> None:
-    """Carry out the leader's orders until it ends the run; for the agents of all nodes but the first."""
-    while True:
+    """Make the attempts at phases that the first agent begins, until it ends the run; for the agents of other nodes."""
+    while nodes.meet():
         try:
-            order = nodes.next_order()
-        except KeyboardInterrupt:
-            nodes.report(Report("stopped", time=time.time()))
-            raise
-        if order.get("end"):
-            return
-        try:
-            run = RunDir.open(run_dir)
-        except UserError as error:
+            stage, phase, processes, logs = _begun(RunDir.open(run_dir))
+        except (UserError, OSError, ValueError) as error:
             cause = f"{nodes.name()}: {error}; the run directory must lie on a file system that all nodes share"
             nodes.report(Report("failed", cause, mistake=True, time=time.time()))
-            continue
-        stage = run.stage(order["stage"])
-        phase, logs = order["phase"], _logs(stage, order["phase"]) / f"attempt_{order['attempt']}"
-        report = _run_here(nodes, stage, phase, order["processes"], logs)
-        if nodes.leader_lost:
-            raise nodes.lost_leader()
-        nodes.report(report)
+        else:
+            nodes.report(_run_here(nodes, stage, phase, processes, logs))
+
+
+def _begun(run: RunDir) -> tuple[Stage, str, int, Path]:
+    """The attempt that was begun last, as events.jsonl has it: stage, phase, processes on each node, folder of logs."""
+    events = read_intact_lines(run.events)[0]
+    index = max(index for index, event in enumerate(events) if event.get("event") == "phase_start")
+    start, attempt = events[index], sum(event.get("event") == "restart" for event in events[index:])
+    stage, phase = run.stage(start["stage"]), start["phase"]
+    return stage, phase, start["processes"], _logs(stage, phase, attempt)
 
 
 def _first_failure(reports: Mapping[int, Report]) -> Report | None:
@@ -110,114 +108,125 @@ def _first_failure(reports: Mapping[int, Report]) -> Report | None:
 
 def _run_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path) -> Report:
     """Make one attempt at a phase on this node."""
-    # error files go to a folder of their own, because the disk with the logs may be full
-    with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
-        with stop_signals_noted() as signals:  # before the start, so that a signal during it stops the processes too
-            watch = _watch(nodes, stage, phase, processes, logs, Path(folder))
-            started = start_here(nodes, stage, phase, processes, logs, Path(folder))
-            if cause := nodes.starter.complaint:
-                nodes.starter.complaint = ""
-                stage.log_event("no_progress", phase=phase, cause=cause)
-            ended = supervise(started, signals, watch, nodes.aborted, PHASES[phase].saves)
-        failures = {rank: _failure(rank, logs, Path(folder)) for rank in _ranks(nodes, processes)}
-        report = _report(ended, nodes, stage, phase, failures)
-        return replace(report, last_seen="\n".join(watch.describe(started.pids)))
 
-
-def _watch(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path, folder: Path) -> Watch:
     def warn(message: str) -> None:
-        if nodes.rank == 0:  # only the leader writes events; it logs the other nodes' stalls from their reports
+        if nodes.rank == 0:  # which has the other nodes' stalls from their reports
             stage.log_event("no_progress", phase=phase, cause=message)
 
-    watched = [Watched(rank, _beats_file(folder, rank), _log(logs, rank)) for rank in _ranks(nodes, processes)]
-    cuda = stage.run.recipe.actor.backend == "cuda"
-    nccl = (_nccl_pipe(folder), _nccl_dump(logs)) if cuda else None
-    return Watch(watched, stage.run.recipe.run.stall_seconds, nodes.count == 1, warn, nccl)
+    with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
+        here = Here(nodes, stage, phase, processes, logs, Path(folder))
+        with stop_signals_noted() as signals:  # before the start, so that a signal during it stops the processes too
+            started = here.start()
+            watch = here.watch(started, warn)
+            if nodes.starter.complaint:
+                warn(nodes.starter.complaint)
+                nodes.starter.complaint = ""
+            ended = supervise(started, signals, watch, nodes.aborted, PHASES[phase].saves)
+        return replace(here.report(ended), last_seen="\n".join(watch.describe()))
 
 
-def start_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path, errors: Path) -> Processes:
-    """Start this node's processes of a phase: output goes to files in ``logs``, errors and heartbeats to ``errors``."""
-    seconds = stage.run.recipe.run.stall_seconds
-    specs = [
-        Process(
-            phase=phase,
-            run=str(stage.run.root),
-            stage=stage.number,
-            log=str(_log(logs, rank)),
-            environment=dict(os.environ)
-            | _environment(nodes, rank, processes)
-            | {ERROR_FILE: str(_error_file(errors, rank)), FILE: str(_beats_file(errors, rank))}
-            | {PATIENCE: str(2 * seconds), STORE: nodes.phase_store or str(errors / "store")}
-            | (_flight_recorder(logs, errors) if _trains_on_gpus(stage, phase, rank % processes) else {}),
-            end=str(errors / f"rank_{rank:04d}.end"),
-        )
-        for rank in _ranks(nodes, processes)
-    ]
-    new = PHASES[phase].engine and engine_module(stage.rollout.engine).NEW_INTERPRETER
-    return nodes.starter.start(specs, stage.run.recipe, new)
+@dataclass(frozen=True)
+class Here:
+    """One attempt at a phase on this node.
 
-
-def _ranks(nodes: Nodes, processes: int) -> range:
-    """The ranks of this node's processes; ranks are assigned node by node."""
-    return range(nodes.rank * processes, (nodes.rank + 1) * processes)
-
-
-def _environment(nodes: Nodes, rank: int, processes: int) -> dict[str, str]:
-    """The environment variables of torch and the engines that tell a process its rank."""
-    values = {
-        "RANK": rank,
-        "WORLD_SIZE": nodes.count * processes,
-        "LOCAL_RANK": rank % processes,
-        "LOCAL_WORLD_SIZE": processes,
-        "GROUP_RANK": nodes.rank,
-        "GROUP_WORLD_SIZE": nodes.count,
-    }
-    return {name: str(value) for name, value in values.items()}
-
-
-def _log(logs: Path, rank: int) -> Path:
-    """The file for stdout and stderr of a rank."""
-    return logs / f"rank_{rank:04d}.log"
-
-
-def _error_file(errors: Path, rank: int) -> Path:
-    return errors / f"rank_{rank:04d}.json"
-
-
-def _beats_file(folder: Path, rank: int) -> Path:
-    return folder / f"rank_{rank:04d}.beats"
-
-
-def _nccl_pipe(folder: Path) -> Path:
-    """Prefix of the flight recorder's pipes, to which torch adds the rank and ".pipe"."""
-    return folder / "nccl_"
-
-
-def _nccl_dump(logs: Path) -> Path:
-    """Prefix of the flight recorder's dumps, to which torch adds the rank."""
-    return logs / "nccl_rank_"
-
-
-def _trains_on_gpus(stage: Stage, phase: str, local_rank: int) -> bool:
-    actor = stage.run.recipe.actor
-    return PHASES[phase].actor and local_rank < actor.processes_per_node and actor.backend == "cuda"
-
-
-def _flight_recorder(logs: Path, folder: Path) -> dict[str, str]:
-    """Variables of torch's flight recorder, which records NCCL's last collectives and dumps them on demand or failure.
-
-    Names are those of torch 2.11 to 2.13; where two mean the same, the first is the newer one. Variables that the user
-    has set are left out, so that they keep their values.
+    processes: number of them on each node. logs: the folder for their output. folder: for errors and heartbeats, since
+    the disk with the logs may be full.
     """
-    values = {
-        "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": str(_nccl_dump(logs)),
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": str(_nccl_dump(logs)),
-        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": str(_nccl_pipe(folder)),
-    }
-    return {name: value for name, value in values.items() if name not in os.environ}
+
+    nodes: Nodes
+    stage: Stage
+    phase: str
+    processes: int
+    logs: Path
+    folder: Path
+
+    @property
+    def ranks(self) -> range:
+        """The ranks of this node's processes; ranks are assigned node by node."""
+        return range(self.nodes.rank * self.processes, (self.nodes.rank + 1) * self.processes)
+
+    def log(self, rank: int) -> Path:
+        """The file for stdout and stderr of a rank."""
+        return self.logs / f"rank_{rank:04d}.log"
+
+    def file(self, rank: int, kind: str) -> Path:
+        """The file for a rank's ``error``, its heartbeats (``beats``) or its exit code (``end``)."""
+        return self.folder / f"rank_{rank:04d}.{kind}"
+
+    @property
+    def nccl(self) -> tuple[Path, Path]:
+        """Prefixes of the flight recorder's pipes and dumps, to which torch adds the rank (and ".pipe")."""
+        return self.folder / "nccl_", self.logs / "nccl_rank_"
+
+    def watch(self, started: Processes, warn: Callable[[str], None]) -> Watch:
+        recipe, pids = self.stage.run.recipe, zip(self.ranks, started.pids, strict=True)
+        watched = [Watched(rank, pid, self.file(rank, "beats"), self.log(rank)) for rank, pid in pids]
+        nccl = self.nccl if recipe.actor.backend == "cuda" else None
+        return Watch(watched, recipe.run.stall_seconds, self.nodes.count == 1, warn, nccl)
+
+    def start(self) -> Processes:
+        """Start this node's processes of the phase."""
+        run = self.stage.run
+        specs = [
+            Process(
+                phase=self.phase,
+                run=str(run.root),
+                stage=self.stage.number,
+                log=str(self.log(rank)),
+                environment=dict(os.environ) | {name: str(value) for name, value in self._variables(rank).items()},
+                end=str(self.file(rank, "end")),
+            )
+            for rank in self.ranks
+        ]
+        new = PHASES[self.phase].engine and engine_module(self.stage.rollout.engine).NEW_INTERPRETER
+        return self.nodes.starter.start(specs, run.recipe, new)
+
+    def _variables(self, rank: int) -> dict[str, object]:
+        """Environment variables of a process: those of torch and the engines that tell its rank, and megarl's."""
+        actor, local = self.stage.run.recipe.actor, rank % self.processes
+        trains_on_gpu = PHASES[self.phase].actor and local < actor.processes_per_node and actor.backend == "cuda"
+        return {
+            "RANK": rank,
+            "WORLD_SIZE": self.nodes.count * self.processes,
+            "LOCAL_RANK": local,
+            "LOCAL_WORLD_SIZE": self.processes,
+            "GROUP_RANK": self.nodes.rank,
+            "GROUP_WORLD_SIZE": self.nodes.count,
+            ERROR_FILE: self.file(rank, "error"),
+            FILE: self.file(rank, "beats"),
+            PATIENCE: 2 * self.stage.run.recipe.run.stall_seconds,
+            STORE: self.nodes.phase_store or self.folder / "store",
+        } | (_flight_recorder(*self.nccl) if trains_on_gpu else {})
+
+    def report(self, ended: Ended) -> Report:
+        """How the attempt ended."""
+        if ended.stopped:  # even if all processes are done: the run must not go on to the next phase
+            return Report("stopped", time=time.time())
+        where = f", {self.nodes.name()}" if self.nodes.count > 1 else ""
+        if ended.stall is not None:
+            cause = f"{self.phase} of stage {self.stage.number}{where}: {ended.stall.text}"
+            return Report("failed", cause, primary=ended.stall.certain, stalled=True, time=time.time())
+        codes = {self.ranks[index]: ended.codes[index] for index in ended.first}
+        codes = {rank: code for rank, code in codes.items() if code not in (STOPPED, -signal.SIGTERM)}
+        if not any(ended.codes.values()):
+            return Report("done")
+        if not codes:  # a stop signal reached the processes, but not this agent
+            return Report("stopped", time=time.time())
+        if self.nodes.aborted() and all(code == -signal.SIGKILL for code in codes.values()):
+            return Report("aborted", "killed because another node failed", time=time.time())
+        failures = {rank: self._failure(rank) for rank in codes}
+        rank = min(codes, key=lambda rank: (not _primary(codes[rank]), failures[rank].time))
+        failure, code = failures[rank], codes[rank]
+        cause, mistake = _explain(failure, code, self.stage.run)
+        if not mistake:
+            cause = f"{self.phase} of stage {self.stage.number}, rank {rank}{where}: {cause}"
+        return Report("failed", cause, mistake, _primary(code), failure.time)
+
+    def _failure(self, rank: int) -> Failure:
+        try:
+            return Failure(self.log(rank), **json.loads(self.file(rank, "error").read_text()))
+        except (OSError, ValueError):  # killed, or written on a full disk
+            return Failure(self.log(rank))
 
 
 @dataclass(frozen=True)
@@ -230,38 +239,21 @@ class Failure:
     time: float = field(default_factory=time.time)
 
 
-def _failure(rank: int, logs: Path, errors: Path) -> Failure:
-    try:
-        return Failure(_log(logs, rank), **json.loads(_error_file(errors, rank).read_text()))
-    except (OSError, ValueError):  # killed, or written on a full disk
-        return Failure(_log(logs, rank))
+def _flight_recorder(pipes: Path, dumps: Path) -> dict[str, object]:
+    """Variables of torch's flight recorder, which records NCCL's last collectives and dumps them on demand or failure.
 
-
-def _report(ended: Ended, nodes: Nodes, stage: Stage, phase: str, failures: dict[int, Failure]) -> Report:
-    if ended.stopped:  # even if all processes are done: the run must not go on to the next phase
-        return Report("stopped", time=time.time())
-    if ended.stall is not None:
-        cause = f"{phase} of stage {stage.number}{_on(nodes)}: {ended.stall.text}"
-        return Report("failed", cause, primary=ended.stall.certain, stalled=True, time=time.time())
-    ranks = list(failures)
-    codes = {ranks[index]: ended.codes[index] for index in ended.first}
-    codes = {rank: code for rank, code in codes.items() if code not in (STOPPED, -signal.SIGTERM)}
-    if not any(ended.codes.values()):
-        return Report("done")
-    if not codes:  # a stop signal reached the processes, but not this agent
-        return Report("stopped", time=time.time())
-    if nodes.aborted() and all(code == -signal.SIGKILL for code in codes.values()):
-        return Report("aborted", "killed because another node failed", time=time.time())
-    rank = min(codes, key=lambda rank: (not _primary(codes[rank]), failures[rank].time))
-    failure, code = failures[rank], codes[rank]
-    cause, mistake = _explain(failure, code, stage.run)
-    if not mistake:
-        cause = f"{phase} of stage {stage.number}, rank {rank}{_on(nodes)}: {cause}"
-    return Report("failed", cause, mistake, _primary(code), failure.time)
-
-
-def _on(nodes: Nodes) -> str:
-    return f", {nodes.name()}" if nodes.count > 1 else ""
+    Names are those of torch 2.11 to 2.13; where two mean the same, the first is the newer one. Variables that the user
+    has set are left out, so that they keep their values.
+    """
+    values = {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
+        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
+        "TORCH_FR_DUMP_TEMP_FILE": dumps,
+        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": dumps,
+        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": pipes,
+    }
+    return {name: value for name, value in values.items() if name not in os.environ}
 
 
 def _primary(code: int) -> bool:

@@ -1,7 +1,7 @@
 """Starts the processes of a phase on one node, and supervises them until all have ended.
 
 They are processes of `multiprocessing`: forks of its fork server, which has imported what they need
-(`megarl.workers.preload`), or new interpreters ("spawn"), for engines that must be imported in a process of their own
+(`megarl.phases.preload`), or new interpreters ("spawn"), for engines that must be imported in a process of their own
 and for GPUs, whose variables must be set before CUDA is initialised. Each process leads a session of its own, and none
 outlives the node agent that started it.
 """
@@ -27,10 +27,9 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from megarl.errors import STOP_SIGNALS, PhaseFailed
-from megarl.phases import PHASES
+from megarl.phases import PHASES, preload
 from megarl.phases.entry import become_phase
 from megarl.rollout.signals import kept_from_children
-from megarl.workers import preload
 from megarl.workers.watch import Stall, Watch
 
 if TYPE_CHECKING:
@@ -47,7 +46,7 @@ NOT_REPORTED = 255  # the exit code that `multiprocessing` gives to a process wh
 Context = ForkServerContext | SpawnContext
 FORK: Context = multiprocessing.get_context("forkserver")
 NEW: Context = multiprocessing.get_context("spawn")
-PRELOAD = "megarl.workers.preload"
+PRELOAD = "megarl.phases.preload"
 
 Call = tuple[Callable[..., object], tuple[Any, ...]]  # what a process runs
 
@@ -241,48 +240,35 @@ def supervise(
     A second Ctrl-C kills at once. A second SIGTERM does not, because Slurm sends one when a job should end and another
     when its time limit is reached.
     """
-    everybody = range(len(processes.pids))
+    count = len(processes.pids)
     codes, stall, reason = processes.poll(0), None, ""
-    while len(codes) < len(everybody) and not (_failed(codes) or stop_signals or stall or reason):
+    while len(codes) < count and not (_failed(codes) or stop_signals or stall or reason):
         codes = processes.poll(POLL_SECONDS)
-        stall, reason = watch.check(processes.pids, codes) if watch else None, aborted()
-    if stall or reason:
-        if watch and reason == STALLED:
-            stall = stall or watch.stopped(processes.pids)  # the other node may only have waited for this one
-        notes = watch.dump(processes.pids) if watch and (stall or reason == STALLED) else []
-        codes = _kill_and_wait(processes, hangs=stall is not None)
+        stall, reason = watch.check(codes) if watch else None, aborted()
+    patience = float(os.environ.get("MEGARL_SHUTDOWN_SECONDS", SHUTDOWN_SECONDS))
+    if watch and reason == STALLED:
+        stall = stall or watch.stopped()  # the other node may only have waited for this one
+    if killed := bool(stall or reason):
+        patience, notes = 0.0, watch.dump() if watch and (stall or reason == STALLED) else []
         stall = stall and replace(stall, text="\n".join([stall.text, *notes]))
-        return Ended(dict(codes), frozenset(_failed(codes)), bool(stop_signals), stall)
-    if _failed(codes):
+    elif _failed(codes):
         codes = processes.poll(POLL_SECONDS)  # others may have ended for the same reason
     elif stop_signals:
         print("stopping, saving" if saves else "stopping", file=sys.stderr, flush=True)
     first = frozenset(_failed(codes))
-    deadline = time.monotonic() + float(os.environ.get("MEGARL_SHUTDOWN_SECONDS", SHUTDOWN_SECONDS))
-    if len(codes) < len(everybody):
-        for index in everybody:
+    if not killed and len(codes) < count:
+        for index in range(count):
             processes.signal(index, signal.SIGTERM, group=False)
-    while len(codes) < len(everybody):
-        if time.monotonic() > deadline or _second_ctrl_c(stop_signals) or aborted():
+    kill_at = time.monotonic() + patience
+    abandon_at = kill_at + (0.0 if stall else ABANDON_SECONDS)  # at a stall, the fork server may be what hangs
+    while len(codes) < count:
+        if time.monotonic() >= kill_at or _second_ctrl_c(stop_signals) or aborted():
             kill(processes)
-        if time.monotonic() > deadline + ABANDON_SECONDS:
+        if time.monotonic() >= abandon_at:
             processes.abandon()
         codes = processes.poll(POLL_SECONDS)
     end_sessions(processes.pids)
-    return Ended(dict(codes), first, bool(stop_signals))
-
-
-def _kill_and_wait(processes: Processes, hangs: bool) -> dict[int, int]:
-    """Kill all processes and wait for their ends; returns exit codes. hangs: the fork server may be what hangs."""
-    deadline = time.monotonic() + (0.0 if hangs else ABANDON_SECONDS)
-    codes = processes.poll(0)
-    while len(codes) < len(processes.pids):
-        kill(processes)
-        if time.monotonic() >= deadline:
-            processes.abandon()
-        codes = processes.poll(POLL_SECONDS)
-    end_sessions(processes.pids)
-    return codes
+    return Ended(dict(codes), frozenset(_failed(codes)) if killed else first, bool(stop_signals), stall)
 
 
 def _second_ctrl_c(stop_signals: Sequence[tuple[int, float]]) -> bool:

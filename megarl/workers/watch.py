@@ -40,6 +40,7 @@ class Watched:
     """A process to watch: its rank in the phase, its heartbeat file, and the log to which it writes its stacks."""
 
     rank: int
+    pid: int
     beats: Path
     log: Path
 
@@ -70,37 +71,37 @@ class Watch:
         self._last_check, self._time = time.monotonic(), 0.0  # `_time`: seconds in which the watch ran
         self._tree_checked = 0.0  # `_time` at the last check of descendants
 
-    def check(self, pids: Sequence[int], ended: Collection[int]) -> Stall | None:
+    def check(self, ended: Collection[int]) -> Stall | None:
         """The stall, if a process has exceeded its limit, else None. Call it several times a second.
 
-        pids: ids of the watched processes, in the same order. ended: indices of those that have ended.
+        ended: indices of the processes that have ended.
         """
         now = time.monotonic()
         elapsed, self._last_check = min(now - self._last_check, LOST_SECONDS), now
         self._time += elapsed
-        running = [index for index in range(len(pids)) if index not in ended]
+        running = [index for index in range(len(self._watched)) if index not in ended]
         for index in running:
             self._read_heartbeat(index, elapsed)
         late = [index for index in running if self._idle[index] > self._seconds]
-        stopped = self._long_stopped([pids[index] for index in running])
+        stopped = self._long_stopped([self._watched[index].pid for index in running])
         everybody_waits = self._alone and all(self._waiting[index] > self._seconds for index in running)
         if not running or not (late or stopped or everybody_waits):
             return None
         idle = max((self._idle[index] for index in running), default=0.0)
         if not late:
             idle = max([*stopped.values(), *(self._waiting if everybody_waits else ())])
-        return self._stall(pids, running, idle)
+        return self._stall(running, idle)
 
-    def stopped(self, pids: Sequence[int]) -> Stall | None:
+    def stopped(self) -> Stall | None:
         """The stall, if a process here is stopped, however short ago: for when another node noticed a stall first."""
-        return self._stall(pids, range(len(pids)), max(self._idle)) if any(self._not_running(pids)) else None
+        return self._stall(range(len(self._watched)), max(self._idle)) if any(self._not_running()) else None
 
-    def _stall(self, pids: Sequence[int], running: Sequence[int], idle: float) -> Stall:
-        first, not_running = max(running, key=lambda index: self._idle[index]), list(self._not_running(pids))
+    def _stall(self, running: Sequence[int], idle: float) -> Stall:
+        first, not_running = max(running, key=lambda index: self._idle[index]), list(self._not_running())
         last = f"rank {self._watched[first].rank} was last seen at {self._beats[first]}"
         message = f"no progress for {idle:.0f} s: {'; '.join([last, *not_running])}"
         self._warn(message)
-        return Stall("\n".join([message, *self.describe(pids), self._remedy()]), certain=bool(not_running))
+        return Stall("\n".join([message, *self.describe(), self._remedy()]), certain=bool(not_running))
 
     def _read_heartbeat(self, index: int, elapsed: float) -> None:
         """Poll the heartbeat of a process, ``elapsed`` seconds after the previous poll."""
@@ -117,39 +118,38 @@ class Watch:
         if elapsed < max(TREE_SECONDS, self._seconds / 4):
             return {}
         self._tree_checked = self._time
-        stopped = [process.pid for pid in pids for process in _descendants(pid) if state_of(process.pid) == "T"]
+        stopped = [one for pid in pids for one in _tree(pid)[1:] if state_of(one) == "T"]
         self._stopped = {pid: self._stopped[pid] + elapsed if pid in self._stopped else 0.0 for pid in stopped}
         return {pid: seconds for pid, seconds in self._stopped.items() if seconds > self._seconds}
 
-    def _not_running(self, pids: Sequence[int]) -> Iterator[str]:
+    def _not_running(self) -> Iterator[str]:
         """Messages about stopped processes (state T): the watched ones, their descendants, and the fork server."""
-        for watched, pid in zip(self._watched, pids, strict=True):
-            for one in (pid, *(process.pid for process in _descendants(pid))):
+        for watched in self._watched:
+            for one in _tree(watched.pid):
                 if state_of(one) == "T":
                     yield f"process {one} ({_name(one)}) of rank {watched.rank} is stopped"
-        for parent in sorted({parent for pid in pids if (parent := _parent(pid)) and parent != os.getpid()}):
-            if state_of(parent) == "T":
+        for parent in sorted({_parent(watched.pid) for watched in self._watched}):
+            if parent != os.getpid() and state_of(parent) == "T":
                 yield f"process {parent} ({_name(parent)}), which started the others, is stopped"
 
-    def describe(self, pids: Sequence[int]) -> list[str]:
+    def describe(self) -> list[str]:
         """One line per rank with its last heartbeat and how long ago that was."""
-        lines = zip(self._watched, self._beats, self._idle, pids, strict=True)
         return [
-            f"  rank {one.rank} (process {pid}): {beat}, {idle:.0f} s ago, stack in {one.log}"
-            for one, beat, idle, pid in lines
+            f"  rank {one.rank} (process {one.pid}): {beat}, {idle:.0f} s ago, stack in {one.log}"
+            for one, beat, idle in zip(self._watched, self._beats, self._idle, strict=True)
         ]
 
     def _remedy(self) -> str:
         return f"  A step may take [run] stall_seconds = {self._seconds:g}; raise it if this step was only slow"
 
-    def dump(self, pids: Sequence[int]) -> list[str]:
+    def dump(self) -> list[str]:
         """Have all processes write their Python stacks to their logs, and NCCL its last collectives to files.
 
         Returns messages that name the files of NCCL. Stopped processes are continued, since they could not write
         otherwise: the caller must kill all of them next.
         """
-        everyone = [one for pid in pids for one in (pid, *(process.pid for process in _descendants(pid)))]
-        sizes = [_size(watched.log) for watched in self._watched]
+        everyone = [one for watched in self._watched for one in _tree(watched.pid)]
+        sizes = {watched: _size(watched.log) for watched in self._watched}
         asked = [one for one in everyone if _handles(one, signal.SIGUSR1)]
         for one in asked:
             with contextlib.suppress(ProcessLookupError):
@@ -157,8 +157,8 @@ class Watch:
         for one in everyone:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(one, signal.SIGCONT)
-        expected = [index for index, pid in enumerate(pids) if pid in asked]
-        _wait(DUMP_SECONDS, lambda: all(_size(self._watched[i].log) > sizes[i] for i in expected))
+        expected = [watched for watched in self._watched if watched.pid in asked]
+        _wait(DUMP_SECONDS, lambda: all(_size(watched.log) > sizes[watched] for watched in expected))
         if asked:
             self._wait_for_whole_stacks()
         return self._dump_nccl()
@@ -200,17 +200,17 @@ def _size(path: Path) -> int:
     return path.stat().st_size if path.exists() else 0
 
 
-def _descendants(pid: int) -> list[psutil.Process]:
-    try:
-        return psutil.Process(pid).children(recursive=True)
-    except psutil.Error:
-        return []
+def _tree(pid: int) -> list[int]:
+    """A process and its descendants."""
+    with contextlib.suppress(psutil.Error):
+        return [pid, *(process.pid for process in psutil.Process(pid).children(recursive=True))]
+    return [pid]
 
 
-def _parent(pid: int) -> int | None:
+def _parent(pid: int) -> int:
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).ppid()
-    return None
+    return os.getpid()
 
 
 def _name(pid: int) -> str:

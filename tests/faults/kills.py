@@ -26,7 +26,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.workers.preload import SERVER_NAME
+from megarl.phases.preload import SERVER_NAME
 from tests.helpers import (
     megarl,
     read_lines,

@@ -12,6 +12,7 @@ import torch
 from megarl.commands.one_phase import branch, branch_recipe
 from megarl.errors import UserError
 from megarl.phases.rollout_worker import RolloutWorker
+from megarl.planner.preflight import check_recipe
 from megarl.recipe.load import load_recipe
 from megarl.storage.checked_json import decode, write_checked
 from megarl.storage.ledger import SEALED, sealed_groups
@@ -23,7 +24,6 @@ from megarl.views.progress import describe_event
 from megarl.views.responses.select import Filter, select
 from megarl.views.run_state import RunState
 from megarl.views.sql import query
-from megarl.workers.preflight import check_recipe
 from tests.helpers import events, metrics
 from tests.phases.commands import train
 from tests.phases.live.conftest import new_run, phases  # noqa: F401 - fixtures

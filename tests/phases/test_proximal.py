@@ -4,9 +4,9 @@ import pytest
 
 from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import UserError
+from megarl.planner.preflight import check_recipe
 from megarl.recipe.load import load_recipe
 from megarl.storage.run_dir import RunDir
-from megarl.workers.preflight import check_recipe
 from tests.actor.ranks import run_ranks
 from tests.helpers import read_lines
 from tests.phases import plain_loop

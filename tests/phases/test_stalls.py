@@ -137,10 +137,11 @@ class Clock:
     """A `Watch` over two ranks with heartbeat files, on a simulated clock."""
 
     def __init__(self, monkeypatch, folder, seconds=10.0, alone=True):
-        self.now, self.pids, self.warned = 0.0, [2**22 + 1, 2**22 + 2], []  # larger than any process id
+        self.now, self.warned = 0.0, []
         monkeypatch.setattr("megarl.workers.watch.time", SimpleNamespace(monotonic=lambda: self.now))
         self.files = [folder / f"beats_{rank}" for rank in (0, 1)]
-        watched = [Watched(rank, file, folder / "log") for rank, file in enumerate(self.files)]
+        too_large = 2**22 + 1  # for the id of a process
+        watched = [Watched(rank, too_large + rank, file, folder / "log") for rank, file in enumerate(self.files)]
         self.watch = Watch(watched, seconds, alone, self.warned.append)
 
     def beat(self, rank, number, kind="update", where="update 7"):
@@ -150,7 +151,7 @@ class Clock:
         """The stall found within the next ``seconds``, with two checks per second, or None."""
         for _ in range(round(seconds / 0.5)):
             self.now += 0.5
-            if found := self.watch.check(self.pids, ended):
+            if found := self.watch.check(ended):
                 return found
         return None
 
@@ -214,9 +215,9 @@ def test_the_dump_waits_until_stacks_are_complete(tmp_path, monkeypatch):
     with subprocess.Popen([sys.executable, "-c", HANDLES], stdout=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout.readline() == "begins\n"
-            watch = Watch([Watched(0, tmp_path / "beats", log)], 1.0, True, print)
+            watch = Watch([Watched(0, process.pid, tmp_path / "beats", log)], 1.0, True, print)
             monkeypatch.setattr("megarl.workers.watch.time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
-            watch.dump([process.pid])
+            watch.dump()
         finally:
             process.kill()
     assert log.read_text() == "File\nFile\nend\n" and now < 5
@@ -224,11 +225,11 @@ def test_the_dump_waits_until_stacks_are_complete(tmp_path, monkeypatch):
 
 def test_the_dump_does_not_wait_for_processes_that_cannot_write_stacks(tmp_path, monkeypatch):
     with subprocess.Popen(["sleep", "1000"]) as process:
-        watch = Watch([Watched(0, tmp_path / "beats", tmp_path / "log")], 1.0, True, print)
+        watch = Watch([Watched(0, process.pid, tmp_path / "beats", tmp_path / "log")], 1.0, True, print)
         try:
             with monkeypatch.context() as patch:
                 patch.setattr("megarl.workers.watch.time.sleep", Mock(side_effect=AssertionError))
-                assert watch.dump([process.pid]) == []
+                assert watch.dump() == []
         finally:
             process.kill()
 
@@ -252,7 +253,7 @@ def test_the_dump_asks_nccls_flight_recorder_through_its_pipes(tmp_path):
     thread.start()
     try:
         watch = Watch([], 1.0, True, print, nccl=(tmp_path / "pipe_", tmp_path / "nccl_rank_"))
-        assert watch.dump([]) == [f"  NCCL's flight recorder wrote {tmp_path / 'nccl_rank_3'}"]
+        assert watch.dump() == [f"  NCCL's flight recorder wrote {tmp_path / 'nccl_rank_3'}"]
     finally:
         asked.set()
         thread.join()

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import queue
 import re
 import socket
 import threading
@@ -15,52 +16,89 @@ import torch.distributed as dist
 from megarl import distributed
 from megarl.distributed import ReplicaGroup
 from megarl.errors import PhaseFailed
-from megarl.workers import nodes
+from megarl.recipe.load import load_recipe
+from megarl.storage.run_dir import RunDir
+from megarl.workers import launcher, nodes
 from megarl.workers.nodes import NodeRank, Nodes, Report
+
+# where an agent would end its process, it ends the thread
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
 def node(rank, run_dir):
     return Nodes(NodeRank(rank, 2, "127.0.0.1"), run_dir=run_dir)
 
 
+@pytest.fixture(autouse=True)
+def lost(monkeypatch):
+    """The agents that have lost the first one, which ends their threads instead of this process."""
+    found = queue.Queue()
+
+    def lose_first(agent):
+        found.put(agent.rank)
+        raise SystemExit
+
+    monkeypatch.setattr(Nodes, "_lose_first", lose_first)
+    return found
+
+
 @pytest.mark.parametrize(
     ("error", "outcome", "cause"),
     [(OSError("no room in /tmp"), "failed", "no room in /tmp"), (KeyboardInterrupt(), "stopped", "KeyboardInterrupt")],
 )
-def test_a_follower_that_fails_or_is_stopped_reports_the_cause(error, outcome, cause, tmp_path):
+def test_an_agent_that_fails_or_is_stopped_reports_the_cause(error, outcome, cause, tmp_path):
 
     def follow():
         with contextlib.suppress(type(error)), node(1, tmp_path) as agents:
-            agents.next_order()
+            agents.meet()
             raise error
 
     follower = threading.Thread(target=follow)
     follower.start()
     with node(0, tmp_path) as agents:
-        number = agents.order(phase="rollout")
-        agents.report(Report("done"))
-        reports = agents.reports(number)
-        assert reports[1].outcome == outcome
-        while not agents.aborted():  # it follows with the next heartbeat
+        agents.begin()
+        while not agents.aborted():
             time.sleep(0.01)
-        assert "node 1" in reports[1].cause and cause in reports[1].cause
+        agents.report(Report("done"))
+        report = agents.reports()[1]
+        assert report.outcome == outcome
+        assert "node 1" in report.cause and cause in report.cause
     follower.join()
 
 
-def test_a_follower_that_leaves_without_a_report_counts_as_failed(tmp_path):
+def test_the_end_of_the_first_agent_aborts_what_it_has_begun_and_ends_the_others(tmp_path, lost):
+    seen = []
 
     def follow():
         with node(1, tmp_path) as agents:
-            agents.next_order()
+            assert agents.meet()
+            while not agents.aborted():
+                time.sleep(0.01)
+            agents.report(Report("aborted"))
+            seen.append(agents.meet())
 
     follower = threading.Thread(target=follow)
     follower.start()
-    with node(0, tmp_path) as agents:
-        number = agents.order(phase="rollout")
-        agents.report(Report("done"))
-        report = agents.reports(number)[1]
-        assert report.outcome == "failed" and "node 1" in report.cause and "left the run" in report.cause
+    with contextlib.suppress(OSError), node(0, tmp_path) as agents:
+        agents.begin()
+        raise OSError("no space left on device")
     follower.join()
+    assert seen == [False] and lost.empty()
+
+
+def test_other_agents_find_in_the_events_what_was_begun_last(recipe, tmp_path):
+    run = RunDir.create(tmp_path / "run", load_recipe(recipe))
+    nodes = SimpleNamespace(name=lambda: "node 1", meet=iter([True, False]).__next__, report=(reports := []).append)
+    launcher.follow(nodes, run.root)  # the events of another file system, which has none
+    assert reports[0].mistake and "all nodes share" in reports[0].cause
+    run.stage(0).log_event("phase_start", phase="rollout", nodes=2, processes=3)
+    run.stage(0).log_event("restart", phase="rollout", attempt=1, cause="killed")
+    run.stage(1).log_event("phase_start", phase="optimize", nodes=2, processes=4)
+    assert launcher._begun(run) == (run.stage(1), "optimize", 4, run.logs / "001_optimize/attempt_0")
+    for attempt in (1, 2):
+        run.stage(1).log_event("no_progress", phase="optimize", cause="stopped")
+        run.stage(1).log_event("restart", phase="optimize", attempt=attempt, cause="stopped")
+    assert launcher._begun(run) == (run.stage(1), "optimize", 4, run.logs / "001_optimize/attempt_2")
 
 
 def test_a_replica_that_waits_for_others_can_be_interrupted():
@@ -98,55 +136,49 @@ def test_a_follower_ignores_an_address_that_an_earlier_start_left(tmp_path, monk
     (tmp_path / "leader.json").write_text(json.dumps({"address": "127.0.0.1", "port": port, "id": identity}))
     joined, tried, connect = [], threading.Event(), nodes._connect
 
-    def connected(*arguments):
+    def connected(**place):
         try:
-            return connect(*arguments)
+            return connect(**place)
         finally:
             tried.set()
 
     monkeypatch.setattr(nodes, "_connect", connected)
 
     def follow():
-        with contextlib.suppress(PhaseFailed), node(1, tmp_path) as agents:
-            joined.append(agents.next_order())
+        with node(1, tmp_path) as agents:
+            joined.append(agents.meet())
 
     follower = threading.Thread(target=follow)
     follower.start()
     assert tried.wait(60)
     with node(0, tmp_path) as agents:
-        agents.order(phase="rollout")
-    follower.join()
-    assert [order["phase"] for order in joined] == ["rollout"]
+        agents.begin()
+        follower.join()
+    assert joined == [True]
 
 
 def test_the_processes_of_two_nodes_share_a_store_in_each_attempt(tmp_path, monkeypatch):
     """Another one in the next attempt, which must not see what torch wrote when this one failed."""
-    places = {}
-
-    def values(agents):
-        monkeypatch.setenv("MEGARL_STORE", agents.phase_store)
-        store = distributed._phase_store()
-        return store, agents.phase_store
+    places = []
 
     def follow():
-        with contextlib.suppress(PhaseFailed), node(1, tmp_path) as agents:
-            for attempt in range(2):
-                agents.next_order()
-                places[attempt] = agents.phase_store
+        with node(1, tmp_path) as agents:
+            while agents.meet():
+                places.append(agents.phase_store)
                 agents.report(Report("done"))
-            agents.next_order()
 
     follower = threading.Thread(target=follow)
     follower.start()
     with node(0, tmp_path) as agents:
         for attempt in range(2):
-            number = agents.order(phase="rollout")
-            store, place = values(agents)
+            agents.begin()
+            monkeypatch.setenv("MEGARL_STORE", agents.phase_store)
+            store = distributed._phase_store()
             assert not store.check(["failure"])
             store.set("failure", "an error of NCCL")
             agents.report(Report("done"))
-            assert set(agents.reports(number)) == {0, 1}
-            assert places[attempt] == place
+            assert agents.reports() == {0: Report("done"), 1: Report("done")}
+            assert places[attempt] == agents.phase_store
     follower.join()
 
 
@@ -170,9 +202,9 @@ def test_ports_that_are_chosen_serve_every_attempt_and_a_taken_one_is_named():
 def test_the_only_node_of_a_run_listens_nowhere():
     before = {connection.laddr for connection in psutil.Process().net_connections() if connection.status == "LISTEN"}
     with Nodes(NodeRank()) as agents:
-        number = agents.order(phase="rollout")
+        agents.begin()
         agents.report(Report("done"))
-        assert agents.reports(number) == {0: Report("done")} and agents.phase_store == ""
+        assert agents.reports() == {0: Report("done")} and agents.phase_store == ""
         now = {connection.laddr for connection in psutil.Process().net_connections() if connection.status == "LISTEN"}
     assert now <= before
 
@@ -183,78 +215,55 @@ def test_a_follower_without_a_leader_says_where_it_looked(tmp_path, monkeypatch)
         node(1, tmp_path)
 
 
-def test_a_leader_whose_store_does_not_answer_is_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr(nodes, "LEADER_LOST_SECONDS", 0.3)
-    monkeypatch.setattr(nodes, "DEAD_AFTER_SECONDS", 2.0)  # for so long the leader waits for the follower at its end
-    joined, answers, causes, exchange = threading.Event(), threading.Event(), [], Nodes._exchange
-    answers.set()
-
-    def hangs(agents, *arguments):
-        if agents.rank == 1:
-            assert answers.wait(60)
-        exchange(agents, *arguments)
-        if agents.rank == 1:
-            joined.set()
-
-    monkeypatch.setattr(Nodes, "_exchange", hangs)
+def follow_until(event, run_dir):
+    """An agent that joins the first one, meets it, and then hangs like in a call to a file system."""
 
     def follow():
-        try:
-            with node(1, tmp_path) as agents:
-                agents.next_order()
-        except PhaseFailed as error:
-            causes.append(str(error))
+        with contextlib.suppress(SystemExit), node(1, run_dir) as agents:
+            agents.meet()
+            event.wait(60)
 
     follower = threading.Thread(target=follow, daemon=True)
     follower.start()
+    return follower
+
+
+def test_a_store_that_does_not_answer_is_noticed(tmp_path, monkeypatch, lost):
+    monkeypatch.setattr(nodes, "LEADER_LOST_SECONDS", 0.3)
+    answers, exchange = threading.Event(), Nodes._exchange
+    monkeypatch.setattr(Nodes, "_exchange", lambda agent: (agent.rank and answers.wait(60), exchange(agent)))
+    follower = follow_until(answers, tmp_path)
     with node(0, tmp_path):
-        assert joined.wait(60)
-        answers.clear()
-        follower.join(60)
-        noticed = list(causes)
+        assert lost.get(timeout=60) == 1
         answers.set()
-    assert noticed and "hangs" in noticed[0]
+    follower.join(60)
 
 
 def test_an_agent_whose_main_thread_hangs_counts_as_dead(tmp_path, monkeypatch):
     monkeypatch.setattr(nodes, "HANGS_SECONDS", 0.5)
     monkeypatch.setattr(nodes, "DEAD_AFTER_SECONDS", 2.0)
     told = threading.Event()
-
-    def follow():
-        with contextlib.suppress(PhaseFailed), node(1, tmp_path) as agents:
-            agents.next_order()
-            told.wait(60)  # like a call to a file system that does not respond
-
-    follower = threading.Thread(target=follow, daemon=True)
-    follower.start()
+    follower = follow_until(told, tmp_path)
     with node(0, tmp_path) as agents:
-        number = agents.order(phase="rollout")
+        agents.begin()
         agents.report(Report("done"))
-        report = agents.reports(number)[1]
+        report = agents.reports()[1]
         assert report.outcome == "failed" and "node 1" in report.cause and "hangs" in report.cause
+        assert agents.aborted()
         told.set()
     follower.join(60)
 
 
-def test_a_leader_whose_main_thread_hangs_is_noticed_though_its_store_answers(tmp_path, monkeypatch, capfd):
+def test_a_first_agent_whose_main_thread_hangs_is_noticed_though_its_store_answers(tmp_path, monkeypatch, capfd, lost):
     monkeypatch.setattr(nodes, "HANGS_SECONDS", 0.5)
     monkeypatch.setattr(nodes, "DEAD_AFTER_SECONDS", 2.0)
-    noticed, causes = threading.Event(), []
-
-    def follow():
-        try:
-            with node(1, tmp_path) as agents:
-                agents.next_order()
-        except PhaseFailed as error:
-            causes.append(str(error))
-            noticed.set()
-
-    follower = threading.Thread(target=follow, daemon=True)
-    follower.start()
-    with node(0, tmp_path):
-        assert noticed.wait(60)  # like a call to a file system that does not respond
-    assert "node 1" in causes[0] and "hangs" in causes[0]
+    noticed = threading.Event()
+    follower = follow_until(noticed, tmp_path)
+    with node(0, tmp_path) as agents:
+        agents.begin()
+        assert lost.get(timeout=60) == 1  # like a call to a file system that does not respond
+        noticed.set()
+    follower.join(60)
     assert_stack_was_printed(capfd)
 
 
@@ -282,6 +291,6 @@ def test_a_suspended_agent_does_not_count_as_hanging(monkeypatch):
     printed, steps = [], iter([False, False, *[False] * int(nodes.HANGS_SECONDS / nodes.HEARTBEAT_SECONDS), True])
     monkeypatch.setattr(nodes, "_print_stacks", printed.append)
     monkeypatch.setattr(nodes, "time", SimpleNamespace(clock_gettime=lambda clock: 1.0))
-    agent = SimpleNamespace(_store=None, _closing=SimpleNamespace(wait=lambda seconds: next(steps)))
+    agent = SimpleNamespace(rank=0, _beats=0, _silent=0, _closing=SimpleNamespace(wait=lambda seconds: next(steps)))
     Nodes._check(agent, 0)
     assert printed == [nodes.HANGS_SECONDS]

@@ -14,14 +14,15 @@ import pytest
 
 from megarl.errors import UserError
 from megarl.linux import state_of
+from megarl.phases import preload
 from megarl.phases.entry import become
+from megarl.planner.preflight import check
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.storage.policies import copy_policy
 from megarl.storage.run_dir import RunDir
-from megarl.workers import launcher, preload, processes
+from megarl.workers import launcher, processes
 from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
-from megarl.workers.preflight import check
 from megarl.workers.processes import kill, stop_signals_noted, supervise
 from megarl.workers.watch import Stall, Watch, Watched
 from tests.helpers import ROOT, events, fork_server_of
@@ -84,7 +85,7 @@ def test_processes_that_an_ended_phase_left_are_waited_for(script, code):
     """Otherwise they could still hold the GPUs when the phase is started again."""
     scripts = Scripts(script)
     left = int(scripts.started[0].stdout.readline())
-    watch = SimpleNamespace(check=lambda *_: Stall("stalled", certain=True), dump=lambda _: [])
+    watch = SimpleNamespace(check=lambda _: Stall("stalled", certain=True), dump=list)
     assert supervise(scripts, watch=watch if script == "stands" else None).codes == {0: code}
     assert not processes._lives_in(left, scripts.pids)
 
@@ -97,7 +98,7 @@ def test_a_stall_that_another_node_notices_first_is_that_of_the_process_stopped_
     name = process.name()
     while stopped and process.status() != psutil.STATUS_STOPPED:
         process.suspend()
-    watch = Watch([Watched(5, tmp_path / "beats", tmp_path / "log")], 1e6, False, print)
+    watch = Watch([Watched(5, process.pid, tmp_path / "beats", tmp_path / "log")], 1e6, False, print)
     ended = supervise(scripts, watch=watch, aborted=lambda: processes.STALLED)
     assert ended.codes == {0: -signal.SIGKILL} and (ended.stall is not None) == stopped
     if stopped:
@@ -132,8 +133,8 @@ def test_a_signal_to_the_agent_is_passed_on_once_and_a_second_interrupt_kills():
 )
 def test_a_stop_signal_ends_the_run_even_if_the_phase_was_just_done(tmp_path, code, stopped, outcome):
     ended = processes.Ended({0: code}, frozenset({0} if code else ()), stopped)
-    report = launcher._report(ended, None, None, "optimize", {0: launcher.Failure(tmp_path / "log")})
-    assert report.outcome == outcome
+    here = launcher.Here(SimpleNamespace(rank=0, count=1), None, "optimize", 1, tmp_path, tmp_path)
+    assert here.report(ended).outcome == outcome
 
 
 def test_kill_ends_whole_sessions():
@@ -268,7 +269,7 @@ READY_TO_FORK = """
 import json, os, sys
 from pathlib import Path
 from megarl.storage.run_dir import RunDir
-from megarl.workers import preload
+from megarl.phases import preload
 preload._import_all(RunDir.open(Path(sys.argv[1])).recipe, trains=True)
 assert "megatron.core" in sys.modules
 import torch

@@ -20,11 +20,11 @@ from megarl.commands.sweep.plan import Job
 from megarl.commands.train import optimizes, train
 from megarl.errors import Busy, PhaseFailed, UserError
 from megarl.linux import die_with_parent
+from megarl.planner.preflight import check
 from megarl.storage.files import make_directory
 from megarl.storage.run_dir import RunDir
 from megarl.workers.node_rank import NodeRank
 from megarl.workers.nodes import Nodes
-from megarl.workers.preflight import check
 
 POLL_SECONDS = 2.0  # how often to look whether rollouts that another sweep generates are ready
 

@@ -8,7 +8,7 @@ import pytest
 from megarl.recipe.load import load_recipe
 from megarl.storage.policies import copy_policy
 from megarl.storage.run_dir import RunDir
-from megarl.workers.launcher import start_here
+from megarl.workers.launcher import Here
 from megarl.workers.nodes import NodeRank, Nodes
 from megarl.workers.processes import Starter, supervise
 from tests.helpers import ROOT, events, metrics, write_recipe  # noqa: F401 - the tests import these from here
@@ -36,7 +36,7 @@ class Phases:
     """Starts single phases in the same way as the launcher."""
 
     def __init__(self):
-        self.nodes = Nodes(NodeRank(), Holding())
+        self.nodes, self.numbers = Nodes(NodeRank(), Holding()), itertools.count()
 
     def start(self, run, phase, stage=0, hold=None):
         """Start a phase; returns the ids of its processes, trainers first.
@@ -49,10 +49,9 @@ class Phases:
         where = run.stage(stage)
         actor, workers = run.recipe.actor.processes_per_node, where.rollout.workers
         processes = {"live": actor + workers, "optimize": actor, "rollout": workers}[phase]
-        number = self.nodes.order(phase=phase)
-        self.logs = run.logs / f"{number:04d}"
+        self.logs = run.logs / f"{next(self.numbers):04d}"
         self.logs.mkdir(parents=True)
-        self.started = start_here(self.nodes, where, phase, processes, self.logs, self.logs)
+        self.started = Here(self.nodes, where, phase, processes, self.logs, self.logs).start()
         return self.started.pids
 
     def wait_until_held(self):

@@ -9,10 +9,10 @@ from megarl.commands.one_phase import branch_recipe, optimize_stage, rollout_sta
 from megarl.errors import UserError
 from megarl.phases.live.service import leave_trainers_devices
 from megarl.phases.live.trainer import find_role
+from megarl.planner.preflight import check_recipe
 from megarl.recipe.load import load_recipe
 from megarl.storage.run_dir import RunDir
 from megarl.workers.nodes import NodeRank, Nodes
-from megarl.workers.preflight import check_recipe
 
 LIVE = ["schedule.kind=live", "schedule.sync_every=2", "schedule.lockstep=true"]
 MANY = ["actor.processes_per_node=2", "rollout.workers=3"]

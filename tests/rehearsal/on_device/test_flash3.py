@@ -54,7 +54,7 @@ def test_the_actors_model_switches_every_call_of_flash_attention(monkeypatch, tm
 
 def test_what_it_lacks_is_refused_before_a_run(monkeypatch):
     from megarl.errors import UserError
-    from megarl.workers.preflight import check_devices
+    from megarl.planner.preflight import check_devices
 
     cuda = {"backend": "cuda", "kernels": "torch", "flash_attention": 3}
     with pytest.raises(UserError, match='flash_attention = 3 is for backend = "cuda" and layers = "torch"'):

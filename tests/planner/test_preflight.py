@@ -7,7 +7,7 @@ import pytest
 
 from megarl.errors import UserError
 from megarl.kernels import library
-from megarl.workers.preflight import check_devices
+from megarl.planner.preflight import check_devices
 from tests.actor.conftest import make_recipe
 
 
