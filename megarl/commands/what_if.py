@@ -185,7 +185,7 @@ def _chart(rows: Sequence[dict[str, Any]], column: str, title: str, hint: str) -
     lowest, highest = {"norm": (0.0, math.inf), "kept": (0.0, 1.0)}.get(column, (-1.0, 1.0))
     # every objective, also where it has no number; fresh, which keeps no tokens, only in its own charts
     names = list(dict.fromkeys(row["objective"] for row in rows if column in row or "kept" in row))
-    xaxis = {"categoryarray": names, "range": [-0.5, len(names) - 0.5]}
+    xaxis: dict[str, Any] = {"categoryarray": names, "range": [-0.5, len(names) - 0.5]}
     xaxis |= {"tickangle": -90, "tickfont": {"size": 9}, "dtick": 1}  # so that a narrow window shows all
     yaxis = LOGARITHMIC | {"autorangeoptions": {"minallowed": -6}} if column == "norm" else {}
     layout = {"scattermode": "group", "xaxis": xaxis, "yaxis": yaxis, "hovermode": "closest"}

@@ -93,6 +93,9 @@ def allocated(folder, recipe, ranks, rank):
             groups = part.optimizer.param_groups
             owned = [p for group in groups for p in group["params"]]
             assert not any(group["foreach"] for group in groups)  # torch would choose it on GPUs if it were None
+            assert all(group["fused"] for group in groups)
+            for group in groups:  # the meta device has no such kernel
+                group["fused"] = False
             for parameter in owned:
                 parameter.grad = torch.empty_like(parameter)
             part.optimizer.step()
