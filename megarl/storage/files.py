@@ -13,6 +13,7 @@ from pathlib import Path
 
 from megarl.errors import PhaseFailed, UserError
 
+APPEAR_SECONDS = 60.0  # on some shared file systems what another node has written becomes visible late
 INTACT = "Everything sealed or saved so far is intact: free some space and start the same command again"
 
 

@@ -21,10 +21,10 @@ from megarl.phases import PHASES
 from megarl.phases.entry import ERROR_FILE
 from megarl.rollout import engine_module
 from megarl.storage.checked_json import read_intact_lines
-from megarl.storage.files import INTACT
+from megarl.storage.files import APPEAR_SECONDS, INTACT
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.workers.nodes import Nodes, Report
-from megarl.workers.processes import Ended, Process, Processes, stop_signals_noted, supervise
+from megarl.workers.processes import POLL_SECONDS, Ended, Process, Processes, stop_signals_noted, supervise
 from megarl.workers.watch import Watch, Watched
 
 NEARLY_FULL = 1 << 20  # bytes; with less free space a failure is blamed on the full disk
@@ -44,7 +44,7 @@ def run_phase(nodes: Nodes, stage: Stage, phase: str, processes: int) -> None:
     for attempt in itertools.count():
         logs = _logs(stage, phase, attempt)
         logs.mkdir(parents=True)
-        nodes.begin()
+        nodes.begin(run.events.stat().st_size)
         nodes.report(_run_here(nodes, stage, phase, processes, logs))
         reports = nodes.reports()
         seconds = round(time.monotonic() - start, 3)
@@ -71,14 +71,24 @@ def _logs(stage: Stage, phase: str, attempt: int) -> Path:
 
 def follow(nodes: Nodes, run_dir: Path) -> None:
     """Make the attempts at phases that the first agent begins, until it ends the run; for the agents of other nodes."""
-    while nodes.meet():
+    while (written := nodes.meet()) is not None:
         try:
+            _wait_for(run_dir / "events.jsonl", written)
             stage, phase, processes, logs = _begun(RunDir.open(run_dir))
         except (UserError, OSError, ValueError) as error:
             cause = f"{nodes.name()}: {error}; the run directory must lie on a file system that all nodes share"
             nodes.report(Report("failed", cause, mistake=True, time=time.time()))
         else:
             nodes.report(_run_here(nodes, stage, phase, processes, logs))
+
+
+def _wait_for(events: Path, written: int) -> None:
+    """Wait until this node sees what the first one has written; `UserError` after `APPEAR_SECONDS`."""
+    deadline = time.monotonic() + APPEAR_SECONDS
+    while not events.exists() or events.stat().st_size < written:
+        if time.monotonic() > deadline:
+            raise UserError(f"{events} lacks what node 0 wrote {APPEAR_SECONDS:.0f} s ago")
+        time.sleep(POLL_SECONDS)
 
 
 def _begun(run: RunDir) -> tuple[Stage, str, int, Path]:

@@ -150,8 +150,8 @@ class Nodes:
 
     # --- attempts at phases ---
 
-    def begin(self) -> None:
-        """First agent: begin an attempt at a phase, which events.jsonl names already.
+    def begin(self, written: int = 0) -> None:
+        """First agent: begin an attempt at a phase, which the first ``written`` bytes of events.jsonl name already.
 
         With several nodes the processes get a store of their own, since torch writes keys there, such as the report of
         an NCCL error, that the processes of the next attempt must not see.
@@ -161,15 +161,15 @@ class Nodes:
             self._of_phase = None  # closes it: the next one may have the same port
             self._of_phase = _serve(self._port and self._port + 1)
             self.phase_store = f"{self._address}:{self._of_phase.port}"
-            self._set(f"store/{self._attempt}", self.phase_store)
+            self._set(f"store/{self._attempt}", f"{self.phase_store} {written}")
 
-    def meet(self) -> bool:
-        """Others: wait until the first agent begins an attempt; False if it ends the run instead."""
+    def meet(self) -> int | None:
+        """Others: wait until the first agent begins an attempt; its ``written``, or None if it ends the run instead."""
         self._attempt += 1
         while not (place := self._get(f"store/{self._attempt}")):
             time.sleep(POLL_SECONDS)
-        self.phase_store = place
-        return place != END
+        self.phase_store, _, written = place.partition(" ")
+        return None if place == END else int(written)
 
     def report(self, report: Report) -> None:
         """Say how the attempt ended here; unless it is done, all nodes abort it."""

@@ -22,13 +22,12 @@ from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.stop import StopRequest
 from megarl.rollout.engine import visible_gpus
 from megarl.storage.checkpoints import checkpoints
-from megarl.storage.files import make_directory
+from megarl.storage.files import APPEAR_SECONDS, make_directory
 from megarl.storage.rollouts import RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
 
 POLL_SECONDS = 0.02
 STORE_SECONDS = 0.2  # between two shards; short, because trainers may be waiting for the groups
-APPEAR_SECONDS = 60.0  # on some shared file systems what another node has written becomes visible late
 
 
 def serve(stage: Stage, role: Role) -> None:
