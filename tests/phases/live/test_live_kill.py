@@ -16,7 +16,7 @@ from tests.phases.live.test_live import groups, weights
 
 pytestmark = pytest.mark.crash
 
-KILLS, UPDATES = (20, 96) if EVERY else (6, 40)  # more updates than as many killed attempts make
+KILLS, UPDATES = (20, 96) if EVERY else (6, 24)  # more updates than as many killed attempts make
 SETTINGS = {"kind": "live", "stages": 1, "updates_per_stage": UPDATES, "sync_every": 2, "prompts_per_update": 2}
 DELAYED = SETTINGS | {"delay": 1, "rollout__groups_per_chunk": 2}
 FREE = SETTINGS | {"max_lag": 8, "partial": True, "rollout__groups_per_chunk": 4}
