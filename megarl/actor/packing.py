@@ -35,6 +35,7 @@ from megarl.actor.attention import PackedSequences, attended, offsets
 from megarl.actor.transfer import to_device
 from megarl.batch import ContextShard, TokenBatch
 
+_KEYS = 4  # times the budget: as many keys may a micro-batch attend to, since a layer gathers a copy for each response
 _LEAST_SHARED = 1 / 32  # of an update's tokens; see `_sharing_pays`
 
 
@@ -133,7 +134,7 @@ def assign_groups(
     best: list[list[list[int]]] = []
     while True:
         cut = [part for members in groups.values() for part in _cut(samples, members, parts, budget)]
-        sizes = [_tokens(samples, members) for members in cut]
+        sizes = [_load(samples, members) for members in cut]
         if sum(sizes) >= fewest * replicas:
             return best  # smaller parts compute more tokens
         bins = assign(sizes, replicas, budget, rounds)
@@ -147,19 +148,21 @@ def assign_groups(
 
 def _cut(samples: Sequence[Sample], members: list[int], parts: int, budget: int) -> Iterator[list[int]]:
     """Samples with one prompt in about ``parts`` parts of equal size, each within the budget or a single sample."""
-    limit = min(budget, -(-_tokens(samples, members) // parts))
+    limit = min(budget, -(-_load(samples, members) // parts))
     part: list[int] = []
     for index in members:
-        if part and _tokens(samples, [*part, index]) > limit:
+        if part and _load(samples, [*part, index]) > limit:
             yield part
             part = []
         part.append(index)
     yield part
 
 
-def _tokens(samples: Sequence[Sample], members: Sequence[int]) -> int:
-    """Length of the packed axis for samples with one prompt."""
-    return len(samples[members[0]].prompt_tokens) - 1 + sum(len(samples[i].response_tokens) for i in members)
+def _load(samples: Sequence[Sample], members: Sequence[int]) -> int:
+    """What samples with one prompt take of the budget: their packed tokens, or if that is more a `_KEYS`-th of the keys
+    that they attend to."""
+    tokens = len(samples[members[0]].prompt_tokens) - 1 + sum(len(samples[i].response_tokens) for i in members)
+    return max(tokens, sum(len(samples[i]) for i in members) // _KEYS)
 
 
 @dataclass(frozen=True)

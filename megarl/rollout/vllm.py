@@ -151,9 +151,10 @@ class VllmEngine(ContinuousEngine):
         if self._asleep:
             with _memory_errors("waking", self.settings):
                 self._engine.wake_up()
+            self._asleep = False
         self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(self.policy_dir)})
         self._engine.reset_prefix_cache()
-        self._asleep, self._reloaded = False, True
+        self._reloaded = True
 
     def restart(self) -> bool:
         """Restart vLLM if its weights were loaded in place: weights loaded at its start are not affected by reloads."""

@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
@@ -85,10 +86,19 @@ def follow(nodes: Nodes, run_dir: Path) -> None:
 def _wait_for(events: Path, written: int) -> None:
     """Wait until this node sees what the first one has written; `UserError` after `APPEAR_SECONDS`."""
     deadline = time.monotonic() + APPEAR_SECONDS
-    while not events.exists() or events.stat().st_size < written:
+    while _size(events) < written:
         if time.monotonic() > deadline:
             raise UserError(f"{events} lacks what node 0 wrote {APPEAR_SECONDS:.0f} s ago")
         time.sleep(POLL_SECONDS)
+
+
+def _size(file: Path) -> int:
+    """Bytes of a file, -1 if there is none. NFS looks anew only when a file is opened."""
+    try:
+        with open(file, "rb") as opened:
+            return os.fstat(opened.fileno()).st_size
+    except FileNotFoundError:
+        return -1
 
 
 def _begun(run: RunDir) -> tuple[Stage, str, int, Path]:
@@ -120,8 +130,10 @@ def _run_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path
     """Make one attempt at a phase on this node."""
 
     def warn(message: str) -> None:
-        if nodes.rank == 0:  # which has the other nodes' stalls from their reports
+        if nodes.rank == 0:  # which alone writes events, and has the other nodes' stalls from their reports
             stage.log_event("no_progress", phase=phase, cause=message)
+        else:
+            print(f"megarl: {nodes.name()}: {message}", file=sys.stderr, flush=True)
 
     with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
         here = Here(nodes, stage, phase, processes, logs, Path(folder))

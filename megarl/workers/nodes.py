@@ -156,12 +156,12 @@ class Nodes:
         With several nodes the processes get a store of their own, since torch writes keys there, such as the report of
         an NCCL error, that the processes of the next attempt must not see.
         """
-        self._attempt += 1
         if self.count > 1:
             self._of_phase = None  # closes it: the next one may have the same port
             self._of_phase = _serve(self._port and self._port + 1)
             self.phase_store = f"{self._address}:{self._of_phase.port}"
-            self._set(f"store/{self._attempt}", f"{self.phase_store} {written}")
+            self._set(f"store/{self._attempt + 1}", f"{self.phase_store} {written}")
+        self._attempt += 1
 
     def meet(self) -> int | None:
         """Others: wait until the first agent begins an attempt; its ``written``, or None if it ends the run instead."""

@@ -136,6 +136,15 @@ def test_groups_are_assigned_within_the_budget_and_never_cost_more_than_single_s
     assert in_turn(True, True) <= in_turn(False, False)
 
 
+def test_a_micro_batch_attends_to_four_times_as_many_keys_as_it_may_have_tokens():
+    """A layer gathers a copy of them for each response."""
+    from megarl.actor.packing import assign_groups
+
+    samples = group([7] * 101, *[[1]] * 64)
+    (bins,) = assign_groups(samples, 1, 200, 1, share=True)  # the group has 164 tokens, and 6464 keys
+    assert all(101 * len(bin) <= 4 * 200 for bin in bins) and len(bins) == 10
+
+
 def test_a_group_stays_together_unless_replicas_would_be_idle():
     from megarl.actor.packing import assign_groups
 

@@ -42,7 +42,8 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
     ("glm4_moe", ["shared_experts"], {}),
     ("deepseek_v3", ["core_attn"], {}),
     ("qwen3_next with linear attention", "none", {}),
-    ("qwen3_moe sharing", "none", {}),  # a prompt of 301 tokens, and four responses that share it
+    # tokens that attend to nearly as many keys as they may
+    *((f"{family} sharing", "none", {}) for family in ("qwen3", "qwen3_moe", "deepseek_v3")),
     ("qwen3_moe", "none", TP2_EP2),
     ("deepseek_v3", "none", TP2_EP2),
     ("qwen3_next", ["moe"], TP2_EP2),
@@ -110,7 +111,7 @@ def one_rank(rank: int, ranks: int, family: str, recompute: Any, table: dict[str
     for replica in replicas:
         replica.zero_grad_buffer()
     share = family.endswith(" sharing")
-    prompt = 301 if share else 1
+    prompt = 801 if share else 1
     rng, length = np.random.default_rng(rank if "expert_parallel" in table else 0), (TOKENS - prompt + 1) // 4
     samples = [
         Sample(np.zeros(prompt, np.int32), rng.integers(2, 67, length), np.zeros(length), 1.0)
