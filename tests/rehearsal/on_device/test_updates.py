@@ -36,7 +36,7 @@ from tests.rehearsal.updates import (
 OWN_WAITS = 2  # of megarl itself, per update
 # at most, in an update of two micro-batches on one rank, with four MoE layers of four experts; some 25 launches of a
 # micro-batch count the experts and their entropies
-WAITS, LAUNCHES = 2, 2300
+WAITS, LAUNCHES = 2, 2000
 
 TORCH = {"kernels": "torch"}
 RESUMED = {"actor": TORCH, "updates": 2, "saved_after": 1}
