@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import re
 import runpy
@@ -276,7 +277,10 @@ def test_terms_as_documented_are_accepted_and_mistakes_in_them_are_found(there, 
         try_objective(build_objective(path, {}), path)
 
 
-def test_a_file_that_loops_is_named_while_it_does(tmp_path, monkeypatch, capfd) -> None:
+def test_a_file_that_loops_is_named_while_it_does(tmp_path, monkeypatch) -> None:
+    said, heard = io.StringIO(), threading.Event()
+    monkeypatch.setattr(said, "flush", heard.set)  # the last thing that `print` does
+    monkeypatch.setattr(sys, "stderr", said)
     monkeypatch.setattr("megarl.own_file.SLOW_SECONDS", 0.1)
     file = tmp_path / "mine.py"
     file.write_text(
@@ -284,12 +288,10 @@ def test_a_file_that_loops_is_named_while_it_does(tmp_path, monkeypatch, capfd) 
     )
     thread = threading.Thread(target=lambda: load(f"{file}:mine", "objective.advantage"))
     thread.start()
-    said = ""
-    while not said.endswith("\n"):
-        said += capfd.readouterr().err
+    heard.wait()
     (tmp_path / "stop").touch()
     thread.join()
-    assert said == f"megarl: loading {file} takes more than 0.1 s; Ctrl-C ends it\n"
+    assert said.getvalue() == f"megarl: loading {file} takes more than 0.1 s; Ctrl-C ends it\n"
 
 
 def test_a_module_beside_the_file_is_named_with_its_folder(tmp_path: Path) -> None:
