@@ -53,14 +53,16 @@ def tiny() -> dict[str, Any]:
     return cut("qwen3_30b_a3b", vocab_size=256, num_experts=8, moe_intermediate_size=32, **small)
 
 
-# name: (config.json, responses per update, tokens of the longest response)
+# name: (config.json, responses per update, tokens of the longest response, responses of a prompt)
 MODELS = {
-    "Qwen3-30B-A3B, 2 layers": (cut("qwen3_30b_a3b", num_hidden_layers=2), 32, 4096),
-    "Qwen3-8B, 4 layers": (cut("qwen3_8b", num_hidden_layers=4), 32, 4096),
+    "Qwen3-30B-A3B, 2 layers": (cut("qwen3_30b_a3b", num_hidden_layers=2), 32, 4096, 1),
+    "Qwen3-30B-A3B, 2 layers, groups of 8": (cut("qwen3_30b_a3b", num_hidden_layers=2), 32, 4096, 8),
+    "Qwen3-8B, 4 layers": (cut("qwen3_8b", num_hidden_layers=4), 32, 4096, 1),
 }
-TINY = {"tiny": (tiny(), 4, 32)}
+TINY = {"tiny": (tiny(), 4, 32, 2)}
 WAYS = {
     "torch, triton": {"layers": "torch", "kernels": "triton"},
+    "torch, triton, a prompt for each response": {"layers": "torch", "kernels": "triton", "share": False},
     "torch, cuda": {"layers": "torch", "kernels": "cuda"},
     "torch, torch": {"layers": "torch", "kernels": "torch"},
     "torch, triton, recompute": {"layers": "torch", "kernels": "triton", "recompute": "full"},
@@ -87,26 +89,33 @@ def write_model(config: dict[str, Any], folder: Path) -> None:
     model.save_pretrained(folder)
 
 
-def make_samples(rng: np.random.Generator, vocabulary: int, responses: int, longest: int) -> list[Any]:
+def make_samples(rng: np.random.Generator, vocabulary: int, responses: int, longest: int, group: int) -> list[Any]:
+    """Prompts have an eighth of the tokens of the longest response, those of several responses a half."""
     from megarl.actor.packing import Sample
 
-    def one() -> Any:
-        length = int(rng.integers(longest // 4, longest * 7 // 8))
-        prompt, response = (rng.integers(0, vocabulary, n).astype(np.int32) for n in (longest // 8, length))
-        logprobs = rng.normal(-np.log(vocabulary), 0.3, length).clip(max=0).astype(np.float32)
-        return Sample(prompt, response, logprobs, float(rng.normal()))
+    def tokens(number: int) -> np.ndarray:
+        return rng.integers(0, vocabulary, number).astype(np.int32)
 
-    return [one() for _ in range(responses)]
+    def one(prompt: np.ndarray) -> Any:
+        length = int(rng.integers(longest // 4, longest * 7 // 8))
+        logprobs = rng.normal(-np.log(vocabulary), 0.3, length).clip(max=0).astype(np.float32)
+        return Sample(prompt, tokens(length), logprobs, float(rng.normal()))
+
+    prompts = [tokens(longest // (8 if group == 1 else 2)) for _ in range(responses // group)]
+    return [one(prompt) for prompt in prompts for _ in range(group)]
 
 
 class Update:
     """Updates of a new actor, each with other samples."""
 
-    def __init__(self, folder: Path, responses: int, longest: int, way: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, size: tuple[int, int, int], way: dict[str, Any]) -> None:
+        """size: see `MODELS`. way: of `WAYS`."""
         from megarl.actor import step
 
+        longest, way = size[1], dict(way)
+        self.size, self.share = size, way.pop("share", True)
         self.recipe, self.hf = make_recipe(folder, longest, way), read_hf_config(folder)
-        self.size, self.objective = (responses, longest), build_objective("mu_grpo", {})
+        self.objective = build_objective("mu_grpo", {})
         become_single_process()
         parallel.initialize(self.recipe)
         self.actor = step.Actor.build(self.recipe, folder, torch.device("cuda", torch.cuda.current_device()))
@@ -117,15 +126,16 @@ class Update:
 
         samples = make_samples(np.random.default_rng(update), self.hf["vocab_size"], *self.size)
         torch.cuda.synchronize()
-        batches = packing.micro_batches(samples, self.recipe.actor.tokens_per_micro_batch, self.actor.device)
+        budget, share = self.recipe.actor.tokens_per_micro_batch, self.share and self.actor.models[0].shares_prompts
+        batches = packing.micro_batches(samples, budget, self.actor.device, share=share)
         step.train_step(self.actor, batches, self.objective, lr=1e-6)
         torch.cuda.synchronize()
         return samples
 
 
-def measure(folder: Path, responses: int, longest: int, way: dict[str, Any], side: int) -> dict[str, Any]:
+def measure(folder: Path, size: tuple[int, int, int], way: dict[str, Any], side: int) -> dict[str, Any]:
     """Medians over updates, which include the upload of their batches. side: see `rows`."""
-    product, updates = matmul_ceiling(side), Update(folder, responses, longest, way)
+    product, updates = matmul_ceiling(side), Update(folder, size, way)
     sizes = Counter[bool]()
     for name, parameter in (named for chunk in updates.actor.models for named in chunk.named_parameters()):
         sizes[".experts." in name] += parameter.numel()
@@ -160,9 +170,9 @@ GROUPS = {
 }
 
 
-def kernel_times(folder: Path, responses: int, longest: int, way: dict[str, Any]) -> list[dict[str, Any]]:
+def kernel_times(folder: Path, size: tuple[int, int, int], way: dict[str, Any]) -> list[dict[str, Any]]:
     """Milliseconds of an update by `GROUPS`, of each kernel that takes a hundredth of it, and without any kernel."""
-    updates = Update(folder, responses, longest, way)
+    updates = Update(folder, size, way)
     for update in range(WARM_UP):
         updates.run(update)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
@@ -204,7 +214,7 @@ def rows(models: dict[str, Any], ways: list[str], side: int = 8192) -> Iterator[
     side: of the square matrices whose product measures the GPU's arithmetic.
     """
     found = torch.cuda.is_available()
-    for name, (config, responses, longest) in models.items():
+    for name, (config, *size) in models.items():
         with tempfile.TemporaryDirectory() as folder:
             if found:
                 write_model(config, Path(folder))
@@ -213,17 +223,17 @@ def rows(models: dict[str, Any], ways: list[str], side: int = 8192) -> Iterator[
                 row = {"model": name, "layers, kernels": title} | dict.fromkeys(COLUMNS, NOT_MEASURED)
                 row["note"] = missing(WAYS[title]) if found else "no GPU"
                 if not row["note"]:
-                    child = dict(folder=folder, responses=responses, longest=longest, way=WAYS[title], side=side)
+                    child = dict(folder=folder, size=size, way=WAYS[title], side=side)
                     row |= in_own_process(__file__, ["--child", json.dumps(child)])
                 yield row
 
 
-def operator_rows(config: dict[str, Any], responses: int, longest: int) -> list[dict[str, Any]]:
+def operator_rows(config: dict[str, Any], *size: int) -> list[dict[str, Any]]:
     if not torch.cuda.is_available():
         return [{"what": "an update, profiled", "ms": NOT_MEASURED, "note": "no GPU"}]
     with tempfile.TemporaryDirectory() as folder:
         write_model(config, Path(folder))
-        return kernel_times(Path(folder), responses, longest, WAYS["torch, triton"])
+        return kernel_times(Path(folder), size, WAYS["torch, triton"])
 
 
 def child(folder: str, **arguments: Any) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from megarl.kernels.linear_logprob.triton_backend import Tile, launch_options, l
 from megarl.kernels.row_sums import triton_backend as row_sums
 from megarl.kernels.token_pass.language import RULES
 from megarl.kernels.token_pass.triton_backend import LAUNCH_OPTIONS, kernel_constants, token_pass_kernel
+from megarl.kernels.weight_gradient import triton_backend as weight_gradient
 from megarl.kernels.weighted_glu import Glu
 from megarl.kernels.weighted_glu.triton_backend import LAUNCH_OPTIONS as GLU_OPTIONS
 from megarl.kernels.weighted_glu.triton_backend import constants, weighted_glu_gradients_kernel, weighted_glu_kernel
@@ -182,6 +183,19 @@ def row_sums_spec(dtype: str, architecture: int) -> CompileSpec:
     )
 
 
+def weight_gradient_spec(architecture: int) -> CompileSpec:
+    pointers = dict(total="*fp32", gradient="*bf16", inputs="*bf16", ends="*i32")
+    return CompileSpec(
+        name="weight_gradient bf16",
+        kernel=weight_gradient.group_products_kernel,
+        signature=pointers,
+        constants=weight_gradient.constants(1536, 2048),
+        architecture=architecture,
+        aligned=tuple(pointers),
+        options=weight_gradient.LAUNCH_OPTIONS,
+    )
+
+
 SPECS = [
     *(
         spec
@@ -203,6 +217,7 @@ SPECS = [
         for spec in weighted_glu_specs(dtype, glu, architecture)
     ),
     *(row_sums_spec(dtype, architecture) for architecture in SHARED_MEMORY for dtype in ("bf16", "fp32")),
+    *map(weight_gradient_spec, SHARED_MEMORY),
 ]
 
 

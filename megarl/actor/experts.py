@@ -17,6 +17,7 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megarl.errors import UserError
+from megarl.kernels.weight_gradient import add_group_products, added, main_grad
 from megarl.kernels.weighted_glu import Glu, weighted_glu
 
 QUICK_GELU = 1.702  # x sigmoid(1.702 x), Hendrycks and Gimpel 2016, arXiv 1606.08415
@@ -46,7 +47,7 @@ class GroupedExperts(MegatronModule):
         for name in _UNSUPPORTED:
             if getattr(config, name):
                 raise UserError(f'[megatron] {name}: the experts of layers = "torch" do not support it; remove the key')
-        self.groups, self.backend = pg_collection, "torch"  # of `megarl.kernels.weighted_glu`; `build_model` chooses it
+        self.groups, self.backend = pg_collection, "torch"  # of the experts' kernels; `build_model` chooses it
         sharpness = QUICK_GELU if config.activation_func is quick_gelu else 1.0
         self.glu = Glu(sharpness, config.activation_func_clamp_value, config.glu_linear_offset)
         shards: int = pg_collection.expt_tp.size()
@@ -93,7 +94,7 @@ class GroupedExperts(MegatronModule):
         return torch.addmm(output, (chosen * probs[:, None]).to(output.dtype), self.bias2.view(len(ends), -1)), None
 
     def _product(self, name: str, tokens: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        product = grouped_linear(tokens, getattr(self, name), ends)
+        product = grouped_linear(tokens, getattr(self, name), ends, self.backend)
         return product + self.adapters[name](tokens, ends) if name in self.adapters else product
 
     def sharded_state_dict(
@@ -152,11 +153,14 @@ def one_hot_groups(ends: torch.Tensor, rows: int) -> torch.Tensor:
     return ended.logical_not() & F.pad(ended, (1, -1), value=True)
 
 
-def grouped_linear(tokens: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+def grouped_linear(
+    tokens: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor, backend: str = "torch"
+) -> torch.Tensor:
     """tokens [n, in], weight [groups, out, in] -> [n, out]; rows ``ends[g - 1]`` to ``ends[g]`` belong to group g.
 
     ``ends`` [groups] int32 stays on the device. `grouped_mm` needs rows whose size is a multiple of 16 bytes: others
-    are padded with zeros for the product, which costs a copy of the weight.
+    are padded with zeros for the product, which costs a copy of the weight. backend: with "triton", gradients of others
+    are added to the weight's `main_grad`, if it has one.
     """
     outputs, inputs = weight.shape[1:]
     if not len(tokens):
@@ -165,11 +169,30 @@ def grouped_linear(tokens: torch.Tensor, weight: torch.Tensor, ends: torch.Tenso
     more_outputs, more_inputs = -outputs % unit, -inputs % unit
     if more_outputs or more_inputs:
         weight, tokens = F.pad(weight, (0, more_inputs, 0, more_outputs)), F.pad(tokens, (0, more_inputs))
+    elif backend == "triton" and main_grad(weight) is not None:
+        return _GroupedLinear.apply(tokens, weight, ends)
     transposed = weight.transpose(1, 2)
     if transposed.requires_grad and tokens.is_cuda and torch.cuda.get_device_capability() >= _UNWRITTEN_FROM:
         transposed.register_hook(partial(_zero_empty_groups, ends))
     products = F.grouped_mm(tokens, transposed, offs=ends)
     return products[:, :outputs] if more_outputs else products
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """`grouped_linear` whose backward pass adds the weight's gradient to its `main_grad`."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(tokens, weight, ends)
+        return F.grouped_mm(tokens, weight.transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        tokens, weight, ends = ctx.saved_tensors
+        total = main_grad(weight)
+        assert total is not None
+        add_group_products(total, gradient := gradient.contiguous(), tokens, ends)
+        return F.grouped_mm(gradient, weight, offs=ends), added(weight), None
 
 
 def _zero_empty_groups(ends: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:

@@ -20,6 +20,7 @@ from megatron.core.tensor_parallel import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
 )
+from megatron.core.tensor_parallel import layers as megatron_linear
 from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
@@ -30,6 +31,7 @@ from megarl.actor.dispatch import RoutedExperts
 from megarl.actor.layers import block_spec
 from megarl.errors import UserError
 from megarl.kernels.linear_logprob import linear_logprob
+from megarl.kernels.weight_gradient import add_product
 from megarl.models import family_of
 from megarl.recipe.actor_table import Recompute
 from megarl.recipe.megatron import shares_prompts
@@ -42,6 +44,17 @@ if not hasattr(megatron_random, "FP8GlobalStateManager"):
     # likewise undefined without Transformer Engine, but used whenever norms are recomputed, with fp8 or without
     megatron_random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
     megatron_random.activation_recompute_forward = megatron_random.fp8_autocast = lambda **_: nullcontext()
+
+
+def _add_weight_gradient(inputs: torch.Tensor, gradient: torch.Tensor, total: torch.Tensor) -> None:
+    add_product(total, gradient.t(), inputs)
+
+
+# what Megatron has of Apex for `gradient_accumulation_fusion`
+megatron_linear.fused_weight_gradient_mlp_cuda = SimpleNamespace(
+    wgrad_gemm_accum_fp32=_add_weight_gradient, wgrad_gemm_accum_fp16=_add_weight_gradient
+)
+megatron_linear._grad_accum_fusion_available = True
 
 
 def _share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
@@ -99,7 +112,7 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
         # the other fused variants need Apex
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,
-        gradient_accumulation_fusion=False,
+        gradient_accumulation_fusion=not cpu,
         persist_layer_norm=False,
         deterministic_mode=False,
     )

@@ -122,7 +122,8 @@ def steps(out: Path, work: Path, gpus: int, small: bool) -> list[Step]:
             "live",
             "a live run whose trainer and engine take turns on one GPU is killed and resumes",
             module("runs", "live", "--work", work),
-            limit=90,
+            "engines",
+            300,
         ),
         Step(
             "sanitizer",
@@ -139,5 +140,8 @@ def steps(out: Path, work: Path, gpus: int, small: bool) -> list[Step]:
         table("linear_logprob", "time of the lm head against materialised logits, Liger and Cut Cross-Entropy", 60),
         table("token_pass", "time of the fused token pass against eager torch and torch.compile", 120),
         table("selection", "time of batch statistics against sorting and the released loops", 50),
+        table(
+            "weight_gradient", "time of experts' weight gradients, added by one kernel or by a product and a sum", 40
+        ),
         table("adam", "an optimizer's step on the device, and on the host by number of threads", 40),
     ]

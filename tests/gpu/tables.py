@@ -17,6 +17,7 @@ import gpu
 import linear_logprob
 import selection
 import token_pass
+import weight_gradient
 from common import write_csv, write_table
 
 TOKENS, SMALL_TOKENS = [1 << 20, 1 << 24], [1 << 9]
@@ -51,25 +52,32 @@ def small_actor() -> Iterator[dict[str, object]]:
     return actor_gpu.rows(actor_gpu.TINY, ["torch, cuda", "transformer_engine, triton"], side=64)
 
 
+def actor_rows() -> Iterator[dict[str, object]]:
+    yield from actor_gpu.rows({QWEN3_MOE: actor_gpu.MODELS[QWEN3_MOE]}, WAYS)
+    yield from actor_gpu.rows(GROUPS, GROUP_WAYS)
+
+
 def adam_rows(parameters: int, threads: list[int]) -> Iterator[dict[str, object]]:
     yield from adam.gpu_rows(parameters)
     yield from adam.host_rows(parameters, threads)
 
 
 QWEN3_MOE = "Qwen3-30B-A3B, 2 layers"
-MODELS = {QWEN3_MOE: actor_gpu.MODELS[QWEN3_MOE]}
 WAYS = ["torch, triton", "torch, torch", "torch, triton, recompute"]
+GROUPS = {name: model for name, model in actor_gpu.MODELS.items() if name.endswith("groups of 8")}
+GROUP_WAYS = ["torch, triton", "torch, triton, a prompt for each response"]
 # name: (rows on a GPU, rows of a rehearsal)
 TABLES: dict[str, tuple[Callable[[], Iterable[dict[str, object]]], Callable[[], Iterable[dict[str, object]]]]] = {
     "ceilings": (gpu.ceilings, small_ceilings),
     "token_pass": (lambda: gpu.pass_rows(TOKENS, REPEATS), small_pass),
     "selection": (lambda: gpu.selection_rows([gpu.LOOP_TOKENS, *TOKENS], REPEATS), small_selection),
     "linear_logprob": (linear_logprob.gpu_rows, small_head),
-    "actor_gpu": (lambda: actor_gpu.rows(MODELS, WAYS), small_actor),
+    "actor_gpu": (actor_rows, small_actor),
     "operators": (
         lambda: actor_gpu.operator_rows(*actor_gpu.MODELS[QWEN3_MOE]),
         lambda: actor_gpu.operator_rows(*actor_gpu.TINY["tiny"]),
     ),
+    "weight_gradient": (weight_gradient.rows, lambda: [weight_gradient.row(2, 8, 16, 32)]),
     "adam": (lambda: adam_rows(50_000_000, [1, 4, 16]), lambda: adam_rows(1000, [1])),
 }
 

@@ -28,6 +28,7 @@ from torch.distributed import ProcessGroup
 from megarl.errors import UserError
 from megarl.kernels.linear_logprob import torch_backend
 from megarl.kernels.linear_logprob.chunking import chunks
+from megarl.kernels.weight_gradient import add_product, added, main_grad
 
 BACKENDS = ("torch", "triton")
 
@@ -124,11 +125,15 @@ class _LinearLogprob(torch.autograd.Function):
         coefficients = _coefficients(local, lse, entropy, grad_logprobs, grad_entropy, ctx.temperature)
         grad_h = torch.zeros_like(hidden, memory_format=torch.contiguous_format) if need_hidden else None
         grad_w: torch.Tensor | None = None
+        total: torch.Tensor | None = None
         if hidden.shape[0] and ctx.rows:
             kernels, scale = ctx.kernels, math.log2(math.e) / ctx.temperature
             h, w = kernels.operands(hidden, weight[: ctx.rows])
             buffer = kernels.gradient_buffer(hidden, ctx.rows, ctx.chunk_tokens)
             with_entropy = grad_entropy is not None
+            if need_weight and w.shape[1] == weight.shape[1]:  # no columns that a backend appended
+                total = main_grad(weight)
+            grad_w = None if total is None else total[: ctx.rows]
             for chunk in chunks(hidden.shape[0], ctx.chunk_tokens):
                 dz = kernels.logit_gradients(
                     h[chunk], w, local[chunk], coefficients[:, chunk], scale, with_entropy, buffer
@@ -137,7 +142,9 @@ class _LinearLogprob(torch.autograd.Function):
                     grad_h[chunk] = _product(dz, w)[:, : hidden.shape[1]]
                 if need_weight:
                     grad_w = _product(dz.t(), h[chunk], add_to=grad_w)
-        return grad_h, _with_padding(grad_w, weight) if need_weight else None, None, None, None, None, None, None
+        if need_weight:
+            grad_w = _with_padding(grad_w, weight) if total is None else added(weight)
+        return grad_h, grad_w, None, None, None, None, None, None
 
 
 def _combine(statistics: torch.Tensor, group: ProcessGroup) -> torch.Tensor:
@@ -173,11 +180,9 @@ def _product(a: torch.Tensor, b: torch.Tensor, add_to: torch.Tensor | None = Non
     """a b in the wider dtype of the two, but at least float32, added to ``add_to`` in place."""
     dtype = torch.promote_types(a.dtype, b.dtype)
     a, b = a.to(dtype), b.to(dtype)
-    if dtype.itemsize >= 4:
-        return torch.mm(a, b) if add_to is None else add_to.addmm_(a, b)
-    if add_to is None:
-        return torch.mm(a, b, out_dtype=torch.float32)
-    return torch.addmm(add_to, a, b, out_dtype=torch.float32, out=add_to)
+    if add_to is not None:
+        return add_product(add_to, a, b)
+    return torch.mm(a, b) if dtype.itemsize >= 4 else torch.mm(a, b, out_dtype=torch.float32)
 
 
 def _with_padding(grad: torch.Tensor | None, weight: torch.Tensor) -> torch.Tensor:
