@@ -185,14 +185,16 @@ def row_sums_spec(dtype: str, architecture: int) -> CompileSpec:
 
 def weight_gradient_spec(architecture: int) -> CompileSpec:
     pointers = dict(total="*fp32", gradient="*bf16", inputs="*bf16", ends="*i32")
+    options = weight_gradient.launch(1536, 2048, architecture)
+    compiler = {name: options.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
     return CompileSpec(
         name="weight_gradient bf16",
         kernel=weight_gradient.group_products_kernel,
         signature=pointers,
-        constants=weight_gradient.constants(1536, 2048),
+        constants=options,
         architecture=architecture,
         aligned=tuple(pointers),
-        options=weight_gradient.LAUNCH_OPTIONS,
+        options=compiler,
     )
 
 

@@ -45,8 +45,6 @@ NOT_THRESHOLDS = {
     "kernels.token_pass.triton_backend._ROW": "sums of a program",
     "kernels.token_pass.triton_backend.LAUNCH_OPTIONS": "options of the compiler",
     "kernels.weighted_glu.triton_backend.LAUNCH_OPTIONS": "options of the compiler",
-    "kernels.weight_gradient.triton_backend.TILE": "sizes of a program; tests/kernels/interpreted",
-    "kernels.weight_gradient.triton_backend.LAUNCH_OPTIONS": "options of the compiler",
     "kernels.row_sums.triton_backend.COLUMNS": "columns of a program; tests/kernels/interpreted",
     "kernels.row_sums.triton_backend.LAUNCH_OPTIONS": "options of the compiler",
     "kernels.library.ABI_VERSION": "of a library",

@@ -8,10 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-# Two programs fit into a multiprocessor of sm_90: one reads and writes its tile of the total while the other multiplies
-TILE = dict(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64)
-LAUNCH_OPTIONS = dict(num_warps=8, num_stages=3, enable_fp_fusion=True)
-
 
 @triton.jit
 def group_products_kernel(
@@ -56,15 +52,18 @@ def group_products_kernel(
             part = other_part
 
 
-def constants(outputs: int, inputs: int) -> dict[str, Any]:
-    return dict(M=outputs, N=inputs) | TILE
+def launch(outputs: int, inputs: int, architecture: int) -> dict[str, Any]:
+    """The kernel's constants and Triton's options; on sm_90 the fastest of seven sizes at 1,024 and 4,096 tokens."""
+    large = architecture >= 90  # 192 KiB of shared memory
+    return dict(M=outputs, N=inputs, BLOCK_M=128, BLOCK_N=256 if large else 128, BLOCK_K=64) | dict(
+        num_warps=8, num_stages=4 if large else 3, enable_fp_fusion=True
+    )
 
 
 def add_group_products(total: torch.Tensor, gradient: torch.Tensor, inputs: torch.Tensor, ends: torch.Tensor) -> None:
     """As `megarl.kernels.weight_gradient.add_group_products`; all contiguous."""
     groups, outputs, width = total.shape
-    tiles = triton.cdiv(outputs, TILE["BLOCK_M"]) * triton.cdiv(width, TILE["BLOCK_N"])
+    options = launch(outputs, width, 10 * torch.cuda.get_device_capability(total.device)[0] if total.is_cuda else 90)
+    tiles = triton.cdiv(outputs, options["BLOCK_M"]) * triton.cdiv(width, options["BLOCK_N"])
     with torch.cuda.device_of(total):
-        group_products_kernel[(groups * tiles,)](
-            total, gradient, inputs, ends, **constants(outputs, width), **LAUNCH_OPTIONS
-        )
+        group_products_kernel[(groups * tiles,)](total, gradient, inputs, ends, **options)
