@@ -184,6 +184,20 @@ def test_target_outside_the_vocabulary_is_nan_and_has_no_gradient() -> None:
     assert grad.isfinite().all() and grad.any(1).logical_not().nonzero().flatten().tolist() == [3, 5]
 
 
+def test_a_bfloat16_weight_gradient_is_added_in_float32_unless_the_weight_is_tied() -> None:
+    hidden, weight, targets = problem(torch.bfloat16)
+    exact = definition.linear_logprob(hidden.double(), weight.double(), targets, 1.0, VOCAB)
+    (right,) = gradients(exact, [weight], "both")
+    before = torch.randn(weight.shape)
+    for tied in (False, True):
+        weight.main_grad, weight.zero_out_wgrad, weight.grad_added_to_main_grad = before.clone(), tied, False
+        (returned,) = gradients(linear_logprob(hidden, weight, targets, vocab_size=VOCAB), [weight], "both")
+        assert weight.grad_added_to_main_grad is not tied and returned.dtype is torch.bfloat16
+        found = returned.float() if tied else weight.main_grad - before
+        assert (found - right).norm() <= 0.02 * right.norm()  # log-probs of bfloat16 inputs
+        assert not tied or torch.equal(weight.main_grad, before)
+
+
 VOCABULARIES = (PADDED, VOCAB, 11)  # on two ranks; with 11 the second rank has nothing but padding
 
 
