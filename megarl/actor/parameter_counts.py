@@ -6,7 +6,6 @@ in the whole process, so `megarl.planner.parameter_counts` does it in a process 
 
 from __future__ import annotations
 
-import math
 import re
 from collections import Counter
 from typing import Any
@@ -26,8 +25,7 @@ def count_parameters(hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[dic
     """Counts for each pipeline stage; parameters are those of one rank, as ranks of a stage have equally many.
 
     layers; expert, dense: parameters of experts, and all others; expert_adapters, dense_adapters: parameters of
-    ``[actor.lora]``; matrices: weights of linear modules, without experts; rounding: how much larger the trained
-    tensors are, each as it is on disk, with their sizes rounded up to powers of two.
+    ``[actor.lora]``; matrices: weights of linear modules, without experts.
     """
     cpu_backend.install(torch.device("meta"))
     settings = (
@@ -60,7 +58,6 @@ def _count(hf: dict[str, Any], recipe: Recipe, ranks: int, rank: int) -> dict[st
         for name, parameter in named:
             sizes[lora.is_adapters(name), ".experts." in name] += parameter.numel()
         matrices = [p.numel() for name, p in named if _MATRIX.search(name) and not lora.is_adapters(name)]
-        trained = [(name, p) for name, p in named if p.requires_grad]
         return {
             "layers": sum(len(model.decoder.layers) for model in models),
             "expert": sizes[False, True],
@@ -68,15 +65,7 @@ def _count(hf: dict[str, Any], recipe: Recipe, ranks: int, rank: int) -> dict[st
             "expert_adapters": sizes[True, True],
             "dense_adapters": sizes[True, False],
             "matrices": sum(matrices),
-            "rounding": sum(map(_rounded, *zip(*trained, strict=True))) / sum(p.numel() for _, p in trained),
         }
     finally:
         mpu.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-def _rounded(name: str, parameter: torch.nn.Parameter) -> int:
-    """Number of elements, with that of each tensor that a checkpoint has of the parameter rounded to a power of two."""
-    experts = len(parameter) if ".experts." in name and parameter.ndim == 3 else 1
-    pieces = experts * (2 if name.endswith(("weight1", "linear_fc1.weight")) else 1)  # gate and up
-    return pieces * int(2 ** math.ceil(math.log2(parameter.numel() / pieces)))

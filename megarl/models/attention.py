@@ -6,14 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megarl.models.family import (
-    ActivationSettings,
-    Attention,
-    Hf,
-    SavedActivations,
-    normalised,
-    tokens_inside,
-)
+from megarl.models.family import Attention, Hf
 from megarl.models.tensors import TensorNames
 from megarl.recipe.layout import Layout
 
@@ -92,33 +85,18 @@ class GroupedQueryAttention(Attention):
             tensors["self_attention.k_layernorm.weight"] = TensorNames(("self_attn.k_norm.weight",), split)
         return tensors
 
-    def saved(self, hf: Hf, layout: Layout, tokens: int, settings: ActivationSettings) -> SavedActivations:
-        inside = tokens_inside(layout, tokens)
-        heads = hf["num_attention_heads"] / layout.tensor_parallel
-        query, key = heads * hf["head_dim"], hf["num_key_value_heads"] / layout.tensor_parallel * hf["head_dim"]
-        # with several groups the queries are not contiguous in the fused projection, so contiguous queries are a copy
-        copied = query if hf["num_key_value_heads"] > layout.tensor_parallel else 0.0
-        elements, float32 = inside * (query + 2 * key), 0.0  # the fused projection
-        if "core_attn" in settings.again:
-            # attention's output; and its inputs: the queries, and the keys where a norm made a new tensor of them
-            elements += inside * (query + (query + key if self.norms(hf) else copied))
-        else:
-            elements += inside * 2 * query + tokens * key  # rotated q; the output; rotated k of all ranks
-            float32 += inside * heads  # log-sum-exp
-            if layout.context_parallel > 1:
-                elements += tokens * key  # values
-        if self.output_gate:
-            elements += inside * 2 * query  # the gate, and the gated output
-            float32 += inside * query  # its sigmoid
-        if self.norms_all_heads:
-            elements += inside * (query + key)  # normalised, before the weight
-            float32 += inside * (query + key)
-        elif self.norms(hf):
-            float32 += inside * ((query + key) * settings.widened + (query + key) / hf["head_dim"])
-            elements += inside * copied * (not settings.widened)
-        # the output projection keeps attention's output, counted above; with delayed scaling a copy in 8 bits as well
-        output = inside * query if settings.fp8 == "delayed" else 0.0
-        return SavedActivations(elements, float32, normalised(hf, layout, tokens, settings) + output)
+    def kept(self, hf: Hf, layout: Layout) -> float:
+        heads, groups, width = hf["num_attention_heads"], hf["num_key_value_heads"], hf["head_dim"]
+        query, key = heads * width, groups * width
+        # the fused projection; rotated queries and attention's output; keys and values of all context-parallel ranks
+        ranks = layout.context_parallel
+        elements = 3 * query + 2 * key + (1 + (ranks > 1)) * ranks * key
+        if self.norms_all_heads:  # normalised queries and keys before the weight, and in float32
+            elements += 3 * (query + key)
+        elif self.norms(hf):  # contiguous queries; the zero-centred norms of gated heads are in float32
+            elements += 2 * (query + key) if self.output_gate else query
+        # log-sum-exp and statistics of norms; the gate, its sigmoid in float32, and the gated output
+        return float(elements + 6 * heads + 4 * query * self.output_gate)
 
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
         heads = max(1, int(hf["num_key_value_heads"]) // tensor_parallel)  # a head is replicated, never split

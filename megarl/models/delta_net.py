@@ -7,14 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
-from megarl.models.family import (
-    ActivationSettings,
-    Attention,
-    Hf,
-    SavedActivations,
-    normalised,
-    tokens_inside,
-)
+from megarl.models.family import Attention, Hf
 from megarl.models.tensors import TensorNames, rows_of
 from megarl.recipe.layout import Layout
 
@@ -92,32 +85,24 @@ class GatedDeltaNet(Attention):
             "self_attention.in_proj_ba.weight": TensorNames((rates, decays), 0, "groups", (shared_by, shared_by)),
         }
 
-    def saved(self, hf: Hf, layout: Layout, tokens: int, settings: ActivationSettings) -> SavedActivations:
-        inside = tokens_inside(layout, tokens)
-        heads = hf["linear_num_value_heads"] / layout.tensor_parallel
-        width = hf["linear_key_head_dim"]
-        keys = hf["linear_num_key_heads"] / layout.tensor_parallel * width
-        values = heads * hf["linear_value_head_dim"]
+    def kept(self, hf: Hf, layout: Layout) -> float:
+        heads, width = hf["linear_num_value_heads"], hf["linear_key_head_dim"]
+        keys, values = hf["linear_num_key_heads"] * width, heads * hf["linear_value_head_dim"]
         # input and output of the convolution; output of the rule, normalised, and gated; rates
-        elements = inside * (2 * (2 * keys + values) + 3 * values + heads)
-        # the projections' input: with tensor parallelism a gathered copy of the norm's output
-        gathered = layout.tensor_parallel > 1
-        elements += inside * hf["hidden_size"] if gathered else normalised(hf, layout, tokens, settings)
+        elements = 2 * (2 * keys + values) + 3 * values + heads
         # queries and keys before they are normalised; gates and their activation
         float32 = 2 * keys + 2 * values
         # in `megarl.actor.delta_rule`: six tensors of the size of the keys (repeated for each value head), three of the
         # values, five matrices [CHUNK, CHUNK], the states between chunks, and a few numbers per head
         float32 += heads * (6 * width + 5 * CHUNK + width * hf["linear_value_head_dim"] / CHUNK + 8) + 3 * values
-        return SavedActivations(elements, inside * float32)
+        # each tensor-parallel rank gathers the input
+        return float(elements + 2 * float32 + (layout.tensor_parallel - 1) * hf["hidden_size"])
 
     def state_elements(self, hf: Hf, tensor_parallel: int) -> float:
         heads, width = hf["linear_num_value_heads"], hf["linear_key_head_dim"]
         channels = 2 * hf["linear_num_key_heads"] * width + heads * hf["linear_value_head_dim"]
         states = heads * width * hf["linear_value_head_dim"] + channels * (hf["linear_conv_kernel_dim"] - 1)
         return float(states / tensor_parallel)
-
-    def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
-        return 0.0  # recomputing "core_attn" affects softmax attention only
 
     def flops(self, hf: Hf, length: float) -> float:
         # for each token the state is read by the key, written, and read by the query: 2 operations an element each

@@ -8,31 +8,13 @@ with the methods of the protocols below.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 from megarl.models.tensors import LM_HEAD, TensorNames
 from megarl.recipe.layout import Layout
 
 Hf = dict[str, Any]  # the settings of a model, as `megarl.models.hf_config.read_hf_config` returns them
-
-
-class SavedActivations(NamedTuple):
-    """Number of elements that autograd saves of one layer on one rank, for the backward pass."""
-
-    elements: float  # in the dtype of the activations
-    float32: float  # of four bytes each, whatever that dtype is
-    inputs: float = 0.0  # further ones, saved only as inputs of matrix products: with fp8 they take 8 bits
-
-
-@dataclass(frozen=True)
-class ActivationSettings:
-    """The settings of a recipe that decide which activations autograd saves."""
-
-    again: frozenset[str] = frozenset()  # recomputed parts (`megarl.recipe.actor_table`): only their input is saved
-    fused: bool = False  # Transformer Engine's products, with Megatron's fused activation and permutation
-    fp8: str | None = None  # fp8 scaling of matrix products, a name in `megarl.recipe.megatron`; None: no fp8
-    widened: bool = False  # norms compute in float32, and so save a float32 copy of their input
 
 
 class Sublayer(Protocol):
@@ -62,15 +44,14 @@ class Attention(Sublayer, Protocol):
     rope_types: tuple[str, ...] = ()  # the supported values of ``rope_type`` in config.json
     partial_rotary: bool = False  # whether config.json may ask that only a part of each head is rotated
 
-    def saved(self, hf: Hf, layout: Layout, tokens: int, settings: ActivationSettings) -> SavedActivations:
-        """What is saved of a micro-batch of ``tokens``, the normalised input of the sublayer included."""
+    def kept(self, hf: Hf, layout: Layout) -> float:
+        """Elements of two bytes that a token's backward pass needs of one layer, beside the normalised input.
+
+        At most, and over all tensor-parallel ranks.
+        """
 
     def flops(self, hf: Hf, length: float) -> float:
         """Operations of a forward pass over one sequence of ``length`` tokens in one layer, without projections."""
-
-    def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
-        """The operations among `flops` that recomputing the parts ``again`` repeats."""
-        return self.flops(hf, length) if "core_attn" in again else 0.0
 
     @property
     def norms_all_heads(self) -> bool:
@@ -95,13 +76,12 @@ class FeedForward(Sublayer, Protocol):
 
     undivided: bool  # whether expert tensor parallelism is impossible: no routed expert may be divided between ranks
 
-    def saved(
-        self, hf: Hf, layout: Layout, tokens: int, imbalance: float, settings: ActivationSettings
-    ) -> SavedActivations:
-        """As `Attention.saved`. imbalance: routed tokens of the fullest expert-parallel rank over the ranks' mean."""
+    def kept(self, hf: Hf, layout: Layout, imbalance: float, again: frozenset[str]) -> float:
+        """As `Attention.kept`.
 
-    def repeated_parameters(self, hf: Hf, again: frozenset[str]) -> int:
-        """Number of parameters that a token uses in the parts ``again``, whose forward pass is recomputed."""
+        imbalance: routed tokens of the fullest expert-parallel rank over the ranks' mean. again: parts whose forward
+        pass is recomputed.
+        """
 
 
 Sublayers = tuple[Attention, FeedForward]
@@ -255,28 +235,16 @@ class Family:
         extra = range(first, first + (hf.get("num_nextn_predict_layers") or 0))
         return name.startswith((*self.copied, *(f"{self.prefix}layers.{layer}." for layer in extra)))
 
-    def saved(
-        self,
-        hf: Hf,
-        layout: Layout,
-        tokens: int,
-        layer: Sublayers,
-        imbalance: float,
-        settings: ActivationSettings,
-    ) -> SavedActivations:
-        """What is saved of a layer with these sublayers for a micro-batch of ``tokens``, on one rank."""
-        settings = replace(settings, widened=self.zero_centred_norms)
-        both = 2 * tokens_between(layout, tokens)
-        norms = both * hf["hidden_size"]  # the norms' inputs; the sublayers count the outputs
-        if "layernorm" in settings.again:
-            inputs = SavedActivations(norms, 0.0)
-        elif settings.widened:
-            inputs = SavedActivations(0.0, norms + both)  # and one statistic per token
-        else:
-            inputs = SavedActivations(norms, both)
-        mixer = layer[0].saved(hf, layout, tokens, settings)
-        feed_forward = layer[1].saved(hf, layout, tokens, imbalance, settings)
-        return SavedActivations(*map(sum, zip(inputs, mixer, feed_forward, strict=True)))
+    def kept(self, hf: Hf, layout: Layout, layer: int, imbalance: float, again: frozenset[str]) -> float:
+        """Elements of two bytes that a token's backward pass needs of layer ``layer`` (from 0).
+
+        At most, over all tensor-parallel ranks, with torch-native layers. Arguments: as in `FeedForward.kept`.
+        """
+        mixer, feed_forward = self.sublayers(hf, layer)
+        # of both norms the input, in float32 if they compute in it, one statistic, and the output
+        norms = 2 + 2 * self.zero_centred_norms + 2 * ("layernorm" not in again)
+        kept = mixer.kept(hf, layout) + feed_forward.kept(hf, layout, imbalance, again)
+        return norms * float(hf["hidden_size"]) + 4 + kept
 
     def mixing_flops(self, hf: Hf, length: float) -> float:
         """`Attention.flops` summed over all layers, with windows taken into account."""
@@ -286,15 +254,6 @@ class Family:
             total += mixer.flops(hf, length)
             if window is not None and window < length:
                 total -= mixer.flops(hf, length - window)  # pairs of a token and one that is before its window
-        return total
-
-    def repeated_flops(self, hf: Hf, length: float, again: frozenset[str]) -> float:
-        """Operations over one sequence, in all layers, that recomputing the parts ``again`` repeats."""
-        total = 0.0
-        for layer in range(hf["num_hidden_layers"]):
-            mixer, feed_forward = self.sublayers(hf, layer)
-            total += mixer.repeated_flops(hf, length, again)
-            total += 2 * length * feed_forward.repeated_parameters(hf, again)
         return total
 
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
@@ -311,18 +270,3 @@ class Family:
             states += mixer.state_elements(hf, tensor_parallel)
             states += window * mixer.cached_elements(hf, tensor_parallel)
         return states
-
-
-def tokens_inside(layout: Layout, tokens: int) -> float:
-    """Number of tokens that a rank holds inside attention and feed-forward."""
-    return tokens / layout.context_parallel
-
-
-def tokens_between(layout: Layout, tokens: int) -> float:
-    """Number of tokens that a rank holds between the sublayers, where sequence parallelism divides them."""
-    return tokens_inside(layout, tokens) / layout.tensor_parallel
-
-
-def normalised(hf: Hf, layout: Layout, tokens: int, settings: ActivationSettings) -> float:
-    """Number of elements of the norm's output that a sublayer saves as its input; 0 if the norm is recomputed."""
-    return 0.0 if "layernorm" in settings.again else tokens_between(layout, tokens) * hf["hidden_size"]

@@ -6,15 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.models.family import (
-    ActivationSettings,
-    FeedForward,
-    Hf,
-    SavedActivations,
-    normalised,
-    tokens_between,
-    tokens_inside,
-)
+from megarl.models.family import FeedForward, Hf
 from megarl.models.tensors import TensorNames, down, gate_up
 from megarl.recipe.layout import Layout
 
@@ -29,9 +21,9 @@ def _problems(hf: Hf) -> Iterator[str]:
             yield f"{name} = {hf[name]!r} is not supported, only {only!r}"
 
 
-def _saved_per_output(settings: ActivationSettings) -> int:
-    """Elements that a SwiGLU keeps for each of its outputs: gate and up; unfused also two intermediate results."""
-    return 2 if settings.fused else 4
+# elements that torch-native layers keep of a SwiGLU for each of its outputs: gate, up, two intermediate results, and
+# the output itself, which the next matrix reads
+_SWIGLU = 5
 
 
 class GatedMlp(FeedForward):
@@ -51,17 +43,8 @@ class GatedMlp(FeedForward):
     def tensors(self, hf: Hf) -> dict[str, TensorNames]:
         return NORM | {"mlp.linear_fc1.weight": gate_up("mlp"), "mlp.linear_fc2.weight": down("mlp")}
 
-    def saved(
-        self, hf: Hf, layout: Layout, tokens: int, imbalance: float, settings: ActivationSettings
-    ) -> SavedActivations:
-        outside = normalised(hf, layout, tokens, settings)
-        if "mlp" in settings.again:
-            return SavedActivations(outside, 0.0)
-        inside = tokens_inside(layout, tokens) * hf["intermediate_size"] / layout.tensor_parallel
-        return SavedActivations(_saved_per_output(settings) * inside, 0.0, outside + inside)
-
-    def repeated_parameters(self, hf: Hf, again: frozenset[str]) -> int:
-        return 3 * int(hf["hidden_size"]) * int(hf["intermediate_size"]) if "mlp" in again else 0
+    def kept(self, hf: Hf, layout: Layout, imbalance: float, again: frozenset[str]) -> float:
+        return 0.0 if "mlp" in again else float(_SWIGLU * hf["intermediate_size"])
 
 
 @dataclass(frozen=True)
@@ -159,38 +142,20 @@ class MixtureOfExperts(FeedForward):
                 tensors["mlp.shared_experts.gate_weight"] = TensorNames((self.shared_gate,))
         return NORM | tensors
 
-    def saved(
-        self, hf: Hf, layout: Layout, tokens: int, imbalance: float, settings: ActivationSettings
-    ) -> SavedActivations:
-        between = tokens_between(layout, tokens)
-        # the norm's output, which the router reads too
-        elements = 0.0 if "layernorm" in settings.again else between * hf["hidden_size"]
-        if "moe" in settings.again:
-            return SavedActivations(elements, 0.0)
-        routed = between * hf["num_experts_per_tok"] * layout.expert_tensor_parallel * imbalance
-        width = hf["moe_intermediate_size"] / layout.expert_tensor_parallel
-        elements += routed * _saved_per_output(settings) * width
-        inputs = routed * (hf["hidden_size"] + (0 if "moe_act" in settings.again else width))
-        float32 = between * hf["num_experts"] * (3 if self.sigmoid else 1)
-        if not settings.fused:
-            # source and target index of each row (8 bytes each) and its weight; once more if ranks exchange rows
-            float32 += 10 * between * hf["num_experts_per_tok"]
-            float32 += 4 * routed * (layout.expert_parallel * layout.expert_tensor_parallel > 1)
-        else:
-            float32 += between * (2 * hf["num_experts"] + 1)  # the row map of the fused permutation
-        if "shared_experts" not in settings.again:
-            shared = tokens_inside(layout, tokens) * self.shared_width(hf) / layout.tensor_parallel
-            elements, inputs = elements + _saved_per_output(settings) * shared, inputs + shared
-            if self.shared_gate is not None:
-                elements += between * (hf["hidden_size"] + 1)  # the shared expert's output, and its gate
-        return SavedActivations(elements, float32, inputs)
-
-    def repeated_parameters(self, hf: Hf, again: frozenset[str]) -> int:
-        hidden, shared = int(hf["hidden_size"]), 3 * int(hf["hidden_size"]) * self.shared_width(hf)
+    def kept(self, hf: Hf, layout: Layout, imbalance: float, again: frozenset[str]) -> float:
         if "moe" in again:
-            routed = 3 * int(hf["num_experts_per_tok"]) * int(hf["moe_intermediate_size"])
-            return shared + (routed + int(hf["num_experts"])) * hidden
-        return shared if "shared_experts" in again else 0
+            return 0.0
+        routed = hf["num_experts_per_tok"] * imbalance
+        # an expert's part on each rank reads the whole token, of which the exchange keeps positions and weights
+        elements = routed * (layout.expert_tensor_parallel * (hf["hidden_size"] + 28) + self._of_expert(hf, layout))
+        elements += 6 * hf["num_experts"]  # what the router keeps in float32
+        if "shared_experts" not in again:
+            elements += _SWIGLU * self.shared_width(hf) + (self.shared_gate is not None) * (hf["hidden_size"] + 1)
+        return float(elements)
+
+    def _of_expert(self, hf: Hf, layout: Layout) -> float:
+        """Elements that the activation of an expert keeps of a token."""
+        return float(_SWIGLU * hf["moe_intermediate_size"])
 
 
 @dataclass(frozen=True)
@@ -230,15 +195,8 @@ class ClampedExperts(MixtureOfExperts):
             "mlp.experts.linear_fc2.bias": of_experts("down_proj_bias", None, "columns"),
         }
 
-    def saved(
-        self, hf: Hf, layout: Layout, tokens: int, imbalance: float, settings: ActivationSettings
-    ) -> SavedActivations:
-        elements, float32, inputs = super().saved(hf, layout, tokens, imbalance, settings)
-        if "moe" in settings.again:
-            return SavedActivations(elements, float32, inputs)
-        between = tokens_between(layout, tokens)
-        routed = between * hf["num_experts_per_tok"] * imbalance
-        # in addition to a SwiGLU's: gate and up, clamped, and up with its offset; and the one-hot matrix of each row's
-        # expert, once plain and once multiplied by the probabilities
-        elements += routed * (3 * hf["moe_intermediate_size"] + 2 * hf["num_experts"] / layout.expert_parallel)
-        return SavedActivations(elements, float32, inputs)
+    def _of_expert(self, hf: Hf, layout: Layout) -> float:
+        # gate and up, clamped, and up with its offset; and the one-hot matrix of each row's expert, once plain and once
+        # multiplied by the probabilities
+        more = 3 * hf["moe_intermediate_size"] + 2 * hf["num_experts"] / layout.expert_parallel
+        return super()._of_expert(hf, layout) + more

@@ -6,15 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.models.family import (
-    ActivationSettings,
-    Attention,
-    Hf,
-    SavedActivations,
-    normalised,
-    tokens_between,
-    tokens_inside,
-)
+from megarl.models.family import Attention, Hf
 from megarl.models.tensors import TensorNames
 from megarl.recipe.layout import Layout
 
@@ -99,17 +91,13 @@ class MultiHeadLatentAttention(Attention):
             "self_attention.linear_q_up_proj.weight": one("q_b_proj", 0),
         }
 
-    def saved(self, hf: Hf, layout: Layout, tokens: int, settings: ActivationSettings) -> SavedActivations:
-        inside, between = tokens_inside(layout, tokens), tokens_between(layout, tokens)
-        heads = hf["num_attention_heads"] / layout.tensor_parallel
-        width, latent = self.query_dim(hf), hf["kv_lora_rank"]
-        # outputs of both down-projections; the normalised latents; queries, keys, values padded to their width; outputs
-        elements = between * (2 * latent + hf["qk_rope_head_dim"] + 2 * (hf["q_lora_rank"] or 0))
-        elements += normalised(hf, layout, tokens, settings)
-        if "core_attn" in settings.again:  # the values are padded inside the recomputed part
-            return SavedActivations(elements + inside * heads * (2 * width + 2 * hf["v_head_dim"]), 0.0)
-        elements += heads * (inside * (2 * width + hf["v_head_dim"]) + 2 * tokens * width)
-        return SavedActivations(elements, inside * heads)  # log-sum-exp
+    def kept(self, hf: Hf, layout: Layout) -> float:
+        width = self.query_dim(hf)
+        # outputs of both down-projections, and the normalised latents
+        latents = 2 * hf["kv_lora_rank"] + hf["qk_rope_head_dim"] + 2 * (hf["q_lora_rank"] or 0)
+        # queries and outputs, padded to their width; log-sum-exp; keys and padded values of all context-parallel ranks
+        head = 2 * width + hf["v_head_dim"] + 2 + 2 * layout.context_parallel * width
+        return float(latents + hf["num_attention_heads"] * head)
 
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
         return int(hf["kv_lora_rank"] + hf["qk_rope_head_dim"])  # replicated on every rank

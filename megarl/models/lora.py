@@ -29,6 +29,12 @@ class Matrix:
         return 2 if self.name.endswith("linear_fc1") else 1
 
     @property
+    def recomputed_as(self) -> set[str]:
+        """The parts of ``[actor] recompute`` that the matrix belongs to."""
+        parts = {"mlp.experts": {"moe"}, "mlp.shared_experts": {"moe", "shared_experts"}, "mlp": {"mlp"}}
+        return parts.get(self.name.rpartition(".")[0], set())
+
+    @property
     def splits_inputs(self) -> bool:
         """Whether tensor parallelism divides the matrix's inputs instead of its outputs."""
         return self.name.endswith(("linear_proj", "linear_fc2"))
@@ -54,6 +60,11 @@ def matrices(hf: dict[str, Any], layer: int) -> list[Matrix]:
     for module, width in widths.items():
         sizes |= {f"{module}.linear_fc1": (2 * (width or 0), hidden), f"{module}.linear_fc2": (hidden, width or 0)}
     return [Matrix(name, *size) for name, size in sizes.items() if f"{name}.weight" in names]
+
+
+def recomputable(hf: dict[str, Any]) -> set[str]:
+    """The parts of feed-forwards, names in ``[actor] recompute``, that some layer of the model has."""
+    return {part for n in range(hf["num_hidden_layers"]) for matrix in matrices(hf, n) for part in matrix.recomputed_as}
 
 
 def _of_attention(hf: dict[str, Any]) -> dict[str, tuple[int, int]]:

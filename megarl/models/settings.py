@@ -6,6 +6,7 @@ from typing import Any
 
 from megarl.errors import UserError
 from megarl.models import family_of
+from megarl.models.lora import recomputable
 from megarl.recipe.actor_table import OWNED, Recompute
 from megarl.recipe.megatron import SCALINGS, scaling_of
 from megarl.recipe.tables import Recipe
@@ -34,6 +35,7 @@ def _check_recompute(recipe: Recipe, hf: dict[str, Any]) -> None:
             raise UserError(f'[megatron] {name}: it has an effect only with [actor] recompute = "full"; leave it out')
     if again.layers < 1:
         raise UserError(f"[megatron] recompute_num_layers = {again.layers}: must be at least 1")
+    there = recomputable(hf)
     of_engine = recipe.actor.layers == "transformer_engine" and hf["num_experts"]
     for name in sorted(again.modules):
         reason = None
@@ -41,7 +43,7 @@ def _check_recompute(recipe: Recipe, hf: dict[str, Any]) -> None:
             reason = "latent attention is megarl's own, which cannot recompute it"
         elif name == "moe_act" and not of_engine:
             reason = "only Transformer Engine's experts can recompute it; \"moe\" recomputes all of a layer's experts"
-        elif name in ("mlp", "moe", "shared_experts") and not family_of(hf).repeated_flops(hf, 1, frozenset({name})):
+        elif name in ("mlp", "moe", "shared_experts") and name not in there:
             reason = f"no layer of this {hf['model_type']} has it"
         if reason:
             raise UserError(f"[actor] recompute: {name!r}: {reason}")

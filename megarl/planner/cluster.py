@@ -1,4 +1,4 @@
-"""Random effects in a cluster: lengths of responses, the time to decode a batch of them, and the cost of failures."""
+"""Lengths of responses, which are random, and the time to decode a batch of them."""
 
 from __future__ import annotations
 
@@ -84,31 +84,3 @@ def ends_of_batches(lengths: np.ndarray, step: np.ndarray, replicas: int) -> np.
     running = np.ceil(np.arange(len(tokens), 0, -1) / replicas).astype(int)
     seconds = np.cumsum(np.diff(tokens, prepend=0.0) * step[running])
     return np.asarray(np.interp(lengths.max(axis=1), tokens, seconds))
-
-
-def with_failures(rng: np.random.Generator, segments: np.ndarray, rate: float, restart: float) -> tuple[float, int]:
-    """(seconds lost to failures, number of failures) in the course of ``segments``.
-
-    Failures come at ``rate`` per second. A failure loses the work of its segment, which begins anew ``restart`` seconds
-    later. The mean of all seconds that a segment of s seconds takes is (exp(rate s) - 1) (1 / rate + restart).
-
-    Args:
-        segments: [n] seconds of work between two points from which a run resumes.
-    """
-    if rate == 0:
-        return 0.0, 0
-    survives = np.exp(-rate * segments)
-    failures = rng.geometric(np.maximum(survives, 1e-300)) - 1
-    of_failed = np.repeat(segments, failures)
-    # the time of a failure, given that it comes before the segment's end
-    lost = -np.log1p(-rng.random(len(of_failed)) * -np.expm1(-rate * of_failed)) / rate
-    return float(lost.sum() + restart * len(of_failed)), len(of_failed)
-
-
-def pauses(rng: np.random.Generator, seconds: float, rate: float, away: float, restart: float) -> float:
-    """Seconds that preemptions take in ``seconds`` of work; a preempted run loses no work, since it saves.
-
-    rate: preemptions per second; away: mean seconds until the job has its nodes again (exponentially distributed).
-    """
-    number = rng.poisson(rate * seconds)
-    return float(rng.exponential(away, number).sum()) + restart * number

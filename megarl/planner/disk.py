@@ -1,4 +1,4 @@
-"""Bytes of a run directory, by kind of file: the largest that they get, and at the end of the run."""
+"""Bytes of a run directory, by kind of file: at most, and at the end of the run."""
 
 from __future__ import annotations
 
@@ -15,26 +15,31 @@ def disk_bytes(
     hf: dict[str, Any], recipe: Recipe, parameters: int, assume: Assumptions, trained: int | None = None
 ) -> dict[str, float]:
     """Bytes on disk by kind of file. trained: number of parameters in a checkpoint; default: all."""
-    rollouts = _rollout_bytes(hf, recipe, assume)
-    evaluations = _evaluation_bytes(recipe, assume)
+    stages, actor = recipe.schedule.stages, recipe.actor
+    rollouts, evaluations = stages * _rollout_bytes(hf, recipe, assume), _evaluation_bytes(recipe, assume)
     checkpoint = (2.0 + OptimizerBytes.of(recipe).checkpoint) * (parameters if trained is None else trained)
-    policy, between = 2.0 * parameters, _between_stages(recipe)
-    *largest, end = _moments(recipe, between)
-
-    def whole(checkpoints: int, policies: int) -> float:
-        return rollouts * recipe.schedule.stages + evaluations + checkpoints * checkpoint + policies * policy
-
+    policy = 2.0 * parameters
+    saves = math.ceil(recipe.schedule.updates_per_stage / actor.checkpoint_every)  # in a stage
+    kept, stay = min(saves, actor.keep_checkpoints), actor.keep_stages or stages
+    # before the last stage's checkpoints are removed, the last of them is written
+    checkpoints = kept * min(stages - 1, stay) + min(saves, kept + 1)
+    removes = actor.keep_policies is not None and stages > actor.keep_policies + 1
+    # best/ has hard links, which take space only if their policy was removed elsewhere
+    best = int(recipe.eval.on and (removes or recipe.eval.every_updates > 0))
+    policies = 2 + min(stages - 1, actor.keep_policies or stages) + best  # with the run's first, and its result
+    most = policies + _between_stages(recipe) + removes
     return {
-        "rollout store of a stage": rollouts,
-        "rollout store of all stages": rollouts * recipe.schedule.stages,
+        "rollout store of all stages": rollouts,
         **({"responses to evaluations": evaluations} if evaluations else {}),
         "one checkpoint": checkpoint,
-        "checkpoints at most": checkpoint * max(checkpoints for checkpoints, _ in largest),
+        "checkpoints at most": checkpoints * checkpoint,
         "one export": policy,
-        **({"policies between stages, at most": between * policy} if between else {}),
-        "policies at most": policy * max(policies for _, policies in largest),
-        "the run directory, at its largest": max(whole(*moment) for moment in largest),
-        "the run directory, at its end": whole(*end),
+        "policies at most": most * policy,
+        "the run directory, at most": rollouts + evaluations + checkpoints * checkpoint + most * policy,
+        "the run directory, at its end": rollouts
+        + evaluations
+        + kept * min(stages, stay) * checkpoint
+        + policies * policy,
     }
 
 
@@ -58,14 +63,7 @@ def _evaluation_bytes(recipe: Recipe, assume: Assumptions) -> float:
         )
         for suite in recipe.suites
     )
-    return of_a_policy * _evaluated_policies(recipe)
-
-
-def _evaluated_policies(recipe: Recipe) -> int:
-    """Number of policies for which `Recipe.is_evaluated` holds."""
-    total = recipe.schedule.total_updates
-    often = [n for n in (recipe.eval.every * recipe.schedule.updates_per_stage, recipe.eval.every_updates) if n]
-    return len({total}.union(*(range(0, total, n) for n in often))) if often else 0
+    return of_a_policy * sum(map(recipe.is_evaluated, range(recipe.schedule.total_updates + 1)))
 
 
 def _response_bytes(prompt: float, response: float) -> float:
@@ -75,37 +73,6 @@ def _response_bytes(prompt: float, response: float) -> float:
 
 def _between_stages(recipe: Recipe) -> int:
     """Most policies inside a stage that exist at a time: for engines of a live run, and for evaluation."""
-    schedule, every, size = recipe.schedule, recipe.eval.every_updates, recipe.schedule.updates_per_stage
-    published = evaluated = 0
-    if schedule.kind == "live":
-        published = schedule.lag_rule.max_lag // schedule.lag_rule.sync_every + 1
-    if every:  # the most multiples of it that lie inside one stage
-        evaluated = (every - math.gcd(size, every) + size - 1) // every
-    return published + evaluated
-
-
-def _moments(recipe: Recipe, between: int) -> list[tuple[int, int]]:
-    """(checkpoints, policies) that exist at three moments.
-
-    In the last stage, as its last checkpoint is written, and as its result is exported; and at the run's end.
-    """
-    actor, stages = recipe.actor, recipe.schedule.stages
-    saves = math.ceil(recipe.schedule.updates_per_stage / actor.checkpoint_every)  # in a stage
-    kept = min(saves, actor.keep_checkpoints)
-
-    def of_stages(finished: int) -> tuple[int, int]:
-        """What they keep; of policies the run's first, and the newest others."""
-        others = max(0, finished - 1)
-        policies = 1 + min(others, actor.keep_policies or others)
-        return kept * min(finished, actor.keep_stages or finished), policies
-
-    # best/ has hard links, which take space only if their policy was removed elsewhere
-    removes = recipe.eval.every_updates > 0 or (actor.keep_policies is not None and stages > actor.keep_policies + 1)
-    best = int(recipe.eval.on and removes)
-    (checkpoints, policies), (at_end, policies_at_end) = of_stages(stages - 1), of_stages(stages)
-    policies += int(stages > 1) + between + best  # the first stage's policy is the run's first
-    return [
-        (checkpoints + min(saves - 1, actor.keep_checkpoints) + 1, policies),
-        (checkpoints + kept, policies + 1),
-        (at_end, policies_at_end + 1 + best),
-    ]
+    schedule, every = recipe.schedule, recipe.eval.every_updates
+    published = schedule.lag_rule.max_lag // schedule.lag_rule.sync_every + 1 if schedule.kind == "live" else 0
+    return published + (math.ceil(schedule.updates_per_stage / every) if every else 0)

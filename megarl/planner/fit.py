@@ -11,9 +11,8 @@ from pathlib import Path
 
 from megarl.errors import UserError
 from megarl.foreign import quoted
-from megarl.models import family_of
 from megarl.models.hf_config import read_hf_config
-from megarl.models.lora import check_lora
+from megarl.models.lora import check_lora, recomputable
 from megarl.models.settings import check_layers
 from megarl.planner.assumptions import GIB, WITHIN, Assumptions
 from megarl.planner.parameter_counts import ParameterCounter, StageParameters
@@ -23,7 +22,6 @@ from megarl.planner.table import table
 from megarl.recipe.layout import Layout, check_layout
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.recipe.megatron import scaling_of
-from megarl.recipe.names import ENGINES
 from megarl.recipe.optimizer import check_optimizer
 from megarl.recipe.tables import Recipe
 
@@ -129,23 +127,17 @@ def _changed(plan: Plan, changes: Sequence[str]) -> Plan:
 
 
 def faster(plan: Plan) -> Sequence[str]:
-    """Changes to the recomputation with which updates are fastest; none if ``plan`` does not fit or is so.
+    """The recomputation with which updates are fastest, as a change; none if ``plan`` does not fit or has it.
 
-    Where that needs smaller micro-batches they have the longest sequence. The estimate does not know that small ones
-    use a GPU less well, so of equally fast settings that with the larger ones is chosen. `MARGIN` must stay free.
+    `MARGIN` must stay free.
     """
     if plan.misfit() is not None:
         return ()
-    own, seconds = plan.recipe.actor.tokens_per_micro_batch, plan.update_seconds
-    best: list[str] = []
-    for budget in sorted({own, plan.micro_batch_tokens, plan.longest_sequence}, reverse=True):
-        for recompute in (["actor.recompute=none"], *_parts(plan), ["actor.recompute=full"]):
-            changes = [*recompute, *([] if budget == own else [_budget(budget)])]
-            other = _changed(plan, changes)
-            fits = other.misfit() is None and other.margin >= MARGIN
-            if fits and other.update_seconds < 0.99 * seconds:
-                seconds, best = other.update_seconds, changes
-    return best
+    choices = ["actor.recompute=none"], *_parts(plan), ["actor.recompute=full"]
+    plans = [(_changed(plan, changes), changes) for changes in choices]
+    fitting = [(p.update_seconds, changes) for p, changes in plans if p.misfit() is None and p.margin >= MARGIN]
+    seconds, best = min(fitting, key=lambda x: x[0], default=(plan.update_seconds, []))
+    return best if seconds < 0.99 * plan.update_seconds else ()
 
 
 def _check_gpu(recipe: Recipe, gpu: str) -> None:
@@ -162,7 +154,7 @@ def alternatives(plan: Plan, counter: ParameterCounter) -> Iterator[list[str]]:
     if rollout is None:
         return
     if plan.optimize_misfit() is None:
-        yield from _memory_that_fits(plan) if plan.rollout_misfit() is None else [rollout]
+        yield from [rollout] if rollout else []
         return
     for changes, layout in _layouts(plan):
         recipe = override_recipe(plan.recipe, rollout + changes)
@@ -181,18 +173,6 @@ def alternatives(plan: Plan, counter: ParameterCounter) -> Iterator[list[str]]:
         counted = Plan.of(recipe, plan.hf, plan.nodes, plan.gpu, counter, plan.assume, plan.hbm)
         if counted.misfit() is None:
             yield rollout + changes
-
-
-def _memory_that_fits(plan: Plan) -> Iterator[list[str]]:
-    """The largest ``rollout.memory_fraction`` with which an engine fits beside trainers that stay in memory."""
-    engine, memory = plan.recipe.rollout, plan.device.memory
-    share_of_cache = ENGINES[engine.engine].share_of_cache
-    beyond = plan.engine_share - (engine.memory_fraction or 0) * memory if share_of_cache else 0.0
-    hundredths = int(100 * (plan.left_to_engines - MARGIN * plan.usable - beyond) / memory)
-    if hundredths > 0:
-        changes = [f"rollout.memory_fraction={hundredths / 100}"]
-        if _changed(plan, changes).misfit() is None:
-            yield changes
 
 
 def _rollout_that_fits(plan: Plan) -> list[str] | None:
@@ -247,12 +227,9 @@ def _layouts(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
 
 def _parts(plan: Plan) -> Iterator[list[str]]:
     """Changes that recompute parts of layers, the cheapest first."""
-    family, length = family_of(plan.hf), plan.mean_sequence
-    known = [
-        name for name in ("shared_experts", "mlp", "moe") if family.repeated_flops(plan.hf, length, frozenset({name}))
-    ]
+    known = recomputable(plan.hf)
     shared = [["layernorm", "shared_experts"]] if "shared_experts" in known else []
-    for names in (["layernorm"], *shared, ["layernorm", *(name for name in known if name != "shared_experts")]):
+    for names in (["layernorm"], *shared, ["layernorm", *sorted(known - {"shared_experts"})]):
         changes = [f"actor.recompute={json.dumps(names)}"]
         with contextlib.suppress(UserError):
             check_layers(override_recipe(plan.recipe, changes), plan.hf)

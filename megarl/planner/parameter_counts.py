@@ -26,8 +26,6 @@ class StageParameters:
     dense_adapters: int = 0  # parameters of ``[actor.lora]``, in addition to the weights, which are then frozen
     expert_adapters: int = 0
     matrices: int = 0  # of ``dense``, those in matrices of layers, without routers
-    # mean of 2^ceil(log2 n) / n over the trained parameters, each in a tensor of n on disk: pinned memory over its use
-    rounding: float = 1.0
 
     @property
     def adapters(self) -> int:

@@ -126,7 +126,7 @@ class Plan:
         hf, recipe, layout, counts = self.hf, self.recipe, self.layout, self.stages[stage]
         tokens, parameters = self.micro_batch_tokens, counts.dense + counts.expert
         in_flight = sizes.micro_batches_in_flight(layout, stage, self.micro_batches_per_rank)
-        saved = sizes.stage_bytes(hf, recipe, layout, stage, tokens, in_flight, self.assume.expert_imbalance)
+        kept, layer = sizes.stage_bytes(hf, recipe, layout, stage, tokens, in_flight, self.assume.expert_imbalance)
         last = stage == layout.pipeline_parallel - 1
         head = sizes.head_bytes(hf, layout, tokens, self.device, frozen=bool(counts.adapters)) if last else 0.0
         wide = recipe.megatron_ddp.get("grad_reduce_in_fp32", True)
@@ -137,10 +137,10 @@ class Plan:
             "optimizer, fp32 master and two moments": OptimizerBytes.of(recipe).gpu * self._owned_parameters(counts),
             "frozen policies, bf16": 2.0 * parameters * self.frozen,
             "weights, fp8 and transposed": self._fp8_copies * (counts.matrices + counts.expert) * (1 + self.frozen),
-            "activations": saved,  # also with adapters: they save the inputs that frozen matrices do not
-            "log-probs, chunked, and the head's gradient": head,
-            # when the optimizer steps, activations and log-probs have been freed
-            "widened gradients, beyond activations": max(0.0, self.widened_bytes(counts) - saved - head),
+            "activations": kept,  # also with adapters: they keep the inputs that frozen matrices do not
+            # one after the other; when the optimizer steps, activations have been freed too
+            "backward pass of a layer, or of log-probs": max(layer, head),
+            "widened gradients, beyond these": max(0.0, self.widened_bytes(counts) - kept - max(layer, head)),
         }
 
     @property
@@ -170,7 +170,7 @@ class Plan:
 
     @cached_property
     def host(self) -> dict[str, float]:
-        """Bytes of host memory that the optimize phase takes, on the node that needs most, by what holds them.
+        """Bytes of host memory that the optimize phase takes at most, on the node that needs most, by what holds them.
 
         A checkpoint is copied into pinned memory before it is written. torch rounds the size of each such tensor up to
         a power of two, and keeps the memory. State that is in host memory anyway is not copied there. But the forked
@@ -179,10 +179,9 @@ class Plan:
         owned, state = max(map(self._owned_parameters, self.stages)), OptimizerBytes.of(self.recipe)
         ranks, share = self.recipe.actor.processes_per_node, offloaded(self.recipe)
         weights = 2.0 * min(self.whole.trained, ranks * max(stage.trained for stage in self.stages))
-        rounding = max(stage.rounding for stage in self.stages)
         return {
             "optimizer": state.host * owned * ranks,
-            "checkpoint, pinned": rounding * (weights + (1 - share) * state.checkpoint * owned * ranks),
+            "checkpoint, pinned": 2 * (weights + (1 - share) * state.checkpoint * owned * ranks),
             "optimizer, as it is written": share * state.checkpoint * owned * ranks,
         }
 
@@ -214,11 +213,10 @@ class Plan:
 
     @property
     def update_seconds(self) -> float:
-        return self.seconds_of_update(0.0)
+        return self.seconds_of_update()
 
-    def seconds_of_update(self, more: float) -> float:
-        """Seconds of an update: forward, backward, recompute and forward-only passes, with the pipeline's bubble, and
-        Adam if it is in host memory.
+    def seconds_of_update(self, more: float = 0.0) -> float:
+        """Seconds of an update: all passes, with the pipeline's bubble, and Adam if it is in host memory.
 
         The stage with the most layers sets the pace of all. Frozen weights need only half of the backward pass, since
         they have no gradients; the arithmetic of adapters is not counted.
@@ -281,8 +279,8 @@ class Plan:
         The head's logits, of this rank's share and of all ranks; a float32 copy if they are bf16; float32 log-probs.
         """
         tensor, width = self.recipe.rollout.tensor_parallel, 4 if self.recipe.rollout.float32_head else 2
-        share = width / tensor if tensor > 1 else 0
-        return self.engine_responses * self.hf["vocab_size"] * (width + share + 4 * (width == 2) + 4)
+        each = width * (1 + (tensor > 1) / tensor) + 4 * (width == 2) + 4
+        return self.engine_responses * self.hf["vocab_size"] * each
 
     @property
     def _cache_bytes(self) -> tuple[int, float]:
@@ -315,36 +313,21 @@ class Plan:
         return self.recipe.rollout.groups_per_chunk * self.recipe.rollout.responses_per_prompt
 
     @property
-    def groups_of_version(self) -> int:
-        """Groups that one policy generates; in a live run as many of a stage as the schedule allows."""
-        schedule = self.recipe.schedule
-        if schedule.kind == "staged":
-            return self.recipe.candidates_per_stage
-        if schedule.lag_rule.delay is not None:
-            return min(self.recipe.candidates_per_stage, self.recipe.candidates_per_choice)
-        return min(self.recipe.groups_per_stage, (schedule.lag_rule.max_lag + 1) * schedule.prompts_per_update)
-
-    @property
     def responses_of_version(self) -> float:
-        """Responses that a replica generates with one policy."""
-        return self.groups_of_version * self.recipe.rollout.responses_per_prompt / self.replicas
+        """Responses that a replica generates with one policy; in a live run as many as the schedule allows."""
+        recipe, schedule = self.recipe, self.recipe.schedule
+        groups = recipe.candidates_per_stage
+        if schedule.kind == "live" and schedule.lag_rule.delay is not None:
+            groups = min(groups, recipe.candidates_per_choice)
+        elif schedule.kind == "live":
+            groups = min(recipe.groups_per_stage, (schedule.lag_rule.max_lag + 1) * schedule.prompts_per_update)
+        return groups * recipe.rollout.responses_per_prompt / self.replicas
 
     @property
     def running_responses(self) -> float:
         """Responses that a replica decodes together: the least of its limit, its KV cache, and its work."""
         fit = self.responses_that_fit(self.cached_tokens)
         return max(1.0, min(fit, self.engine_responses, self.responses_of_version))
-
-    @property
-    def responses_per_replica(self) -> float:
-        """Responses of a stage that each replica generates.
-
-        With a token budget this is the number that a stage trains, on average: each stage also begins responses that
-        later stages finish.
-        """
-        partial = self.recipe.rollout.token_budget is not None
-        groups = self.recipe.groups_per_stage if partial else self.recipe.candidates_per_stage
-        return groups * self.recipe.rollout.responses_per_prompt / self.replicas
 
     def decode_step_seconds(self, running: float) -> float:
         """Seconds in which a replica generates one token of each of ``running`` responses.
@@ -359,21 +342,21 @@ class Plan:
 
     @property
     def rollout_seconds(self) -> float:
-        """Seconds for all responses of a stage."""
-        running = self.running_responses
-        return self.responses_per_replica / running * self.mean_response * self.decode_step_seconds(running)
+        """Seconds for all responses of a stage.
+
+        With a token budget these are as many as a stage trains, on average: each stage also begins responses that
+        later stages finish.
+        """
+        recipe, running = self.recipe, self.running_responses
+        groups = recipe.groups_per_stage if recipe.rollout.token_budget is not None else recipe.candidates_per_stage
+        each = groups * recipe.rollout.responses_per_prompt / self.replicas
+        return each / running * self.mean_response * self.decode_step_seconds(running)
 
     @property
     def versions_of_stage(self) -> int:
         """Number of policies that trainers export and engines load in a stage."""
         schedule = self.recipe.schedule
         return math.ceil(schedule.updates_per_stage / (schedule.sync_every or schedule.updates_per_stage))
-
-    @property
-    def load_seconds(self) -> float:
-        """Seconds for starting a stage's engines and loading weights, which every replica reads from shared storage."""
-        read = 2.0 * self.parameters * self.replicas / self.assume.storage
-        return self.assume.engine_start + self.versions_of_stage * read
 
     @property
     def side_by_side(self) -> bool:
@@ -396,8 +379,10 @@ class Plan:
         update, updates, disk = self.update_seconds, self.recipe.schedule.updates_per_stage, self.disk
         checkpoints = math.ceil(updates / self.recipe.actor.checkpoint_every)
         versions, storage = self.versions_of_stage, self.assume.storage
+        # every replica reads each version's weights from shared storage
+        load = self.assume.engine_start + versions * 2.0 * self.parameters * self.replicas / storage
         return {
-            "load of the engines" if versions == 1 else f"{versions} loads of the engines": self.load_seconds,
+            "load of the engines" if versions == 1 else f"{versions} loads of the engines": load,
             "rollouts": self.rollout_seconds,
             f"{updates} updates of {update:.1f} s": update * updates,
             f"{checkpoints} checkpoints": checkpoints * disk["one checkpoint"] / storage,
@@ -453,9 +438,10 @@ class Plan:
         """Why engines do not fit in the memory that trainers leave with ``schedule.colocate``; None if they do."""
         if not self.recipe.schedule.colocate or self.engine_share <= self.left_to_engines:
             return None
+        least = self.engine_share - self.left_to_engines + MARGIN * self.usable
         return (
             f"schedule.colocate: engines have {gib(self.engine_share)} of a GPU, but trainers, which stay in memory, "
-            f"leave {gib(self.left_to_engines)}: lower rollout.memory_fraction"
+            f"leave {gib(self.left_to_engines)}: lower rollout.memory_fraction by {least / self.device.memory:.2f}"
         )
 
 

@@ -1,7 +1,7 @@
 """``megarl simulate``: hours to N updates of a staged, a lock-step and a live run on the same GPUs, over seeds.
 
-Times of decoding steps and updates come from a `megarl.planner.plan.Plan`; random effects from
-`megarl.planner.cluster`.
+Times of decoding steps and updates come from a `megarl.planner.plan.Plan`. Lengths of responses are random
+(`megarl.planner.cluster`); failures take what they take on average.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 
 from megarl.errors import UserError
 from megarl.planner.assumptions import WITHIN, Assumptions
-from megarl.planner.cluster import Lengths, decode_seconds, ends_of_batches, pauses, with_failures
+from megarl.planner.cluster import Lengths, decode_seconds, ends_of_batches
 from megarl.planner.fit import make_plan
 from megarl.planner.plan import Plan
 from megarl.recipe.load import load_recipe
@@ -83,7 +83,7 @@ class Run:
     generating: float
     training: float
     storage: float  # starts and loads of engines, exports, checkpoints
-    lost: float  # to failures and preemptions
+    lost: float  # to failures and preemptions, on average
     total: float
     idle: float = 0.0  # share of the trainers' time in which they wait; live run only
 
@@ -188,7 +188,7 @@ class Simulation:
     ) -> Run:
         """Turns of ``size`` updates of ``update`` seconds, each after generation.
 
-        A turn of `checkpoint_every` updates or more ends with a checkpoint; shorter turns share one.
+        Turns of fewer than `checkpoint_every` updates share a checkpoint.
 
         Args:
             step: seconds of a decoding step, as in `step`.
@@ -197,26 +197,11 @@ class Simulation:
         """
         scenario, every = self.scenario, self.plan.recipe.actor.checkpoint_every
         exchange = self.export + self.load(self.plan.replicas) if handover is None else handover
-        mean_end = float(step[-1]) * self.plan.mean_response
-        segments, generating, saved = [], 0.0, 0
-        pending = 0.0  # seconds of short turns since the last checkpoint
-        for first in range(0, scenario.updates, size):
-            took = float(decode_seconds(self.batch(rng, size), step).max())
-            generating += took
-            train = [min(every, size - done) * update for done in range(0, size, every)]
-            if size >= every:
-                # a failure of the engines loses the responses in flight: about one response's time
-                parts = max(1, round(took / mean_end))
-                segments += [start + exchange, *[took / parts] * parts, *(work + self.checkpoint for work in train)]
-                saved += len(train)
-            else:
-                pending += start + exchange + took + sum(train)
-                if (first + size) % every < size or first + size == scenario.updates:
-                    segments.append(pending + self.checkpoint)
-                    saved, pending = saved + 1, 0.0
         turns = scenario.updates // size
-        storage = turns * (start + exchange) + saved * self.checkpoint
-        return self._run(rng, np.array(segments), generating, storage, scenario.updates * update)
+        generating = sum(float(decode_seconds(self.batch(rng, size), step).max()) for _ in range(turns))
+        saves = turns * math.ceil(size / every) if size >= every else math.ceil(scenario.updates / every)
+        storage, training = turns * (start + exchange) + saves * self.checkpoint, scenario.updates * update
+        return self._run(generating + training + storage, saves, generating, training, storage)
 
     def live(self, rng: np.random.Generator, engines: int) -> Run:
         """Engines on ``engines`` GPUs of each node generate while the other GPUs train.
@@ -243,11 +228,10 @@ class Simulation:
                 if (batch + 1) % plan.recipe.actor.checkpoint_every == 0 or batch + 1 == scenario.updates:
                     work += self.checkpoint
                 ended[batch + 1] = max(ended[batch], at) + work
-        marks = [*range(0, scenario.updates, plan.recipe.actor.checkpoint_every), scenario.updates]
-        segments = np.diff(ended[marks])
-        saved = len(segments) * self.checkpoint + scenario.updates // k * export
-        run = self._run(rng, segments, 0.0, saved, scenario.updates * update)
-        return replace(run, generating=float(begun), idle=idle / float(ended[-1]))
+        saves = math.ceil(scenario.updates / plan.recipe.actor.checkpoint_every)
+        storage, training = saves * self.checkpoint + scenario.updates // k * export, scenario.updates * update
+        run = self._run(float(ended[-1]), saves, float(begun), training, storage)
+        return replace(run, idle=idle / float(ended[-1]))
 
     def _generated(
         self, lengths: np.ndarray, begun: float, allowed: list[float], replicas: int
@@ -277,19 +261,22 @@ class Simulation:
             begun += seconds
         return begun, ends
 
-    def _run(
-        self, rng: np.random.Generator, segments: np.ndarray, generating: float, storage: float, training: float
-    ) -> Run:
-        scenario, plan = self.scenario, self.plan
-        rate = scenario.failures * plan.nodes / DAY
-        if rate * segments.max() > 10:
+    def _run(self, work: float, saves: int, generating: float, training: float, storage: float) -> Run:
+        """A run of ``work`` seconds in which ``saves`` checkpoints are written, with failures and preemptions.
+
+        They take what they take on average. A failure loses the work since the last checkpoint; a preemption loses
+        none, since a run then saves.
+        """
+        scenario, segment = self.scenario, work / saves
+        rate = scenario.failures * self.plan.nodes / DAY
+        if rate * segment > 10:
             raise UserError(
-                f"--failures {scenario.failures:g}: the {segments.max() / HOUR:.1f} hours of work between two "
+                f"--failures {scenario.failures:g}: the {segment / HOUR:.1f} hours of work between two "
                 "checkpoints hardly ever end without a failure; lower actor.checkpoint_every"
             )
-        work = float(segments.sum())
-        lost, _ = with_failures(rng, segments, rate, scenario.restart)
-        lost += pauses(rng, work + lost, scenario.preemptions / DAY, scenario.away, scenario.restart)
+        # s seconds between two checkpoints take (exp(rate s) - 1) (1 / rate + restart) in the mean
+        lost = saves * math.expm1(rate * segment) * (1 / rate + scenario.restart) - work if rate else 0.0
+        lost += scenario.preemptions / DAY * (work + lost) * (scenario.away + scenario.restart)
         return Run(generating, training, storage, lost, work + lost)
 
     @cached_property
@@ -328,21 +315,16 @@ class Simulation:
         scenario, plan = self.scenario, self.plan
         recipe, gpus = plan.recipe, f"{plan.nodes} x {plan.recipe.actor.processes_per_node} {plan.gpu}"
         batch = f"{recipe.schedule.prompts_per_update} prompts x {recipe.rollout.responses_per_prompt} responses"
-        yield f"{scenario.updates} updates of {batch} on {gpus}: hours, mean of {scenario.seeds} seeds [5 % .. 95 %]"
-        yield f"each time is within a factor of {WITHIN}: docs/scale.md"
+        yield f"{scenario.updates} updates of {batch} on {gpus}: hours, mean of {scenario.seeds} seeds"
+        yield f"calibrated with published figures, within a factor of {WITHIN} each (docs/scale.md)"
         yield self._handover()
-        yield f"  {'':<44}{'total':>8}{'':<20}{'generate':>10}{'train':>8}{'storage':>9}{'lost':>7}  trainers wait"
+        names = ("total", "generating", "training", "storage", "lost")
+        yield f"  {'':<44}{'total':>8}{'generate':>10}{'train':>8}{'storage':>9}{'lost':>7}  trainers wait"
         for schedule, runs in self.runs().items():
-            total = np.array([run.total for run in runs]) / HOUR
-            low, high = np.quantile(total, (0.05, 0.95))
-            parts = [
-                np.mean([getattr(r, n) for r in runs]) / HOUR for n in ("generating", "training", "storage", "lost")
-            ]
+            hours = [np.mean([getattr(run, name) for run in runs]) / HOUR for name in names]
+            columns = "".join(f"{size:{width}.2f}" for size, width in zip(hours, (8, 10, 8, 9, 7), strict=True))
             idle = np.mean([run.idle for run in runs])
-            yield (
-                f"  {schedule:<44}{total.mean():8.2f}{f' [{low:.2f} .. {high:.2f}]':<20}{parts[0]:10.2f}{parts[1]:8.2f}"
-                f"{parts[2]:9.2f}{parts[3]:7.2f}" + (f"{idle:15.1%}" if idle else "")
-            )
+            yield f"  {schedule:<44}{columns}" + (f"{idle:15.1%}" if idle else "")
 
     def _handover(self) -> str:
         """How engines are assumed to get new weights, in words."""

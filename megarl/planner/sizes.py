@@ -1,8 +1,8 @@
 """Bytes and floating-point operations of a model, by formulas that the tests check by hand and against real models.
 
-Bytes of an update are for the torch-native modules in bfloat16 and `kernels.linear_logprob`. What depends on the model
-family comes from `megarl.models`. In all functions ``hf`` is the model's config.json and ``parameters`` the number of
-all its parameters.
+Bytes of an update are for the torch-native modules in bfloat16 and `kernels.linear_logprob`; Transformer Engine's
+modules keep fewer activations. What depends on the model family comes from `megarl.models`. In all functions ``hf`` is
+the model's config.json and ``parameters`` the number of all its parameters.
 
 Activations are not measured on the actor's own model: a torch without CUDA cannot index fake CUDA tensors, and on the
 meta device autograd saves other tensors than on a GPU.
@@ -11,18 +11,15 @@ meta device autograd saves other tensors than on a GPU.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from megarl.models import family_of
-from megarl.models.family import ActivationSettings, Sublayers
+from megarl.models.lora import matrices
 from megarl.planner.assumptions import GIB
 from megarl.planner.parameter_counts import StageParameters
 from megarl.recipe.actor_table import Recompute
 from megarl.recipe.layout import Layout
-from megarl.recipe.megatron import SCALINGS, scaling_of
 from megarl.recipe.tables import Recipe
 
 
@@ -76,89 +73,36 @@ def head_bytes(hf: dict[str, Any], layout: Layout, tokens: int, gpu: Gpu, frozen
     return 2.5 * chunk + of_head + 3 * 2 * tokens * hf["hidden_size"]
 
 
-def hidden_bytes(hf: dict[str, Any], layout: Layout, tokens: int) -> float:
-    """Bytes of the hidden states between two layers, on one rank."""
-    return 2.0 * tokens / (layout.context_parallel * layout.tensor_parallel) * hf["hidden_size"]
-
-
-def layer_bytes(
-    hf: dict[str, Any],
-    layout: Layout,
-    tokens: int,
-    layer: Sublayers,
-    imbalance: float = 1.0,
-    width: int = 2,
-    settings: ActivationSettings | None = None,
-) -> float:
-    """Bytes that a layer saves for the backward pass of a micro-batch of ``tokens``, on one rank.
-
-    Args:
-        layer: its two sublayers, from `Family.sublayers`.
-        imbalance: tokens of the fullest expert rank over the mean.
-        width: bytes of an activation.
-        settings: which parts are recomputed, and the kind of layers; None: nothing is recomputed, torch-native layers.
-    """
-    settings = settings or ActivationSettings()
-    saved = family_of(hf).saved(hf, layout, tokens, layer, imbalance, settings)
-    of_input = width if settings.fp8 is None else SCALINGS[settings.fp8].input
-    return width * saved.elements + 4 * saved.float32 + of_input * saved.inputs
-
-
-def all_layers_bytes(
-    hf: dict[str, Any],
-    layout: Layout,
-    tokens: int,
-    layers: Iterable[int],
-    imbalance: float,
-    settings: ActivationSettings | None = None,
+def stage_bytes(
+    hf: dict[str, Any], recipe: Recipe, layout: Layout, stage: int, tokens: int, in_flight: float, imbalance: float
 ) -> tuple[float, float]:
-    """Bytes that ``layers``, by number from 0, save of a micro-batch, and those of the layer that saves most."""
-    family = family_of(hf)
-    kinds = Counter(family.sublayers(hf, layer) for layer in layers)
-    saved = {kind: layer_bytes(hf, layout, tokens, kind, imbalance, settings=settings) for kind in kinds}
-    return sum(count * saved[kind] for kind, count in kinds.items()), max(saved.values())
-
-
-def saved_bytes(
-    hf: dict[str, Any], recipe: Recipe, layout: Layout, stage: int, tokens: int, imbalance: float
-) -> tuple[float, float]:
-    """(bytes that the layers of a pipeline stage save of a micro-batch, most bytes that they hold in addition).
+    """(bytes that a pipeline stage keeps of ``in_flight`` micro-batches of ``tokens``, most bytes held in addition).
 
     The second are of the one layer that is in its backward pass: the activations that it has recomputed, and the
-    gradients of its activations.
+    gradients of its activations. imbalance: tokens of the fullest expert rank over the mean.
     """
-    again, fp8 = Recompute.of(recipe.actor.recompute, recipe.megatron), scaling_of(recipe.megatron)
-    fused = recipe.actor.layers == "transformer_engine"
+    family, again, hidden = family_of(hf), Recompute.of(recipe.actor.recompute, recipe.megatron), hf["hidden_size"]
     layers = layout.layers_of_stage(stage, hf["num_hidden_layers"])
-    args = hf, layout, tokens, layers, imbalance
-    all_saved, largest = all_layers_bytes(*args, ActivationSettings(fused=fused, fp8=fp8))
+    uneven = imbalance if layout.expert_parallel > 1 else 1.0
+
+    def kept(recomputed: frozenset[str]) -> list[float]:
+        return [family.kept(hf, layout, layer, uneven, recomputed) for layer in layers]
+
+    every, virtual = kept(frozenset()), layout.virtual_stages
     if again.whole:
-        chunk = math.ceil(len(layers) / layout.virtual_stages)
+        chunk = math.ceil(len(layers) / virtual)
         repeated = again.again(chunk)
         together = min(again.layers, chunk) if again.method == "uniform" else 1
-        inputs = layout.virtual_stages * math.ceil(repeated / together)
-        saved = inputs * hidden_bytes(hf, layout, tokens) + (chunk - repeated) / chunk * all_saved
-        return saved, (1 + together * (repeated > 0)) * largest
-    saved, of_largest = all_layers_bytes(*args, ActivationSettings(again.modules, fused, fp8))
-    return saved, (largest - of_largest) + largest
-
-
-def stage_bytes(
-    hf: dict[str, Any],
-    recipe: Recipe,
-    layout: Layout,
-    stage: int,
-    tokens: int,
-    in_flight: float,
-    imbalance: float,
-) -> float:
-    """Bytes of activations of a pipeline stage at its peak, with ``in_flight`` micro-batches of ``tokens``."""
-    saved, beside = saved_bytes(hf, recipe, layout, stage, tokens, imbalance)
-    hidden, virtual = hidden_bytes(hf, layout, tokens), layout.virtual_stages
+        inputs = virtual * math.ceil(repeated / together)
+        saved, beside = inputs * hidden + (chunk - repeated) / chunk * sum(every), (1 + together) * max(every)
+    else:
+        remaining = kept(again.modules)
+        saved, beside = sum(remaining), 2 * max(every) - max(remaining)
     # Megatron keeps the output that a model chunk has sent to the next; the last chunk ends with a norm
     last = stage == layout.pipeline_parallel - 1
-    sent = virtual - last
-    return in_flight * (saved + sent * hidden) + beside + last * hidden
+    elements = in_flight * (saved + (virtual - last) * hidden) + last * hidden
+    of_token = 2 * tokens / (layout.context_parallel * layout.tensor_parallel)
+    return elements * of_token, beside * of_token
 
 
 def micro_batches_in_flight(layout: Layout, stage: int, micro_batches: int) -> float:
@@ -181,4 +125,14 @@ def repeated_share(hf: dict[str, Any], recipe: Recipe, layout: Layout, forward: 
     if again.whole:
         chunk = max(map(len, layout.chunks(hf["num_hidden_layers"])))
         return again.again(chunk) / chunk
-    return family_of(hf).repeated_flops(hf, length, again.modules) / forward
+    return repeated_flops(hf, length, again.modules) / forward
+
+
+def repeated_flops(hf: dict[str, Any], length: float, again: frozenset[str]) -> float:
+    """Operations over one sequence of ``length`` tokens that recomputing the parts ``again`` of all layers repeats."""
+    chosen, total = hf.get("num_experts_per_tok", 1), 0.0
+    for layer in range(hf["num_hidden_layers"]):
+        for matrix in matrices(hf, layer):
+            if matrix.recomputed_as & again:
+                total += 2 * length * matrix.outputs * matrix.inputs * (chosen if matrix.of_experts else 1)
+    return total + ("core_attn" in again) * family_of(hf).mixing_flops(hf, length)

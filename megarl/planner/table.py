@@ -48,7 +48,11 @@ def memory(plan: Plan) -> Iterator[str]:
         f"  {plan.running_responses:,.0f} responses decode together, on average; groups_per_chunk allows "
         f"{plan.engine_responses:,}"
     )
-    yield from _preemption(plan)
+    asked = min(plan.engine_responses, math.ceil(plan.responses_of_version))
+    groups = math.ceil(plan.responses_that_fit(plan.cached_tokens) / plan.recipe.rollout.responses_per_prompt)
+    if asked > groups * plan.recipe.rollout.responses_per_prompt:
+        yield f"  warning: {asked:,} responses do not fit in the cache together; some are evicted and computed again"
+        yield f"  rollout.groups_per_chunk={groups} fills it; with more tensor_parallel or another GPU more would fit"
     yield ""
     yield f"optimize, GiB on each GPU ({plan.micro_batch_tokens:,} tokens in the largest micro-batch)"
     yield from _rows(plan.optimize)
@@ -58,23 +62,6 @@ def memory(plan: Plan) -> Iterator[str]:
     yield ""
     yield "optimize, GiB of a node's host memory"
     yield from _rows(plan.host)
-
-
-def _preemption(plan: Plan) -> Iterator[str]:
-    """Whether the KV cache holds all responses that a replica is asked for.
-
-    As others end, those that run have half of their mean length on average. What does not fit then waits or is evicted.
-    """
-    asked = min(plan.engine_responses, math.ceil(plan.responses_of_version))
-    groups = math.ceil(plan.responses_that_fit(plan.cached_tokens) / plan.recipe.rollout.responses_per_prompt)
-    at_worst = int(plan.responses_that_fit(plan.longest_sequence))
-    if asked <= at_worst:
-        yield "  all of them fit at full length: none is evicted from the cache and computed again"
-    elif asked <= groups * plan.recipe.rollout.responses_per_prompt:
-        yield f"  {at_worst:,} fit at full length: if many grow long, some are evicted and computed again"
-    else:
-        yield f"  warning: {asked:,} responses do not fit in the cache together; some are evicted and computed again"
-        yield f"  rollout.groups_per_chunk={groups} fills it; with more tensor_parallel or another GPU more would fit"
 
 
 def _disk(plan: Plan) -> Iterator[str]:
@@ -91,7 +78,8 @@ def _time(plan: Plan) -> Iterator[str]:
     for name, seconds in (plan.seconds | total).items():
         low, high = seconds / 3600 / WITHIN, seconds / 3600 * WITHIN
         yield f"  {name:<48}{low:9.2f} .. {high:.2f}"
-    yield f"  each within a factor of {WITHIN}, as for figures that others published of H100 and H200: docs/scale.md"
+    yield f"  calibrated with published figures of H100 and H200, within a factor of {WITHIN} (docs/scale.md)"
+    yield "  an update of two layers on one card took less: docs/gpu.md"
 
 
 def _assumed(plan: Plan) -> Iterator[str]:

@@ -85,7 +85,7 @@ def test_the_plan_predicts_the_size_of_a_run_directory(keeps_all, keeps_one):
         if most:
             assert plan["checkpoints at most"] == 14_000 * max(saved for saved, _ in most)
             largest = max(14_000 * saved + 2_000 * (policies + best_is_linked) for saved, policies in most)
-            assert plan["the run directory, at its largest"] - responses == pytest.approx(largest)
+            assert largest <= plan["the run directory, at most"] - responses < 1.2 * largest
 
 
 def test_the_audit_checks_the_recorded_hashes_of_removed_policies(keeps_all, keeps_one, tmp_path):

@@ -20,52 +20,12 @@ from megarl.planner.table import memory, table
 from megarl.recipe.load import load_recipe, override_recipe
 from tests.helpers import ROOT
 from tests.planner.moe import EXAMPLES, MOE, staged
+from tests.planner.simulated import PUBLISHED
 from tests.recipe.test_examples import TRAINED
 
 FUSED = ["actor.layers=transformer_engine"]
 RECIPES = sorted(EXAMPLES.glob("*_*/*.toml"))
-GPT_OSS_ATTENTION = 2 * 2880 * 4096 + 2 * 2880 * 512 + 4096 + 2 * 512 + 2880 + 64
-GPT_OSS_EXPERT = 2880 * 5760 + 5760 + 2880 * 2880 + 2880 + 2880 + 1  # and its row of the router
-PUBLISHED = {  # parameters in the models' safetensors files, or counted by hand
-    "qwen3_30b_a3b": 30_532_122_624,
-    "qwen3_1_7b": 1_720_574_976,
-    "qwen3_4b": 4_022_468_096,
-    "qwen3_8b": 8_190_735_360,
-    "qwen3_14b": 14_768_307_200,
-    "qwen2_5_math_7b": 7_615_616_512,
-    "qwen2_5_coder_7b": 7_615_616_512,
-    "qwen2_5_32b": 32_763_876_352,
-    "deepseek_7b": 7_615_616_512,
-    "deepseek_32b": 32_763_876_352,
-    "llama3_2_3b": 3_212_749_824,
-    "octothinker_3b": 3_212_749_824,
-    # by hand, without the multi-token prediction layer: embedding and head; attention with biases and two norms
-    # in 46 layers; one dense layer; a shared expert, 128 others and their router in the rest; final norm
-    "glm_4_5_air": 2 * 151_552 * 4096
-    + 46 * (2 * 4096 * 12_288 + 2 * 4096 * 1024 + 12_288 + 2 * 1024 + 2 * 4096)
-    + 3 * 4096 * 10_944
-    + 45 * (129 * 3 * 4096 * 1408 + 128 * 4096)
-    + 4096,
-    # likewise: 36 layers of gated delta nets (projections in, of decay and gate, out; convolution; decay, norm), 12 of
-    # attention with an output gate; a shared expert with a gate, 512 others, their router and two norms in each
-    "qwen3_next_80b_a3b": 2 * 151_936 * 2048
-    + 36 * (2048 * (2 * 2048 + 2 * 4096) + 2048 * 64 + 4096 * 2048 + 4 * 8192 + 2 * 32 + 128)
-    + 12 * (2 * 2048 * 4096 + 2 * 2048 * 512 + 4096 * 2048 + 2 * 256)
-    + 48 * (513 * 3 * 2048 * 512 + 512 * 2048 + 2048 + 2 * 2048)
-    + 2048,
-    # likewise: latent attention (queries down and up, keys and values down and up, output, norms) in 61 layers, three
-    # of them dense; a shared expert, 256 others and their router in the rest
-    "deepseek_v3": 2 * 129_280 * 7168
-    + 61 * (7168 * 1536 + 1536 * 128 * 192 + 7168 * 576 + 512 * 128 * 256 + 128 * 128 * 7168 + 1536 + 512 + 2 * 7168)
-    + 3 * 3 * 7168 * 18_432
-    + 58 * (257 * 3 * 7168 * 2048 + 256 * 7168)
-    + 7168,
-    # likewise: attention with biases and sinks, 32 or 128 experts and their router with biases, two norms in each layer
-    "gpt_oss_20b": 2 * 201_088 * 2880 + 24 * (GPT_OSS_ATTENTION + 32 * GPT_OSS_EXPERT + 2 * 2880) + 2880,
-    "gpt_oss_120b": 2 * 201_088 * 2880 + 36 * (GPT_OSS_ATTENTION + 128 * GPT_OSS_EXPERT + 2 * 2880) + 2880,
-}
-
-
+BESIDE = "backward pass of a layer, or of log-probs"
 # parameters that a token uses, in table 1 of the model card (arXiv 2508.10925)
 ACTIVE = {"gpt_oss_20b": 3.61e9, "gpt_oss_120b": 5.13e9}
 
@@ -127,7 +87,8 @@ def test_only_adapters_have_optimizer_state_and_checkpoints(moe_plan, plan_of):
     assert plan.update_seconds == pytest.approx(without.update_seconds * 3 / 4)
     assert f"and {stage.adapters / 1e6:.1f} M of adapters" in table(plan)
     small = plan_of(MOE.parent / "mu_grpo-lora.toml", 1, "h100")
-    assert sum(small.optimize.values()) == pytest.approx(19.5 * GIB, rel=0.005)  # docs/scale.md
+    total = sum(small.optimize.values()) / GIB
+    assert f"| {total:.1f} of 75.1 |" in (EXAMPLES.parent / "docs/scale.md").read_text()
 
 
 def test_every_model_has_an_example_and_the_30b_model_one_per_objective():
@@ -165,12 +126,7 @@ def test_rows_fit_the_gpus_of_examples_readme(plan_of):
 @pytest.mark.parametrize(
     ("changes", "gpu", "first"),
     [
-        (
-            ["actor.expert_parallel=4", "actor.tokens_per_micro_batch=28000"],
-            "h100",
-            "log-probs, chunked, and the head's gradient: 3.8 GiB",
-        ),
-        (["actor.recompute=none"], "h100", "activations: 45.7 GiB on a GPU, but only 27.3 GiB of 75.1 GiB are left"),
+        (["actor.recompute=none"], "h100", "optimize phase, activations: "),
         (["rollout.memory_fraction=0.15"], "h200", "weights of a rollout engine"),
         (["rollout.memory_fraction=0.2585"], "h200", "KV cache of a rollout engine"),
         (["rollout.workers=8"], "h200", "rollout.workers * rollout.tensor_parallel = 16 GPUs a node"),
@@ -183,29 +139,24 @@ def test_the_first_misfit_is_named(moe_plan, changes, gpu, first):
 
 
 def test_more_groups_than_the_kv_cache_holds_are_a_warning_that_names_a_number_that_fits(moe_plan):
-    def said(*changes):
-        plan = moe_plan(4, "h100", changes)
+    def said(groups):
+        engines = ["rollout.tensor_parallel=2", "rollout.workers=4"]
+        plan = moe_plan(4, "h100", [f"rollout.groups_per_chunk={groups}", *engines])
         return "\n".join(memory(plan)), plan
 
-    text, plan = said("rollout.groups_per_chunk=1000", "rollout.tensor_parallel=2", "rollout.workers=4")
+    text, plan = said(1000)
     (groups,) = map(int, re.findall(r"rollout.groups_per_chunk=(\d+) fills it", text))
-    cached, longest = plan.mean_sequence - plan.mean_response / 2, plan.longest_sequence
-    samples = plan.recipe.rollout.responses_per_prompt
+    cached, samples = plan.mean_sequence - plan.mean_response / 2, plan.recipe.rollout.responses_per_prompt
     assert "do not fit in the cache together" in text and groups > 1
     assert (groups - 1) * samples * cached < plan.kv_tokens <= groups * samples * cached
-    before = plan.rollout_seconds
-    text, plan = said(f"rollout.groups_per_chunk={groups}", "rollout.tensor_parallel=2", "rollout.workers=4")
-    assert "warning" not in text and "if many grow long, some are evicted" in text
-    assert plan.rollout_seconds <= before  # logits of fewer responses leave more room to the cache
-    least = int(re.search(r"([\d,]+) fit at full length", text)[1])
-    assert least * longest <= plan.kv_tokens < (least + 1) * longest
-    text, _ = said("rollout.groups_per_chunk=1", "rollout.tensor_parallel=2", "rollout.workers=4")
-    assert "all of them fit at full length" in text
+    text, fitting = said(groups)
+    assert "warning" not in text
+    assert fitting.rollout_seconds <= plan.rollout_seconds  # logits of fewer responses leave more room to the cache
 
 
 def test_alternatives_begin_with_the_least_divided_layouts(counter, moe_plan):
     plan = moe_plan(changes=["actor.expert_parallel=2"])
-    assert plan.misfit() == "optimize phase, activations: 3.0 GiB on a GPU, but only 2.9 GiB of 132.8 GiB are left"
+    assert plan.misfit().startswith("optimize phase, backward pass of a layer, or of log-probs: 6.2 GiB on a GPU, but")
     plain = ["actor.tensor_parallel=1", "actor.pipeline_parallel=1"]
     assert list(itertools.islice(alternatives(plan, counter), 2)) == [
         [*plain, "actor.expert_parallel=4", "actor.expert_tensor_parallel=1"],
@@ -250,7 +201,6 @@ def test_deepseek_v3_does_not_fit_on_gpus_of_80_gb(counter, plan_of):
     assert [stage.layers for stage in plan.stages] == [6, *[8] * 6, 7]
     most = max(range(8), key=lambda stage: sum(plan.optimize_stage(stage).values()))
     assert plan.optimize == plan.optimize_stage(most)
-    assert plan.optimize_stage(0)["log-probs, chunked, and the head's gradient"] == 0
     wide = override_recipe(plan.recipe, ["rollout.vllm={}"])
     said = [replace(plan, recipe=r).engine_weights(plan.parameters) / GIB for r in (wide, plan.recipe)]
     said += [8 * GPUS[gpu].memory / GIB for gpu in ("h100", "h200")]
@@ -290,13 +240,11 @@ def test_figures_of_scale_md_on_memory_recomputation_and_fp8(moe_plan):
     for said in ('"none"', '["layernorm"]', '["moe"]', '["layernorm", "moe"]', '"full"'):
         plan = moe_plan(4, "h100", [f"actor.recompute={said}"])
         fits = "" if plan.misfit() is None else ", which does not fit"
-        size = plan.optimize["activations"] / GIB
-        assert f"| `{said}` | {size:.1f}{fits} | {plan.update_seconds:.1f} |" in document
+        kept, beside = (plan.optimize[name] / GIB for name in ("activations", BESIDE))
+        assert f"| `{said}` | {kept:.1f} + {beside:.1f}{fits} | {plan.update_seconds:.1f} |" in document
     fp8 = moe_plan(4, "h100", [*FUSED, "megatron.fp8=hybrid", "megatron.fp8_recipe=blockwise"])
-    copies, less = (fp8.optimize[name] / GIB for name in ("weights, fp8 and transposed", "activations"))
     assert fp8.stages[0].matrices == 48 * (1280 * 2048 + 1024 * 2048)  # of a rank, with tensor 4
-    said = f"copies are {copies:.1f} GiB and activations {less:.1f} instead of {size:.1f}"
-    assert said in document.replace("\n", " ")
+    assert f"copies are {fp8.optimize['weights, fp8 and transposed'] / GIB:.1f} GiB" in document.replace("\n", " ")
     for nodes in (1, 4):
         items = moe_plan(nodes).optimize
         row = [size / GIB for size in items.values() if size][1:]
@@ -368,10 +316,10 @@ def test_devices_that_trainers_and_engines_share(counter, plan_of):
     assert shared.left_to_engines == shared.usable - sum(shared.optimize.values())
     full = plan_of(MOE, changes=["rollout.memory_fraction=0.9"])
     assert full.misfit().startswith("schedule.colocate: engines have 125.8 GiB of a GPU, but trainers, which stay in ")
-    (remedy,) = alternatives(full, counter)
-    assert remedy == [f"rollout.memory_fraction={int(100 * (full.left_to_engines / GIB - 0.03 * 132.8) / 139.8) / 100}"]
-    again = plan_of(MOE, changes=remedy)
-    assert again.misfit() is None and MARGIN <= again.margin < MARGIN + 0.011
+    assert list(alternatives(full, counter)) == []
+    less = float(re.search(r"lower rollout.memory_fraction by (0\.\d\d)", full.misfit())[1])
+    again = plan_of(MOE, changes=[f"rollout.memory_fraction={0.9 - less}"])
+    assert again.misfit() is None and MARGIN - 0.006 <= again.margin < MARGIN + 0.006
     apart = plan_of(MOE, changes=["rollout.memory_fraction=0.9", "schedule.colocate=false"])
     assert apart.misfit() is None
     assert "; 1 x 8 h200 of trainers, 1 x 8 of engines\n" in table(apart)
@@ -434,7 +382,7 @@ def test_30b_on_one_node_of_80_gb_with_its_optimizer_on_the_host(plan_of):
     # processes that write a checkpoint keep master weights and moments as they were; weights alone are pinned
     assert plan.host["optimizer, as it is written"] == 12 * owned * 8
     assert re.search(
-        r"host memory\n  optimizer +455\.54\n  checkpoint, pinned +76\.63\n  optimizer, as it is written +341\.65\n",
+        r"host memory\n  optimizer +455\.54\n  checkpoint, pinned +113\.74\n  optimizer, as it is written +341\.65\n",
         table(plan),
     )
     half = plan_of(path, gpu="h100", changes=["megatron_optimizer.optimizer_offload_fraction=0.5"])
@@ -447,24 +395,12 @@ def test_30b_on_one_node_of_80_gb_with_its_optimizer_on_the_host(plan_of):
     assert plain.usable - sum(plain.optimize.values()) < GIB < 0.05 * (plan.usable - sum(plan.optimize.values()))
 
 
-def test_a_checkpoint_is_staged_in_pinned_memory_whose_blocks_are_powers_of_two(moe_plan):
-    """By hand, on one node with an optimizer on the GPUs: 14 bytes of each parameter, which is 398 GiB, rounded up.
-
-    Of a rank's 4018.7 M parameters 3623.9 M are in experts of [768, 2048], which take 2^21; the others are projections
-    of [1280, 2048] (2^22) and [2048, 1024] (2^21), embedding and head of [37984, 2048] (2^27), routers of [128, 2048]
-    (2^18), and norms.
-    """
+def test_a_checkpoint_is_staged_in_pinned_memory(moe_plan):
+    """By hand, on one node: 14 bytes of each parameter, 398 GiB, at most doubled in blocks of powers of two."""
     plan = moe_plan()
-    norms = 48 * (2 * 2048 + 2 * 128) + 2048
-    blocks = 48 * (16 * 3 * 2**21 + 2**22 + 2**21 + 2**18) + 2 * 2**27 + norms
-    assert plan.stages[0].rounding == pytest.approx(blocks / (394_868_736 + 3_623_878_656), rel=1e-6)
     state = 2 * PUBLISHED["qwen3_30b_a3b"] + 12 * 8 * (3_623_878_656 + 394_868_736 / 2)
-    assert plan.host == {
-        "optimizer": 0,
-        "checkpoint, pinned": pytest.approx(plan.stages[0].rounding * state),
-        "optimizer, as it is written": 0,
-    }
-    assert 398 < state / GIB < 400 and 1.3 < plan.stages[0].rounding < 1.4
+    assert plan.host == {"optimizer": 0, "checkpoint, pinned": 2 * state, "optimizer, as it is written": 0}
+    assert 398 < state / GIB < 400
 
 
 def test_an_update_takes_longer_by_the_time_of_adam_on_the_host(plan_of):
@@ -483,22 +419,21 @@ def test_an_update_takes_longer_by_the_time_of_adam_on_the_host(plan_of):
 
 @pytest.mark.usefixtures("shared_counter")
 def test_the_fastest_recomputation_that_fits_is_proposed(plan_of, capsys):
-    """Of all pairs of recomputation and micro-batch none that fits with a margin is faster; none slower is proposed."""
+    """None that fits with a margin is faster; none slower is proposed."""
     path = EXAMPLES / "qwen3_30b_a3b/mu_grpo.toml"
     slow = ["actor.recompute=full", "actor.tokens_per_micro_batch=16384"]
     plan = plan_of(path, changes=slow)
     fit = Fit("", plan, [], faster(plan))
     assert fit.faster == ["actor.recompute=none"]
     assert "an update of 18.9 s instead of 25.2: --set actor.recompute=none" in fit.text()
-    # 80 GB: micro-batches of the longest sequence do not help either, so experts are recomputed
-    small = replace(plan, hbm=100 * GIB)
+    # with less memory, experts are recomputed
+    small = replace(plan, hbm=96 * GIB)
     found = replace(small, recipe=override_recipe(small.recipe, faster(small)))
+    assert found.recipe.actor.recompute == ("layernorm", "moe")
     for recompute in ("none", '["layernorm"]', '["moe"]', '["layernorm", "moe"]', "full"):
-        for tokens in (8192, 12288, 16384):
-            changes = [f"actor.recompute={recompute}", f"actor.tokens_per_micro_batch={tokens}"]
-            other = replace(small, recipe=override_recipe(small.recipe, changes))
-            fits = other.misfit() is None and other.margin >= MARGIN
-            assert not fits or other.update_seconds >= found.update_seconds
+        other = replace(small, recipe=override_recipe(small.recipe, [f"actor.recompute={recompute}"]))
+        fits = other.misfit() is None and other.margin >= MARGIN
+        assert not fits or other.update_seconds >= found.update_seconds
     main(["plan", str(path), "--json", "--set", slow[0]])
     assert json.loads(capsys.readouterr().out)["faster"] == ["actor.recompute=none"]
 

@@ -1,6 +1,7 @@
 """Sizes and times of `megarl plan`, compared with counts by hand, mostly of Qwen3-30B-A3B.
 
-`tests/rehearsal/on_device/test_memory.py` compares activations with what a real model keeps for its backward pass.
+`tests/rehearsal/on_device/test_memory.py` compares activations with what a real model keeps for its backward pass,
+`test_measured.py` a whole plan with a GPU.
 """
 
 from dataclasses import replace
@@ -39,46 +40,42 @@ def plan(recipe=RECIPE, hf=HF, gpu="h200", nodes=4, layout=LAYOUT, counts=COUNTS
     return Plan(recipe, hf, nodes, gpu, layout, whole, [counts] * layout.pipeline_parallel, assume or Assumptions())
 
 
-def layer_bytes(hf, layout, tokens, layer=0):
-    return sizes.layer_bytes(hf, layout, tokens, family_of(hf).sublayers(hf, layer))
+def activations(*changes, **options):
+    """Bytes of activations, and of the backward pass of a layer or of the log-probs."""
+    items = plan(override_recipe(RECIPE, changes), assume=EVEN, **options).optimize
+    return items["activations"], items["backward pass of a layer, or of log-probs"]
 
 
 def test_activations_by_hand():
-    """24576 tokens with tensor 4.
+    """24576 tokens with tensor 4, each on one of four ranks between sublayers; inside, a rank has a part of its width.
 
-    In attention a rank has all of them, with 8 of 32 heads and 1 of 4 key-value heads; elsewhere it has 6144.
+    In elements of two bytes: inputs and outputs of two norms, and their statistics; attention of 32 heads and 4
+    key-value heads of 128; 8 experts of width 768, whose rows have positions and weights, and the router.
     """
-    attention = 4 * 6144 * 2048 + 24576 * (1024 + 2 * 128 + 1024 + 128 + 1024)
-    experts = 6144 * 8 * (2048 + 5 * 768)
-    # in units of 4 bytes: log-sum-exp and norms of 8 + 1 heads; router and norms; for each of a token's 8 experts its
-    # weight, twice, four positions of 8 bytes, and two more of them because ranks exchange tokens
-    layer = 2 * (attention + experts) + 4 * (24576 * (8 + 9) + 6144 * (128 + 2 + 8 * (2 + 8 + 4)))
-    behind = 6144 * 2048 * 2  # the final norm's input
-    assert layer_bytes(HF, LAYOUT, 24576) == layer
-    full = plan(assume=EVEN).optimize["activations"]
-    assert full == 48 * 6144 * 2048 * 2 + 2 * layer + behind
-    recipe = RECIPE.model_copy(update={"actor": RECIPE.actor.model_copy(update={"recompute": "none"})})
-    assert plan(recipe, assume=EVEN).optimize["activations"] == 49 * layer + behind
+    attention = 4 * 4096 + 3 * 512 + 6 * 32
+    experts = 8 * (2048 + 28 + 5 * 768) + 6 * 128
+    layer, hidden = 2 * 6144 * (4 * 2048 + 4 + attention + experts), 2 * 6144 * 2048
+    head = sizes.head_bytes(HF, LAYOUT, 24_576, H200)
+    assert activations() == (48 * hidden + hidden, max(2 * layer, head))
+    assert activations("actor.recompute=none") == (48 * layer + hidden, head)  # with the final norm's input
+    normed, fed = 2 * 6144 * 2 * 2048, 2 * 6144 * experts
+    assert activations('actor.recompute=["layernorm"]') == (48 * (layer - normed) + hidden, head)
+    assert activations('actor.recompute=["moe"]') == (48 * (layer - fed) + hidden, head)
     # uniform keeps the input of every second layer and recomputes two at a time; block recomputes twelve, one at a time
-    for method, layers, expected in (
-        ("uniform", 2, 24 * behind + 3 * layer),
-        ("block", 12, 12 * behind + 36 * layer + 2 * layer),
-    ):
-        finer = [f"megatron.recompute_method={method}", f"megatron.recompute_num_layers={layers}"]
-        finer = override_recipe(RECIPE, finer)
-        found = plan(finer, assume=EVEN).optimize["activations"]
-        assert found == pytest.approx(expected + behind)
+    uniform = ("megatron.recompute_method=uniform", "megatron.recompute_num_layers=2")
+    assert activations(*uniform) == (25 * hidden, max(3 * layer, head))
+    block = ("megatron.recompute_method=block", "megatron.recompute_num_layers=12")
+    assert activations(*block)[0] == pytest.approx(13 * hidden + 36 * layer)
 
 
 def test_activations_of_pipeline_stages():
     """The first of two has two micro-batches in flight and keeps the outputs it sent; the last has the final norm."""
     layout = replace(LAYOUT, pipeline_parallel=2, expert_parallel=4)
     hidden = 6144 * 2048 * 2
-    saved, beside = sizes.saved_bytes(HF, RECIPE, layout, 0, 24576, 1.0)
-    first, last = (sizes.stage_bytes(HF, RECIPE, layout, i, 24576, 2 - i, 1.0) for i in (0, 1))
-    assert saved == 24 * hidden and first == 2 * (saved + hidden) + beside and last == saved + beside + hidden
+    (first, _), (last, _) = (sizes.stage_bytes(HF, RECIPE, layout, i, 24576, 2 - i, 1.0) for i in (0, 1))
+    assert first == 2 * 25 * hidden and last == 25 * hidden
     virtual = replace(layout, virtual_stages=2)
-    assert sizes.stage_bytes(HF, RECIPE, virtual, 1, 24576, 2, 1.0) == 2 * (saved + hidden) + beside + hidden
+    assert sizes.stage_bytes(HF, RECIPE, virtual, 1, 24576, 2, 1.0)[0] == 2 * 25 * hidden + hidden
 
 
 def test_recomputed_parts_cost_their_share_of_a_forward_pass():
@@ -112,8 +109,7 @@ FP8 = ["actor.layers=transformer_engine", "megatron.fp8=hybrid", "megatron.fp8_r
 def test_fp8_by_hand():
     """Counted from the source of Transformer Engine 2.6.
 
-    Every weight has an 8-bit copy and its transpose, and inputs of matrices are kept in 8 bits. What activation
-    functions, attention and the router keep stays bfloat16.
+    Every weight has an 8-bit copy and its transpose.
     """
     counts = StageParameters(48, DENSE, EXPERT, matrices=48 * (1280 * 2048 + 1024 * 2048))
     recipe = override_recipe(RECIPE, ["actor.recompute=none", *FP8])
@@ -129,17 +125,8 @@ def test_fp8_by_hand():
     assert mxfp8[copies] == 2 * (1 + 1 / 32) * weights
     assert items("megatron.fp8_recipe=blockwise")[copies] == pytest.approx(2 * weights, rel=1e-3)
     assert items()["weights, bf16"] == 2 * (DENSE + EXPERT)
-    # inputs of both norms and what the router sees; projection, queries and keys with RoPE, output of attention; gate
-    # and up of the experts
-    wide = 3 * 6144 * 2048 + 24576 * (1024 + 2 * 128 + 1024 + 128 + 1024) + 6144 * 8 * 2 * 768
-    narrow = 6144 * 2048 + 6144 * 8 * (2048 + 768)
-    float32 = 24576 * (8 + 9) + 6144 * (128 + 2 + 2 * 128 + 1)
-    layer = 2 * wide + narrow + 4 * float32
-    behind = 6144 * 2048 * 2
-    assert items()["activations"] == 49 * layer + behind
-    assert items("megatron.fp8_recipe=mxfp8")["activations"] == 49 * (layer + narrow / 32) + behind
-    # with delayed scaling the output of attention is kept in 8 bits too, beside it
-    assert items("megatron.fp8_recipe=delayed")["activations"] == 49 * (layer + 24576 * 1024) + behind
+    # those of 8-bit inputs are not counted as less
+    assert items()["activations"] == activations("actor.recompute=none")[0]
 
 
 def test_an_engine_in_8_bits_has_smaller_weights_and_faster_steps():
@@ -168,11 +155,8 @@ def test_layers_with_a_state(tmp_path):
     tensor = RECIPE.rollout.tensor_parallel
     assert fit == room / 2 / (50 * family.cached_elements(hf, tensor) + family.state_elements(hf, tensor))
     linear = [family.is_linear(hf, layer) for layer in range(4)]
-    plain, state = (layer_bytes(hf, Layout(1), 64, linear.index(kind)) for kind in (False, True))
-    assert linear.count(True) == 2 and plain != state
-    assert sizes.all_layers_bytes(hf, Layout(1), 64, range(4), 1.0) == (2 * plain + 2 * state, max(plain, state))
-    of_state = [layer for layer in range(4) if linear[layer]]
-    assert sizes.all_layers_bytes(hf, Layout(1), 64, of_state, 1.0) == (2 * state, state)
+    assert linear.count(True) == 2
+    assert len({family.kept(hf, Layout(1), layer, 1.0, frozenset()) for layer in range(4)}) == 2
 
 
 def test_layers_with_windows(tmp_path):
@@ -195,7 +179,7 @@ def test_candidates_of_dynamic_sampling_take_time_and_disk_and_with_a_token_budg
     one, two, budget = (plan(r).rollout_seconds for r in (RECIPE, twice, partial))
     assert two == pytest.approx(2 * one) and budget == pytest.approx(one)
     disks = [disk_bytes(HF, r, 30_500_000_000, Assumptions()) for r in (RECIPE, twice, partial)]
-    assert disks[1]["rollout store of a stage"] == 2 * disks[0]["rollout store of a stage"] > 0
+    assert disks[1]["rollout store of all stages"] == 2 * disks[0]["rollout store of all stages"] > 0
     assert disks[1] == disks[2]
 
 
@@ -264,12 +248,11 @@ def test_responses_that_decode_together():
 
 def test_a_version_of_a_live_run_generates_what_its_schedule_allows():
     """With MinPRO's delay a version generates for 16 updates; without a delay it may generate until max_lag."""
-    live = load_recipe(MOE)
-    assert plan(live).groups_of_version == 16 * 32
-    assert plan(RECIPE).groups_of_version == 48 * 32
+    live, replicas = load_recipe(MOE), 16
     free = override_recipe(live, ["schedule.delay=0", "schedule.max_lag=63"])
-    assert plan(free).groups_of_version == 64 * 32
-    assert plan(override_recipe(free, ["schedule.max_lag=1000"])).groups_of_version == 160 * 32  # all of the stage
+    long = override_recipe(free, ["schedule.max_lag=1000"])  # all of the stage
+    for recipe, updates in ((live, 16), (RECIPE, 48), (free, 64), (long, 160)):
+        assert plan(recipe).responses_of_version == updates * 32 * 8 / replicas
     many = ["rollout.memory_fraction=0.9", "rollout.groups_per_chunk=128"]
     few = override_recipe(live, ["rollout.max_response_tokens=64", *many])
     assert plan(few).running_responses == 16 * 32 * 8 / 16  # 16 replicas

@@ -16,18 +16,39 @@ import pytest
 import torch
 
 from megarl.actor import flash
-from megarl.planner import sizes
 from megarl.planner.assumptions import Assumptions
 from megarl.planner.parameter_counts import StageParameters
 from megarl.planner.plan import Plan
 from megarl.recipe.layout import Layout
-from tests.actor.conftest import make_recipe
-from tests.actor.test_activation_sizes import HF, OTHERS, WITH_EXPERTS
+from tests.actor.conftest import SHAPE, make_recipe
 from tests.extent import EVERY
 from tests.planner.allocated import Live
 from tests.rehearsal.forks import in_ranks
 from tests.rehearsal.updates import device_of, join
 
+HF = SHAPE | dict(
+    hidden_size=128, intermediate_size=320, num_attention_heads=8, head_dim=16, moe_intermediate_size=96,
+    num_experts_per_tok=2, norm_topk_prob=True, rope_theta=1e4, rope_scaling_factor=None, rotary_fraction=1.0,
+    max_position_embeddings=1024,
+)  # fmt: skip
+OTHERS: dict[str, dict[str, Any]] = {
+    "olmoe": {},
+    "qwen2_moe": dict(shared_expert_intermediate_size=200),
+    "glm4_moe": dict(
+        use_qk_norm=True, attention_bias=False, n_shared_experts=2, n_group=1, topk_group=1, routed_scaling_factor=1.5,
+        first_k_dense_replace=0, rotary_fraction=0.5,
+    ),
+    "deepseek_v3": dict(
+        n_shared_experts=1, n_group=1, topk_group=1, routed_scaling_factor=2.5, first_k_dense_replace=0, rope_yarn=None,
+        q_lora_rank=96, kv_lora_rank=80, qk_nope_head_dim=24, qk_rope_head_dim=8, v_head_dim=16,
+    ),
+    "qwen3_next": dict(
+        shared_expert_intermediate_size=200, rotary_fraction=0.25, full_attention_interval=1, linear_num_key_heads=4,
+        linear_num_value_heads=8, linear_key_head_dim=32, linear_value_head_dim=24, linear_conv_kernel_dim=4,
+    ),
+    "gpt_oss": dict(sliding_window=40, swiglu_limit=7.0),
+}  # fmt: skip
+WITH_EXPERTS = ("deepseek_v3", "qwen3_next", "gpt_oss")
 TOKENS, LAYERS = 1000, 4
 TP2_EP2 = {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}
 LORA = {"lora": {"rank": 8}}
@@ -162,15 +183,15 @@ def test_activations_agree_with_the_plan(tmp_path: Path, family: str, recompute:
     counts = StageParameters(LAYERS, first["dense"], first["expert"])
     actor = {"backend": "cuda", "layers": "torch", "recompute": recompute, "tokens_per_micro_batch": TOKENS}
     recipe = make_recipe(actor=actor | table, rollout={"max_response_tokens": 8}, data={"max_prompt_tokens": 8})
-    kept, _ = sizes.saved_bytes(hf, recipe, layout, 0, TOKENS, 1.0)
-    # after the layers: the input of the final norm, and its output, which the head keeps
-    behind = sizes.hidden_bytes(hf, layout, TOKENS) + 2 * TOKENS / layout.context_parallel * hf["hidden_size"]
+    # after the layers the head keeps the output of the final norm
+    behind = 2 * TOKENS / layout.context_parallel * hf["hidden_size"]
     measured = sum(rank["kept"] for rank in found) / ranks
     items = Plan(recipe, hf, 1, "h100", layout, counts, [counts], Assumptions(expert_imbalance=1.0)).optimize
-    planned = items["activations"] + items["log-probs, chunked, and the head's gradient"]
+    kept = items["activations"] + behind
+    planned = kept + items["backward pass of a layer, or of log-probs"]
     peak = max(rank["peak"] for rank in found)
-    print(f"\n{family} {recompute} {table}: kept {(kept + behind) / measured:.3f}, at most {planned / peak:.3f}")
-    assert kept + behind == pytest.approx(measured, rel=0.03)
+    print(f"\n{family} {recompute} {table}: kept {kept / measured:.3f}, at most {planned / peak:.3f}")
+    assert 0.975 * measured < kept < 1.25 * measured
     assert planned > peak
     if family == "gpt_oss_20b":
         _check_sinks(hf, first["sinks"], peak)
