@@ -96,7 +96,7 @@ def test_several_runs_side_by_side_in_a_wide_and_in_a_narrow_window(tmp_path, sh
     body = body_of(tab)
     assert "<img" not in body and "<a " not in body
     assert len(re.findall(r'class="legendtext"[^>]*>a clip</text>', body)) == 1
-    assert len(re.findall(r'class="plot js-plotly-plot"', body)) == 23
+    assert len(re.findall(r'class="plot js-plotly-plot"', body)) == 20
     assert "<th>objective.name</th>" in body
     cells = """() => [...document.querySelectorAll("#summary td")].map(
         cell => [getComputedStyle(cell).display, ...[...cell.children].map(part => part.textContent)])"""
@@ -123,13 +123,11 @@ def test_charts_and_numbers_of_one_run_and_no_request(tmp_path, show):
     show(tmp_path / "asks.html")
     assert "http://example.com/seen.png" in Proxy.seen
     titles = re.findall(r'<section class="card"><h2>(.*?)</h2>', body)
-    assert len(titles) == body.count('class="plot js-plotly-plot"') == 23
+    assert len(titles) == body.count('class="plot js-plotly-plot"') == 20
     for number in range(15):
         assert drawn_curves(body, number), titles[number]
     assert len(drawn_curves(body, 2)) == 5, "four quantiles and a median"
-    assert len(re.findall(r'class="point[ "]', body)) == 4 + 10 + 2, (
-        "evaluations, phases, tokens that lose their gradient"
-    )
+    assert len(re.findall(r'class="point[ "]', body)) == 4 + 10, "evaluations, phases"
     for name in ("clip", "veto", "before", "after clip and veto", "rollout", "optimize", "evaluate", "stage 3"):
         assert re.search(rf">{re.escape(name)}</text>", body), name
     for number in ("0.281 ± 0.028", "0.902 ± 0.018", "+0.621", "288 / 288", "288,000", "1 min 40 s"):
@@ -152,7 +150,7 @@ LAID_OUT = """() => {
     charts: [...document.querySelectorAll(".js-plotly-plot")].map(e => e.closest("section")).map(card => ({
       title: card.querySelector("h2").textContent,
       drawn: [...card.querySelectorAll("path.js-line")].filter(p => p.getAttribute("d")).length
-        + card.querySelectorAll(".point, .heatmaplayer image").length,
+        + card.querySelectorAll(".point").length,
       x: labels(card, "x"),
       y: labels(card, "y"),
       overlap: ["x", "y"].filter(axis => overlap(boxes(card, axis))),
@@ -245,4 +243,4 @@ def test_samples_are_laid_out_when_they_are_opened(tmp_path, show):
     assert html.unescape(opened).count(IMAGE) == 1 and "alert(2)" in opened
     assert [url for url in Proxy.seen if "example.com" in url] == []
     assert "No evaluation has been made yet." in body and "events.jsonl is not there yet" in body
-    assert len(re.findall(r'class="plot js-plotly-plot"', body)) == 21
+    assert len(re.findall(r'class="plot js-plotly-plot"', body)) == 18

@@ -7,9 +7,8 @@ import re
 import pytest
 
 from megarl.errors import UserError
-from megarl.objectives.parts import detail
 from megarl.views.report import short_names, summary, write_report
-from megarl.views.report.charts import COLUMNS, POINTS, ROWS, make_charts
+from megarl.views.report.charts import POINTS, make_charts
 from megarl.views.run_reader import read_run
 from tests.helpers import read_lines
 from tests.views.synthetic_run import make_recipe, make_run, write_lines
@@ -126,14 +125,10 @@ def test_traces_of_every_chart(tmp_path):
         "Load of experts": [],
         "Entropy of the routers": [],
         "Experts that differ from the recorded ones": [],
-        "Choices of each expert": [],
         "Gradient norm": ["gradient norm"],
         "Response length": ["all", "good", "bad"],
         "Staleness": ["staleness"],
         "Time per phase": ["rollout", "optimize", "evaluate"],
-        "Entropy against importance ratio": [],
-        "Probability against importance ratio": [],
-        "Tokens that lose their gradient": [],
     }
     (trace,) = charts["Held-out accuracy"].traces
     assert (trace["x"], trace["y"]) == ([0, 96, 192, 288], [0.281, 0.613, 0.815, 0.902])
@@ -144,28 +139,6 @@ def test_traces_of_every_chart(tmp_path):
     assert [t["y"] for t in charts["Time per phase"].traces] == [[11, 12, 13], [17, 16, 15], [4, 4, 4, 4]]
     assert len([s for s in charts["Entropy"].layout["shapes"] if s["type"] == "line"]) == 2
     assert all(chart.hint.endswith(".") for chart in charts.values())
-
-
-def test_details_are_of_the_last_update_that_has_them(tmp_path):
-    """Heat maps have the bins that the objectives count in; bars of tokens have their text, escaped."""
-    assert (COLUMNS, ROWS) == (detail.COLUMNS, detail.ROWS)
-    root = make_run(tmp_path / "a")
-    charts = charts_of(root)
-    (heat,) = charts["Entropy against importance ratio"].traces
-    assert (len(heat["x"]), len(heat["y"])) == (COLUMNS, ROWS) and heat["x"][14:18] == [
-        "-0.00098",
-        "-0",
-        "+0",
-        "+0.00098",
-    ]
-    assert heat["z"][4][16] == pytest.approx(math.log10(heat["customdata"][4][16]), abs=1e-3)
-    assert "update 288." in charts["Entropy against importance ratio"].hint
-    (bars,) = charts["Tokens that lose their gradient"].traces
-    assert bars["y"] == [40, 12] and bars["customdata"] == ["&#x27;&lt;b&gt;&#x27;", "&#x27; so&#x27;"]
-    lines = read_lines(root / "metrics.jsonl")
-    kept = [{k: v for k, v in line.items() if not isinstance(v, dict)} for line in lines]
-    write_lines(root / "metrics.jsonl", kept)
-    assert "Tokens that lose their gradient" not in charts_of(root)
 
 
 def test_several_runs_are_overlaid_and_their_recipes_compared(tmp_path):

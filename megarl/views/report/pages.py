@@ -122,7 +122,7 @@ def _visible(chart: Chart) -> list[dict[str, Any]]:
     traces = chart.traces
     if chart.layout.get("yaxis", {}).get("type") == "log":
         traces = [_picked(trace, [n for n, value in enumerate(trace["y"]) if value > 0]) for trace in traces]
-    return [trace for trace in traces if len(trace.get("y", trace.get("z", ())))]
+    return [trace for trace in traces if len(trace["y"])]
 
 
 def _picked(trace: dict[str, Any], points: list[int]) -> dict[str, Any]:
