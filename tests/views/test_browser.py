@@ -1,7 +1,6 @@
 """The report in a real browser: its charts are drawn, its tables have the right numbers, and it makes no request."""
 
 import contextlib
-import html
 import http.server
 import os
 import re
@@ -16,9 +15,7 @@ from megarl.commands.what_if import write_figure
 from megarl.objectives import OBJECTIVES
 from megarl.views.report import write_report
 from tests.helpers import read_lines
-from tests.views.stored_run import IMAGE
 from tests.views.synthetic_run import make_recipe, make_run, write_lines
-from tests.views.test_report_samples import hostile_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 if BROWSER is None and os.environ.get("MEGARL_REQUIRE_BROWSER") != "1":
@@ -170,8 +167,7 @@ def check_layout(tab, width):
     return found["charts"]
 
 
-@pytest.mark.parametrize("width", [1300, 400])
-def test_a_run_whose_numbers_span_many_decades_fits_every_window(width, tmp_path, show):
+def test_a_run_whose_numbers_span_many_decades_fits_a_narrow_window(tmp_path, show):
     """The first update of a stage is on policy up to rounding, and has no gradient; evaluations have two samples."""
     root = make_run(tmp_path / "run")
     happened = read_lines(root / "events.jsonl")
@@ -182,31 +178,16 @@ def test_a_run_whose_numbers_span_many_decades_fits_every_window(width, tmp_path
     for record in updates:
         record |= {name: value / 200 for name, value in record.items() if name.endswith("_fraction")}
     write_lines(root / "metrics.jsonl", updates)
-    charts = check_layout(show(write_report([root], tmp_path / "report.html"), width), width)
+    charts = check_layout(show(write_report([root], tmp_path / "report.html"), 400), 400)
     assert [chart["x"] for chart in charts if chart["title"] == "pass@k"] == [["1", "2"]], "no numbers between"
     (lines,) = (chart["lines"] for chart in charts if chart["title"] == "Gradient norm")
     heights = [float(y) for line in lines for y in re.findall(r"[ML][-\d.]+,([-\d.]+)", line)]
     assert max(heights) < 900, "a gradient of 0 draws no line out of the chart"
 
 
-def test_a_narrow_window_names_every_objective_of_what_if(tmp_path, show):
-    """Also where intervals are wider than what is possible."""
-    rows = [
-        {"update": update, "objective": name, "cosine": [0.6, -1.9, 3.1], "cosine_to_grpo": [0.3, -1.0, 1.7]}
-        | {"norm": [102.0, -60.0, 264.0], "kept": [0.9, -0.2, 2.0]}
-        for update in (0, 5)
-        for name in ("fresh", *OBJECTIVES)
-    ]
-    write_figure(rows, "run", tmp_path / "what_if.html")
-    tab = show(tmp_path / "what_if.html", 400)
-    for chart in check_layout(tab, 400):
-        assert chart["x"] == ["fresh", *OBJECTIVES]
-    assert tab.problems == []
-
-
 def test_what_if_of_a_policy_that_answers_every_prompt_alike(tmp_path, show):
     """The gradient of its own responses is 0, and those of stored ones lie many decades apart."""
-    norms = {"fresh": 0.0, "grpo": 4.67, "vespo": 1.51e-15, "trm": 0.0, "minpro": 0.00055, "topr": 17.7, "full": 0.0}
+    norms = dict.fromkeys(("fresh", *OBJECTIVES), 0.0) | {"grpo": 4.67, "vespo": 1.51e-15, "topr": 17.7}
     for updates in ((3,), (1, 3)):
         pairs = [(update, name) for update in updates for name in norms]
         rows = [{"update": u, "objective": o, "norm": [norms[o], -4 * norms[o], 6 * norms[o]]} for u, o in pairs]
@@ -219,28 +200,9 @@ def test_what_if_of_a_policy_that_answers_every_prompt_alike(tmp_path, show):
         charts = {chart["title"]: chart for chart in check_layout(tab, 400)}
         norm = charts.pop("Gradient norm")
         assert (norm["x"], len(norm["y"]), norm["y"][-1]) == ([*norms], 3, "1")
-        assert all(chart["x"][-6:] == [*norms][1:] for chart in charts.values()), "also those without a number"
+        assert all(chart["x"][1 - len(norms) :] == [*norms][1:] for chart in charts.values()), (
+            "also those without a number"
+        )
         assert ("Nothing to draw: gradients are 0." in body_of(tab)) == (updates == (3,)) == (len(charts) == 2)
         assert tab.problems == []
     assert len(re.findall('class="legendtext"[^>]*>update 1</text>', body_of(tab))) == 4, "also beside no other policy"
-
-
-def test_samples_are_laid_out_when_they_are_opened(tmp_path, show):
-    """Opened samples are plain text, whatever the model wrote; those of the second stage stay closed, in a template.
-
-    The run has no events, which leaves charts empty.
-    """
-    root = hostile_run(tmp_path / "run")
-    (root / "events.jsonl").unlink()
-    Proxy.seen.clear()
-    tab = show(write_report([root], tmp_path / "r.html"))
-    tab.locator("details.samples > summary").first.click()
-    tab.wait_for_function("!document.querySelector('details.samples template')?.closest('[open]')")
-    body = body_of(tab)
-    opened, closed = re.findall(r'<details class="samples".*?</details>', body, re.DOTALL)
-    assert tab.problems == [] and closed.count("<template>") == 1
-    assert set(re.findall(r"<(\w+)", opened)) == {"details", "summary", "h4", "pre"}
-    assert html.unescape(opened).count(IMAGE) == 1 and "alert(2)" in opened
-    assert [url for url in Proxy.seen if "example.com" in url] == []
-    assert "No evaluation has been made yet." in body and "events.jsonl is not there yet" in body
-    assert len(re.findall(r'class="plot js-plotly-plot"', body)) == 18

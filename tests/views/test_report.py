@@ -161,10 +161,10 @@ def test_several_runs_are_overlaid_and_their_recipes_compared(tmp_path):
     ]
 
 
-@pytest.mark.parametrize("stages", [101, 1100])
-def test_a_report_stays_small_however_long_the_run(tmp_path, stages):
+def test_a_report_stays_small_however_long_the_run(tmp_path):
+    stages = 1100
     recipe = make_recipe({"stages": stages, "updates_per_stage": 2})
-    roots = [make_run(tmp_path / name, recipe=recipe) for name in "ab"[: 1 + (stages == 1100)]]
+    roots = [make_run(tmp_path / name, recipe=recipe) for name in "ab"]
     for root in roots:
         write_lines(
             root / "metrics.jsonl", [r | {"entropy": r["update"] % 2} for r in read_lines(root / "metrics.jsonl")]
@@ -180,8 +180,7 @@ def test_a_report_stays_small_however_long_the_run(tmp_path, stages):
     assert accuracy["x"][0] == 0 and accuracy["x"][-1] == 2 * stages
     total = sum(sum(trace["y"]) for trace in bars) / len(roots)
     assert total == pytest.approx(32 * stages + 4)  # seconds: see `make_events`
-    if len(roots) == 1:
-        assert bars[0]["x"] == ["all stages"]
+    assert bars[0]["x"] == [["a", "b"], ["all stages"] * 2]
 
 
 def notes_of(root):
