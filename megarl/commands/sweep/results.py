@@ -236,19 +236,4 @@ def table_text(plan: SweepPlan, found: Sequence[Row]) -> str:
                 accuracy, gain, difference = row.texts()
                 text = f"{accuracy:23}  {gain:26}  {difference}"
                 lines.append(f"{row.point.name:{width}}  {row.replicates:2}  {text}")
-        lines += _verdict([row for row in found if row.suite == suite], plan.table.reference)
     return "\n".join(lines)
-
-
-def _verdict(rows: list[Row], reference: str) -> list[str]:
-    """A line that says so if no point differs from the baseline by more than noise."""
-    bounds = [row.difference.ci95 for row in rows if row.difference]
-    if not bounds or not all(low <= 0 <= high for low, high in bounds):
-        return []
-    widest = max((high - low) / 2 for low, high in bounds)
-    if widest == 0:
-        return [f"nothing differs from {reference}: every difference and its interval are 0"]
-    return [
-        f"nothing differs from {reference}: every interval contains 0; with so many seeds and prompts, differences "
-        f"below about {widest:.3f} do not show"
-    ]
