@@ -142,12 +142,10 @@ def test_a_given_stage_replaces_fresh_responses(run, copied, monkeypatch):
     ("arguments", "message"),
     [
         ((0, [0, 5], 3, "copied"), "rollouts of one policy: give --update exactly once"),
-        ((0, [], 3, "copied"), "rollouts of one policy: give --update exactly once"),
         ((0, [0], 3, "run"), "is the stage itself"),
         ((0, [0], 3, "unsealed"), "is not sealed"),
         ((0, [0], 3, "rewarded"), "has another reward than"),
         ((0, [0], 3, "cold"), "has another rollout.temperature than"),
-        ((0, [0], 3, "short"), "has another rollout.max_response_tokens than"),
         ((0, [0], 3, "ingested"), "cannot be checked which policy sampled it"),
         ((0, [0], 3, "few"), "has 4 groups; 3 batches of 4 need more"),
         ((0, [5], 3, "copied"), "but the policy after 5 updates of stage 0 is"),
@@ -160,7 +158,6 @@ def test_fresh_data_that_does_not_fit_is_refused(run, copied, tmp_path, argument
         "unsealed": [],
         "rewarded": ["reward.require_stop=false"],
         "cold": ["rollout.temperature=0.5"],
-        "short": ["rollout.max_response_tokens=3"],
     }
     if which in changes:
         place = RunDir.create(tmp_path / "other", override_recipe(run.recipe, changes[which])).root
