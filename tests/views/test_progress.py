@@ -186,33 +186,20 @@ def test_a_whole_run_leaves_durations_and_accuracies(tmp_path):
     assert state.accuracies[0][0] == pytest.approx(0.281)
 
 
-def grow(root, recipe, view):
-    """Write metrics.jsonl and events.jsonl of a run step by step, as the phases do; ``view`` shows each step."""
-    looks, look, numbers, noise = [], view._look, iter(range(1, 1000)), random.Random(0)
-
-    def wait_until_shown():
-        wanted = len(looks) + 2  # the look that is under way may have begun before the step
-        while len(looks) < wanted:
-            time.sleep(0.001)
-
-    view._look = lambda: looks.append(look())
-    for event in make_events(recipe):
-        if event["event"] == "phase_end" and event["phase"] == "optimize":
-            for n in [next(numbers) for _ in range(96)]:
-                append(root / "metrics.jsonl", update_record(n, 96, noise))
-            wait_until_shown()
-        append(root / "events.jsonl", {**event, "time": time.time()})
-        wait_until_shown()
-
-
 def test_events_and_the_state_have_plain_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(progress, "POLL_SECONDS", 0.01)
+    """Of a run that was under way when the display began; looking at it again shows nothing twice."""
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    recipe, stream = make_recipe(), io.StringIO()
+    recipe, stream, noise = make_recipe(), io.StringIO(), random.Random(0)
     append(tmp_path / "events.jsonl", {"event": "evaluation", "stage": 0, "accuracy": 0.123, "ci95": [0.1, 0.15]})
-    hostile = {"event": "restart", "stage": 2, "phase": "optimize", "cause": "\x1b[2J", "time": time.time()}
     with Progress(tmp_path, recipe, stream) as view:
-        grow(tmp_path, recipe, view)
+        for event in make_events(recipe):
+            if event["event"] == "phase_end" and event["phase"] == "optimize":
+                first = 96 * event["stage"] + 1
+                append(tmp_path / "metrics.jsonl", *(update_record(n, 96, noise) for n in range(first, first + 96)))
+                view._look()
+            append(tmp_path / "events.jsonl", event | {"time": time.time()})
+            view._look()
+        hostile = {"event": "restart", "stage": 2, "phase": "optimize", "cause": "\x1b[2J", "time": time.time()}
         append(tmp_path / "events.jsonl", hostile)
     lines = stream.getvalue().splitlines()
     assert all(re.fullmatch(r"\d\d:\d\d:\d\d [ -~]+", line) for line in lines), "no control characters"
