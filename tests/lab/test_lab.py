@@ -10,7 +10,6 @@ from lab.claims import (
     CLAIMS,
     FIRST,
     SECOND,
-    UNSTABLE,
     Claim,
     Part,
     collapse,
@@ -37,17 +36,11 @@ def test_every_sweep_of_the_lab_passes_its_dry_run(path, tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
-def test_every_chart_of_the_committed_results_is_committed_and_has_intervals(sweeps):
-    found = charts(sweeps)
-    assert set(found) == {path.stem for path in ROOT.glob("docs/lab/*.svg")}
-    for chart in found.values():
-        for trace in chart.traces:
-            assert len(trace["x"]) == len(trace["y"]) == len(trace["error_y"]["array"]) > 0
-
-
 def test_the_committed_charts_show_the_committed_results(sweeps):
     """The heights of the points in an SVG are a linear function of the values, up to rounding to .01 pixels."""
-    for name, chart in charts(sweeps).items():
+    found = charts(sweeps)
+    assert set(found) == {path.stem for path in ROOT.glob("docs/lab/*.svg")}
+    for name, chart in found.items():
         drawn = re.findall(
             r'class="point" transform="translate\(.*?,(.*?)\)', (ROOT / f"docs/lab/{name}.svg").read_text()
         )
@@ -152,20 +145,6 @@ def test_a_collapse_and_its_warning_by_hand():
     assert lead(["x", "y"], 0.5, least=10)(sweep, 0) == (64 - 24 + 0 - 8) / 2 - 10
 
 
-def test_runs_without_a_collapse_count_as_too_few_and_missing_runs_as_not_run():
-    fell, stayed = {0: 0.3, 32: 0.6, 64: 0.1}, {0: 0.3, 32: 0.6, 64: 0.6}
-    part = Part("", lead(["x"], 0.5))
-    ess = {("x", seed, "ess"): {8: 0.4} for seed in FIVE}
-    for curves, state, word in (
-        ([fell] * 5, "holds", "reproduced"),
-        ([fell] * 4 + [stayed], "too few", "too few to tell"),
-        ([stayed] * 5, "too few", "too few to tell"),
-        ([fell] * 4, "not run", "not run"),
-    ):
-        found = find(part, {"frozen": Sweep({("x", seed): curve for seed, curve in enumerate(curves)}, ess)}, FIVE)
-        assert (found.state, verdict([found])) == (state, word)
-
-
 def test_a_part_does_not_count_for_seeds_that_were_seen_before_it_was_written():
     value = difference(at("x", 256), at("y", 256))
     parts = [Part("", value), Part("", value, "below", seen=FIRST)]
@@ -173,13 +152,6 @@ def test_a_part_does_not_count_for_seeds_that_were_seen_before_it_was_written():
     sweeps = {"frozen": Sweep(accuracy)}
     assert verdict([find(part, sweeps, FIRST) for part in parts]) == "reproduced"
     assert verdict([find(part, sweeps, SECOND) for part in parts]) == "partly"
-
-
-def test_unstable_names_all_points_with_a_run_that_collapses(sweeps):
-    sweep = sweeps["frozen"]
-    fell = {point for point in sweep.points for seed in sweep.seeds if collapse(sweep, point, seed) is not None}
-    assert fell == {*UNSTABLE, "mu_grpo_none"}
-    assert all(sweep.accuracy["mu_grpo_none", seed] == sweep.accuracy["reinforce", seed] for seed in FIRST)
 
 
 def test_the_tables_have_accuracies_and_times_of_every_collected_sweep(sweeps):

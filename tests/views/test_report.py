@@ -103,33 +103,11 @@ def test_reward_is_not_smoothed_over_a_stage_boundary(tmp_path):
 
 def test_traces_of_every_chart(tmp_path):
     charts = charts_of(make_run(tmp_path / "a"))
-    names = {title: [trace["name"] for trace in chart.traces if "name" in trace] for title, chart in charts.items()}
-    assert names == {
-        "Held-out accuracy": ["held-out accuracy"],
-        "pass@k": [],
-        "Training reward": ["reward"],
-        "Importance ratio quantiles": ["q01", "q99", "q05", "q95", "median"],
-        "Clipped, vetoed and masked tokens": ["clip", "veto"],
-        "Solve rate": ["solve rate"],
-        "Groups without variance, truncated responses": ["groups without variance", "truncated"],
-        "KL from the generating policy": ["k1", "k3"],
-        "Second moment of the log-ratio (M2)": ["before", "after clip and veto"],
-        "Effective sample size": ["effective sample size"],
-        "Entropy": ["entropy"],
-        "Importance ratio by sign of the advantage": ["good", "bad"],
-        "Share of good responses": ["of the loss", "of the tokens"],
-        "Clip bounds": ["upper", "lower"],
-        "Dampened tokens": ["bad prefix", "good prefix"],
-        "Prefix occupancy": ["median", "lowest 1 %"],
-        "Reverse chi-square of the prefixes": ["reverse chi-square of the prefixes"],
-        "Load of experts": [],
-        "Entropy of the routers": [],
-        "Experts that differ from the recorded ones": [],
-        "Gradient norm": ["gradient norm"],
-        "Response length": ["all", "good", "bad"],
-        "Staleness": ["staleness"],
-        "Time per phase": ["rollout", "optimize", "evaluate"],
-    }
+    empty = {title for title, chart in charts.items() if not chart.traces}
+    experts = {"Load of experts", "Entropy of the routers", "Experts that differ from the recorded ones"}
+    assert empty == {"pass@k", *experts} and len(charts) == 24
+    assert [t["name"] for t in charts["Importance ratio quantiles"].traces] == ["q01", "q99", "q05", "q95", "median"]
+    assert [t["name"] for t in charts["Clipped, vetoed and masked tokens"].traces] == ["clip", "veto"]
     (trace,) = charts["Held-out accuracy"].traces
     assert (trace["x"], trace["y"]) == ([0, 96, 192, 288], [0.281, 0.613, 0.815, 0.902])
     assert trace["error_y"]["array"][0] == pytest.approx(1.96 * math.sqrt(0.281 * 0.719 / 1024))
