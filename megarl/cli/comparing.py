@@ -90,7 +90,7 @@ def _sweep(options: argparse.Namespace) -> None:
 
     output = options.output or options.sweep.with_suffix("")
     if options.dry_run:
-        print(sweep.describe(options.sweep, output, options.jobs, options.json))
+        print(sweep.describe(options.sweep, output, options.json))
     else:
         print(sweep.sweep(options.sweep, output, options.jobs, options.json))
 

@@ -24,23 +24,22 @@ if TYPE_CHECKING:
 class OnAllNodes:
     """A command on a run directory: the first node runs ``lead``, the others the phases that it begins.
 
-    recipe: it may have ``options.recipe``, whose mistakes are then reported as soon as possible.
+    Mistakes in ``options.recipe``, if it has one, are reported as soon as possible. With ``--output`` it makes a new
+    run there, and writes only to that.
+
     remembers: the ``--set`` of its first start need not be repeated to continue.
-    branches: with ``--output`` it makes a new run there, and writes only to that.
     trains: it updates the model.
     """
 
     lead: Callable[[argparse.Namespace, Nodes], None]
-    recipe: bool = False
     remembers: bool = False
-    branches: bool = False
     trains: bool = True
 
     def __call__(self, options: argparse.Namespace) -> None:
         from megarl.workers.node_rank import find_node_rank
 
         node = find_node_rank(os.environ)
-        run_dir: Path = (options.output if self.branches else None) or options.run_dir
+        run_dir: Path = getattr(options, "output", None) or options.run_dir
         if node.rank == 0:  # printed before the imports of torch and Megatron, which take seconds
             new = not (run_dir / "recipe.toml").exists()
             print(f"megarl {__version__}: {'starting' if new else 'continuing'} {run_dir}", flush=True)
@@ -65,7 +64,7 @@ class OnAllNodes:
         from megarl.workers.processes import Starter
 
         starter = Starter()
-        given = options.recipe if self.recipe else None
+        given = getattr(options, "recipe", None)
         try:
             recipe = load_without_objective(given or options.run_dir / "recipe.toml", options.set if given else ())
         except UserError:  # of several nodes, the first reports it
@@ -154,11 +153,11 @@ def _rehearse(options: argparse.Namespace, nodes: Nodes) -> None:
 
 # the commands that run on all nodes
 ON_ALL_NODES = {
-    "train": OnAllNodes(_train, recipe=True, remembers=True),
+    "train": OnAllNodes(_train, remembers=True),
     "rollout": OnAllNodes(_rollout, trains=False),
-    "serve": OnAllNodes(_serve, recipe=True, trains=False),
-    "optimize": OnAllNodes(_optimize, branches=True),
-    "doctor --recipe": OnAllNodes(_rehearse, recipe=True),
+    "serve": OnAllNodes(_serve, trains=False),
+    "optimize": OnAllNodes(_optimize),
+    "doctor --recipe": OnAllNodes(_rehearse),
 }
 
 

@@ -47,36 +47,6 @@ class Stored:
         return sum(shard[2] for shard in self._shards.values()) / responses if responses else None
 
 
-class Evaluating:
-    """Progress of the evaluations at the beginning of a stage, which go policy by policy and suite by suite."""
-
-    def __init__(self, run_dir: Path, recipe: Recipe, stage: int) -> None:
-        policies = (run_dir / f"stages/{stage - 1:03d}/policies").glob("[0-9]*")
-        versions = [*sorted(int(path.name) for path in policies), stage * recipe.schedule.updates_per_stage]
-        self._left = deque(
-            (version, suite.name, suite.prompts, SuiteResponses.of(run_dir, suite.name).responses(version))
-            for version in filter(recipe.is_evaluated, versions)
-            for suite in recipe.suites
-        )
-        self._stored: dict[Path, Stored] = {}
-
-    def poll(self) -> tuple[int, int, str]:
-        """(prompts answered, all prompts, name) of the first suite that is not sealed; (0, 0, "") if all are."""
-        while self._left:
-            _, suite, prompts, place = self._left[0]
-            if not is_sealed(place):
-                stored = self._stored.setdefault(place, Stored(place))
-                stored.poll()
-                return stored.groups, prompts, suite
-            self._left.popleft()
-        return 0, 0, ""
-
-    def over(self, version: int, suite: str) -> bool:
-        """Record that an evaluation is done; returns whether it was the last one."""
-        self._left = deque(one for one in self._left if one[:2] != (version, suite))
-        return not self._left
-
-
 class RunState:
     """The progress of a run; `poll` brings it up to date."""
 
@@ -87,7 +57,7 @@ class RunState:
         self.phase, self.stage, self.phase_since = "", 0, 0.0
         self.doing = ""  # "loading" or "evaluating" while a phase with engines has not begun its own work
         self.answered = 0, 0, ""  # of the suite that is being evaluated: prompts answered, all prompts, name
-        self._evaluating: Evaluating | None = None
+        self._answers: dict[Path, Stored] = {}  # to the suites, by directory
         self.accuracies: dict[int, tuple[float, float]] = {}  # update -> accuracy on the first suite, half its interval
         self._suite = next((suite.name for suite in recipe.suites), HELDOUT)
         self.seconds: dict[str, float] = {}  # phase -> duration of the last one that ended
@@ -116,9 +86,19 @@ class RunState:
         self.recent.extend(update for update in updates if isinstance(update.get("update"), int))
         if self.phase == "rollout":
             self._stored.poll()
-        if self._evaluating is not None:
-            self.answered = self._evaluating.poll()
+        if self.phase == "evaluate" or self.doing == "evaluating":
+            self.answered = self._being_evaluated()
         return events
+
+    def _being_evaluated(self) -> tuple[int, int, str]:
+        """(prompts answered, all prompts, name) of the suite whose evaluation has begun and is not sealed."""
+        for suite in self._recipe.suites:
+            for place in SuiteResponses.of(self.run_dir, suite.name).directory.glob("update_*"):
+                if not is_sealed(place):
+                    stored = self._answers.setdefault(place, Stored(place))
+                    stored.poll()
+                    return stored.groups, suite.prompts, suite.name
+        return 0, 0, ""
 
     def _apply(self, event: dict[str, Any]) -> None:
         kind, stage = event.get("event"), event.get("stage", 0)
@@ -126,7 +106,7 @@ class RunState:
             self.phase, self.stage = str(event.get("phase")), stage
             self.phase_since = event.get("time", time.time())
             self.doing = "loading" if self._begins_by_loading else ""
-            self._evaluating, self.answered = None, (0, 0, "")
+            self.answered = 0, 0, ""
             self._stored = Stored(self.run_dir / f"stages/{stage:03d}/rollouts")
             self._replicas, self._begins = {}, True
         elif kind == "restart":
@@ -135,23 +115,18 @@ class RunState:
                 self.doing = "loading"
         elif kind == "weight_drift" and self.doing == "loading":  # the first engine has loaded
             self.doing = "evaluating" if event.get("phase") == "evaluate" != self.phase else ""
-            if event.get("phase") == "evaluate":
-                self._evaluating = Evaluating(self.run_dir, self._recipe, self.stage)
         elif kind in ("phase_end", "phase_failed", "phase_stopped"):
             self.phase = ""
             event["over_limit"] = self.of_replicas("over_limit")
             if kind == "phase_end":
                 self.seconds[str(event.get("phase"))] = float(event.get("seconds", 0.0))
         elif kind == "rollout_progress":
+            self.doing = ""
             self._replicas[event.get("rank", 0)] = event
         elif kind == "what_if_progress":
             self._compared = event["done"], event["total"]
-        elif kind == "evaluation" and "accuracy" in event:
-            version, suite = version_of(event, self.schedule), event.get("suite", self._suite)
-            if self._evaluating is None or self._evaluating.over(version, suite):
-                self.doing = ""
-            if suite == self._suite:
-                self.accuracies[version] = event["accuracy"], half_width(event)
+        elif kind == "evaluation" and "accuracy" in event and event.get("suite", self._suite) == self._suite:
+            self.accuracies[version_of(event, self.schedule)] = event["accuracy"], half_width(event)
 
     @property
     def _begins_by_loading(self) -> bool:

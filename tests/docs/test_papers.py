@@ -93,26 +93,3 @@ def test_a_label_follows_from_the_recipe(monkeypatch: pytest.MonkeyPatch) -> Non
     for found, label in (([value], "exact"), ([value, other], "deviates"), ([{**value, "absent": True}], "absent")):
         monkeypatch.setattr(table, "values", lambda found=found: {"item": found})
         assert table.label("item") == label
-
-
-def test_every_paper_has_its_numbered_items() -> None:
-    """Each numbered equation, table and figure is in a row, except for those of `not_data`."""
-    numbered = {
-        "M2PO": {"Eq": 5, "Table": 1, "Fig": 10},
-        "mu-GRPO": {"Eq": 4, "Table": 9, "Fig": 6},
-        "MinPRO": {"Table": 4, "Fig": 6},
-        "Prefix-Ratio": {"Eq": 5, "Table": 2, "Fig": 2},
-        "BAPO": {"Eq": 13, "Table": 7, "Fig": 14},
-    }
-    not_data = {("Prefix-Ratio", "Fig", 1), ("BAPO", "Fig", 1), ("BAPO", "Fig", 3)}  # drawings, bars of a table
-    not_data |= {("BAPO", "Eq", 1), ("BAPO", "Eq", 2), ("BAPO", "Eq", 3)}  # these define the policy gradient
-    for name, kinds in numbered.items():
-        (paper,) = (paper for paper in PAPERS if paper["name"].startswith(name))
-        for kind, last in kinds.items():
-            found = set()
-            for row in paper["rows"]:
-                for words in re.findall(rf"\b{kind}s?\.? ([\d, ab-]+)", row["item"], re.IGNORECASE):
-                    for part in re.findall(r"(\d+)\w?(?:-(\d+))?", words):
-                        found |= set(range(int(part[0]), int(part[1] or part[0]) + 1))
-            missing = set(range(1, last + 1)) - found
-            assert {n for n in missing if (name, kind, n) not in not_data} == set(), (name, kind)

@@ -9,14 +9,13 @@ from tokenizers import Tokenizer, decoders, models
 from megarl.storage.rollouts import Group, Response, RolloutWriter, seal
 from tests.views.synthetic_run import make_run
 
-IMAGE = "<img src=http://example.com/x.png onerror=alert(1)>"
 HOSTILE = (
     "\x1b[2J\x1b]0;owned\x07",  # clears a terminal and names its window
     "\x9b31m",  # the same kind of sequence in one character
     "\rhidden\b\x7f\x00",
     "\u202eesrever\u2028",
     "\nstage 9 · prompt 9 · sample 9 · reward 1 · 1 tokens · stop · policy 9",
-    IMAGE,
+    "<img src=http://example.com/x.png onerror=alert(1)>",
     "</pre></template></details><script>alert(2)</script><!--",
     "[bold red]:smile:[/bold red]",
 )

@@ -28,14 +28,11 @@ def make_recipe(schedule: dict[str, int] | None = None, **objective: Any) -> Rec
 
 def detail(age: float) -> dict[str, Any]:
     """Metrics that ``metrics.detail = 48`` adds; ``age``: staleness as a share of the updates in a stage."""
-    counts = [[round(1000 * math.exp(-((c - 15.5) ** 2) / 9 - abs(r - c / 4))) for c in range(32)] for r in range(16)]
     return {
         "prefix_occupancy/q01": math.exp(-12 * age),
         "prefix_occupancy/q50": math.exp(-age),
         "prefix/reverse_chi2": math.exp(6 * age),
-        "entropy_by_ratio": {"counts": counts},
-        "probability_by_ratio": {"counts": counts},
-        "muted_tokens": {"id": [5, 9, 2], "muted": [40, 12, 0], "trained": [90, 50, 8], "text": ["<b>", " so", "a"]},
+        "entropy_by_ratio": {"counts": [[round(1000 * age), 2], [3, 4]]},
     }
 
 

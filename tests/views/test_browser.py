@@ -1,7 +1,6 @@
 """The report in a real browser: its charts are drawn, its tables have the right numbers, and it makes no request."""
 
 import contextlib
-import html
 import http.server
 import os
 import re
@@ -16,9 +15,7 @@ from megarl.commands.what_if import write_figure
 from megarl.objectives import OBJECTIVES
 from megarl.views.report import write_report
 from tests.helpers import read_lines
-from tests.views.stored_run import IMAGE
 from tests.views.synthetic_run import make_recipe, make_run, write_lines
-from tests.views.test_report_samples import hostile_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 if BROWSER is None and os.environ.get("MEGARL_REQUIRE_BROWSER") != "1":
@@ -85,27 +82,16 @@ def drawn_curves(body, number):
     return [path for path in paths if 'class="js-line"' in path and re.search(r' d="M[-0-9.]+,[-0-9.]+[LHVC]', path)]
 
 
-def test_several_runs_side_by_side_in_a_wide_and_in_a_narrow_window(tmp_path, show):
-    """Markup in the names of runs and objectives is escaped; a narrow window hides the cells that are missing."""
+def test_markup_in_the_names_of_runs_and_objectives_is_escaped(tmp_path, show):
     image = "<img src=http://example.com/x.png onerror=alert(1)>"
     a = make_run(tmp_path / "a", recipe=make_recipe(name=image))
     b = make_run(tmp_path / "b <a href='http:··example.com'>", gain=0.5)
-    recipe = b / "recipe.toml"
-    recipe.write_text(recipe.read_text().replace('kind = "staged"', 'kind = "live"'))
     tab = show(write_report([a, b], tmp_path / "report.html"))
     body = body_of(tab)
     assert "<img" not in body and "<a " not in body
     assert len(re.findall(r'class="legendtext"[^>]*>a clip</text>', body)) == 1
-    assert len(re.findall(r'class="plot js-plotly-plot"', body)) == 23
+    assert len(re.findall(r'class="plot js-plotly-plot"', body)) == 20
     assert "<th>objective.name</th>" in body
-    cells = """() => [...document.querySelectorAll("#summary td")].map(
-        cell => [getComputedStyle(cell).display, ...[...cell.children].map(part => part.textContent)])"""
-    for width, hidden, shown in ((1400, "table-cell", "table-cell"), (500, "none", "flex")):
-        tab.set_viewport_size({"width": width, "height": 900})
-        found = tab.evaluate(cells)
-        assert ("Trainers idle", "-") in [(name, text) for _, name, text in found]
-        assert {display for display, _, text in found if text == "-"} == {hidden}
-        assert {display for display, _, text in found if text != "-"} == {shown}
 
 
 def test_charts_and_numbers_of_one_run_and_no_request(tmp_path, show):
@@ -123,17 +109,15 @@ def test_charts_and_numbers_of_one_run_and_no_request(tmp_path, show):
     show(tmp_path / "asks.html")
     assert "http://example.com/seen.png" in Proxy.seen
     titles = re.findall(r'<section class="card"><h2>(.*?)</h2>', body)
-    assert len(titles) == body.count('class="plot js-plotly-plot"') == 23
+    assert len(titles) == body.count('class="plot js-plotly-plot"') == 20
     for number in range(15):
         assert drawn_curves(body, number), titles[number]
     assert len(drawn_curves(body, 2)) == 5, "four quantiles and a median"
-    assert len(re.findall(r'class="point[ "]', body)) == 4 + 10 + 2, (
-        "evaluations, phases, tokens that lose their gradient"
-    )
+    assert len(re.findall(r'class="point[ "]', body)) == 4 + 10, "evaluations, phases"
     for name in ("clip", "veto", "before", "after clip and veto", "rollout", "optimize", "evaluate", "stage 3"):
         assert re.search(rf">{re.escape(name)}</text>", body), name
     for number in ("0.281 ± 0.028", "0.902 ± 0.018", "+0.621", "288 / 288", "288,000", "1 min 40 s"):
-        assert f"<span>{number}</span></td>" in body, number
+        assert f"<td>{number}</td>" in body, number
     check_layout(tab, 1400)
 
 
@@ -143,16 +127,14 @@ LAID_OUT = """() => {
   const labels = (card, axis) => [...card.querySelectorAll(`g.${axis}tick text`)].map(t => t.textContent);
   const shares = card => labels(card, "y").filter(text => text.includes("%"));
   const overlap = all => all.some((a, n) => all.slice(n + 1).some(b => meet(a, b)));
-  const outside = e => e.getBoundingClientRect().width && e.getBoundingClientRect().right > innerWidth + 1;
+  const outside = e => !e.closest(".table") && e.getBoundingClientRect().right > innerWidth + 1;
   return {
     width: document.documentElement.scrollWidth,
     wide: [...document.querySelectorAll("body *")].filter(outside).map(e => e.tagName),
-    scrolls: [...document.querySelectorAll("body *")].filter(e => e.scrollWidth > e.clientWidth + 1
-        && ["auto", "scroll"].includes(getComputedStyle(e).overflowX)).map(e => e.className),
     charts: [...document.querySelectorAll(".js-plotly-plot")].map(e => e.closest("section")).map(card => ({
       title: card.querySelector("h2").textContent,
       drawn: [...card.querySelectorAll("path.js-line")].filter(p => p.getAttribute("d")).length
-        + card.querySelectorAll(".point, .heatmaplayer image").length,
+        + card.querySelectorAll(".point").length,
       x: labels(card, "x"),
       y: labels(card, "y"),
       overlap: ["x", "y"].filter(axis => overlap(boxes(card, axis))),
@@ -164,16 +146,15 @@ LAID_OUT = """() => {
 
 
 def check_layout(tab, width):
-    """The page fits its window, and no chart is empty or crowded; returns the charts."""
+    """All but tables fits into the window, and no chart is empty or crowded; returns the charts."""
     found = tab.evaluate(LAID_OUT)
-    assert (found["width"], found["wide"], found["scrolls"]) == (width, [], [])
+    assert (found["width"], found["wide"]) == (width, [])
     assert found["charts"] and all(chart["drawn"] and len(chart["y"]) > 1 for chart in found["charts"])
     assert [chart["title"] for chart in found["charts"] if chart["overlap"] or chart["repeats"]] == []
     return found["charts"]
 
 
-@pytest.mark.parametrize("width", [1300, 400])
-def test_a_run_whose_numbers_span_many_decades_fits_every_window(width, tmp_path, show):
+def test_a_run_whose_numbers_span_many_decades_fits_a_narrow_window(tmp_path, show):
     """The first update of a stage is on policy up to rounding, and has no gradient; evaluations have two samples."""
     root = make_run(tmp_path / "run")
     happened = read_lines(root / "events.jsonl")
@@ -184,31 +165,16 @@ def test_a_run_whose_numbers_span_many_decades_fits_every_window(width, tmp_path
     for record in updates:
         record |= {name: value / 200 for name, value in record.items() if name.endswith("_fraction")}
     write_lines(root / "metrics.jsonl", updates)
-    charts = check_layout(show(write_report([root], tmp_path / "report.html"), width), width)
+    charts = check_layout(show(write_report([root], tmp_path / "report.html"), 400), 400)
     assert [chart["x"] for chart in charts if chart["title"] == "pass@k"] == [["1", "2"]], "no numbers between"
     (lines,) = (chart["lines"] for chart in charts if chart["title"] == "Gradient norm")
     heights = [float(y) for line in lines for y in re.findall(r"[ML][-\d.]+,([-\d.]+)", line)]
     assert max(heights) < 900, "a gradient of 0 draws no line out of the chart"
 
 
-def test_a_narrow_window_names_every_objective_of_what_if(tmp_path, show):
-    """Also where intervals are wider than what is possible."""
-    rows = [
-        {"update": update, "objective": name, "cosine": [0.6, -1.9, 3.1], "cosine_to_grpo": [0.3, -1.0, 1.7]}
-        | {"norm": [102.0, -60.0, 264.0], "kept": [0.9, -0.2, 2.0]}
-        for update in (0, 5)
-        for name in ("fresh", *OBJECTIVES)
-    ]
-    write_figure(rows, "run", tmp_path / "what_if.html")
-    tab = show(tmp_path / "what_if.html", 400)
-    for chart in check_layout(tab, 400):
-        assert chart["x"] == ["fresh", *OBJECTIVES]
-    assert tab.problems == []
-
-
 def test_what_if_of_a_policy_that_answers_every_prompt_alike(tmp_path, show):
     """The gradient of its own responses is 0, and those of stored ones lie many decades apart."""
-    norms = {"fresh": 0.0, "grpo": 4.67, "vespo": 1.51e-15, "trm": 0.0, "minpro": 0.00055, "topr": 17.7, "full": 0.0}
+    norms = dict.fromkeys(("fresh", *OBJECTIVES), 0.0) | {"grpo": 4.67, "vespo": 1.51e-15, "topr": 17.7}
     for updates in ((3,), (1, 3)):
         pairs = [(update, name) for update in updates for name in norms]
         rows = [{"update": u, "objective": o, "norm": [norms[o], -4 * norms[o], 6 * norms[o]]} for u, o in pairs]
@@ -221,28 +187,9 @@ def test_what_if_of_a_policy_that_answers_every_prompt_alike(tmp_path, show):
         charts = {chart["title"]: chart for chart in check_layout(tab, 400)}
         norm = charts.pop("Gradient norm")
         assert (norm["x"], len(norm["y"]), norm["y"][-1]) == ([*norms], 3, "1")
-        assert all(chart["x"][-6:] == [*norms][1:] for chart in charts.values()), "also those without a number"
+        assert all(chart["x"][1 - len(norms) :] == [*norms][1:] for chart in charts.values()), (
+            "also those without a number"
+        )
         assert ("Nothing to draw: gradients are 0." in body_of(tab)) == (updates == (3,)) == (len(charts) == 2)
         assert tab.problems == []
     assert len(re.findall('class="legendtext"[^>]*>update 1</text>', body_of(tab))) == 4, "also beside no other policy"
-
-
-def test_samples_are_laid_out_when_they_are_opened(tmp_path, show):
-    """Opened samples are plain text, whatever the model wrote; those of the second stage stay closed, in a template.
-
-    The run has no events, which leaves charts empty.
-    """
-    root = hostile_run(tmp_path / "run")
-    (root / "events.jsonl").unlink()
-    Proxy.seen.clear()
-    tab = show(write_report([root], tmp_path / "r.html"))
-    tab.locator("details.samples > summary").first.click()
-    tab.wait_for_function("!document.querySelector('details.samples template')?.closest('[open]')")
-    body = body_of(tab)
-    opened, closed = re.findall(r'<details class="samples".*?</details>', body, re.DOTALL)
-    assert tab.problems == [] and closed.count("<template>") == 1
-    assert set(re.findall(r"<(\w+)", opened)) == {"details", "summary", "h4", "pre"}
-    assert html.unescape(opened).count(IMAGE) == 1 and "alert(2)" in opened
-    assert [url for url in Proxy.seen if "example.com" in url] == []
-    assert "No evaluation has been made yet." in body and "events.jsonl is not there yet" in body
-    assert len(re.findall(r'class="plot js-plotly-plot"', body)) == 21

@@ -110,7 +110,7 @@ def test_loading_and_evaluation_before_generation_are_shown_and_do_not_count_for
     state.poll()
     assert describe_state(state).startswith("stage 2/3 rollout: evaluating")
     accuracy = {"event": "evaluation", "stage": 1, "accuracy": 0.5, "time": now - 10.0}
-    append(tmp_path / "events.jsonl", accuracy, loaded | {"phase": "evaluate", "rank": 1})
+    append(tmp_path / "events.jsonl", accuracy, loaded | {"phase": "evaluate", "rank": 1}, report())
     (tmp_path / "stages/001/rollouts").mkdir(parents=True)
     state.poll()
     append(tmp_path / "stages/001/rollouts/ledger.jsonl", {"shard": "a", "groups": [1], "responses": 2, "tokens": 1000})
@@ -128,36 +128,24 @@ SUITES = ("eval.every_updates=48", 'eval.suites=[{name="one", prompts=20}, {name
 
 
 def test_prompts_are_counted_while_suites_are_evaluated(tmp_path):
-    """Two policies are evaluated on two suites each before a stage; an earlier attempt has finished the first suite."""
+    """An earlier attempt has finished the first suite."""
     state = RunState(tmp_path, override_recipe(make_recipe(), list(SUITES)))
-    (tmp_path / "stages/000/policies/000048").mkdir(parents=True)
-    (tmp_path / "stages/000/policies/.000072.removed.tmp").mkdir()
-    places = {(u, name): tmp_path / f"evaluations/{name}/update_{u:06d}" for u in (48, 96) for name in ("one", "two")}
-    for place in places.values():
+    one, two = (tmp_path / f"evaluations/{name}/update_000096" for name in ("one", "two"))
+    for place in (one, two):
         place.mkdir(parents=True)
-    (places[48, "one"] / "SEALED").touch()
-    append(places[48, "two"] / "ledger.jsonl", {"shard": "a", "groups": [0, 1, 2]})
+    (one / "SEALED").touch()
+    append(two / "ledger.jsonl", {"shard": "a", "groups": [0, 1, 2]})
     drift = {"event": "weight_drift", "stage": 1, "time": time.time(), "rank": 0, "phase": "evaluate"}
     append(tmp_path / "events.jsonl", start("rollout", 1), drift)
     state.poll()
-    assert state.done == (3, 8, "prompts")
     assert describe_state(state).startswith("stage 2/3 rollout: evaluating two, 3/8 prompts")
-    append(places[48, "two"] / "ledger.00001.jsonl", {"shard": "b", "groups": [3, 4]}, {"shard": "c", "groups": [5]})
+    append(two / "ledger.00001.jsonl", {"shard": "b", "groups": [3, 4]}, {"shard": "c", "groups": [5]})
     state.poll()
     assert state.done == (6, 8, "prompts")
-    made = {"event": "evaluation", "stage": 1, "accuracy": 0.5, "time": time.time()}
-    append(tmp_path / "events.jsonl", made | {"update": 48, "suite": "two"})
-    state.poll()
-    assert state.done == (0, 20, "prompts") and state.doing == "evaluating"
-    append(places[96, "one"] / "ledger.jsonl", {"shard": "a", "groups": [7]})
-    state.poll()
-    assert describe_state(state).startswith("stage 2/3 rollout: evaluating one, 1/20 prompts")
-    append(tmp_path / "events.jsonl", made | {"update": 96, "suite": "one"})
-    state.poll()
-    assert describe_state(state).startswith("stage 2/3 rollout: evaluating two, 0/8 prompts")
-    append(tmp_path / "events.jsonl", made | {"update": 96, "suite": "two"})
+    append(tmp_path / "events.jsonl", report())
     state.poll()
     assert describe_state(state).startswith("stage 2/3 rollout, 0/1536 groups")
+    (two / "SEALED").touch()
     append(tmp_path / "events.jsonl", start("evaluate", 3), drift | {"stage": 3})  # a phase of its own
     place = tmp_path / "evaluations/one/update_000288"
     place.mkdir()
@@ -198,33 +186,20 @@ def test_a_whole_run_leaves_durations_and_accuracies(tmp_path):
     assert state.accuracies[0][0] == pytest.approx(0.281)
 
 
-def grow(root, recipe, view):
-    """Write metrics.jsonl and events.jsonl of a run step by step, as the phases do; ``view`` shows each step."""
-    looks, look, numbers, noise = [], view._look, iter(range(1, 1000)), random.Random(0)
-
-    def wait_until_shown():
-        wanted = len(looks) + 2  # the look that is under way may have begun before the step
-        while len(looks) < wanted:
-            time.sleep(0.001)
-
-    view._look = lambda: looks.append(look())
-    for event in make_events(recipe):
-        if event["event"] == "phase_end" and event["phase"] == "optimize":
-            for n in [next(numbers) for _ in range(96)]:
-                append(root / "metrics.jsonl", update_record(n, 96, noise))
-            wait_until_shown()
-        append(root / "events.jsonl", {**event, "time": time.time()})
-        wait_until_shown()
-
-
 def test_events_and_the_state_have_plain_lines(tmp_path, monkeypatch):
-    monkeypatch.setattr(progress, "POLL_SECONDS", 0.01)
+    """Of a run that was under way when the display began; looking at it again shows nothing twice."""
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    recipe, stream = make_recipe(), io.StringIO()
+    recipe, stream, noise = make_recipe(), io.StringIO(), random.Random(0)
     append(tmp_path / "events.jsonl", {"event": "evaluation", "stage": 0, "accuracy": 0.123, "ci95": [0.1, 0.15]})
-    hostile = {"event": "restart", "stage": 2, "phase": "optimize", "cause": "\x1b[2J", "time": time.time()}
     with Progress(tmp_path, recipe, stream) as view:
-        grow(tmp_path, recipe, view)
+        for event in make_events(recipe):
+            if event["event"] == "phase_end" and event["phase"] == "optimize":
+                first = 96 * event["stage"] + 1
+                append(tmp_path / "metrics.jsonl", *(update_record(n, 96, noise) for n in range(first, first + 96)))
+                view._look()
+            append(tmp_path / "events.jsonl", event | {"time": time.time()})
+            view._look()
+        hostile = {"event": "restart", "stage": 2, "phase": "optimize", "cause": "\x1b[2J", "time": time.time()}
         append(tmp_path / "events.jsonl", hostile)
     lines = stream.getvalue().splitlines()
     assert all(re.fullmatch(r"\d\d:\d\d:\d\d [ -~]+", line) for line in lines), "no control characters"

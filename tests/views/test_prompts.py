@@ -7,7 +7,7 @@ import random
 import pytest
 
 from megarl import cli
-from megarl.views.prompts import overlapping, repeated
+from megarl.views.prompts import overlapping
 from tests.data.prompt_sources import char_tokenizer
 
 
@@ -150,48 +150,15 @@ def test_overlap_with_heldout_prompts_is_counted(check):
 
 
 def test_json_has_the_numbers_and_the_problems(check):
-    exam = [{"prompt": "two plus two", "answer": 4}, {"prompt": "three", "answer": 3}]
-    train = [*rows(20), *rows(2), {"prompt": "Two plus  two", "answer": 4}, exam[0]]
-    code, said = check(train, exam=exam, options=("--json",))
+    code, said = check([*rows(20), *rows(2), {"prompt": "x"}], options=("--json",))
     found = json.loads(said)
-    assert code == 0 and found["problems"] == []
-    assert [(f["prompts"], f["repetitions"], f["tokens"]["longest"]) for f in found["files"]] == [
-        (24, 3, 13),
-        (2, 0, 12),
-    ]
-    assert found["overlap"] == {"heldout": 2, "same": 1, "nearly": ["Two plus  two"], "shared": []}
-    code, said = check([*rows(4), {"prompt": "x"}], options=("--json",))
-    (problem,) = json.loads(said)["problems"]
-    assert code == 1 and "line 5: " in problem
-
-
-def test_mistakes_that_a_start_would_refuse_are_reported(check):
-    code, said = check(rows(1))
-    assert code == 1 and "too few different prompts to hold one out" in said
-    code, said = check(rows(9), "data.format=gsm9k")
-    assert code == 1 and "did you mean 'gsm8k'" in said
-    code, said = check(rows(9), "reward.kind=reasoning_gym")
-    assert code == 1 and "needs data.source" in said
+    (problem,), (file,) = found["problems"], found["files"]
+    assert code == 1 and "line 23: " in problem and found["overlap"] is None
+    assert (file["prompts"], file["repetitions"], file["tokens"]["longest"]) == (22, 2, 10)
 
 
 def sentence(seed, words):
     return " ".join(f"w{random.Random(f'{seed}/{n}').randrange(10**6)}" for n in range(words))
-
-
-def test_prompts_are_the_same_whatever_their_case_and_spaces():
-    assert repeated(["What is 2+2?", "what is  2+2?\n", "What is 2-2?", "WHAT IS 2+2?"]) == 2
-    assert overlapping(["a + b", "c", "A  + B", "a - b"], ["a + b"]) == ([0, 2], [])
-
-
-def test_thirteen_consecutive_words_are_an_overlap_and_twelve_are_not():
-    asked = sentence("exam", 30)
-    words = asked.split()
-    twelve = " ".join(["before", *words[4:16], "after"])
-    thirteen = " ".join(["before", *words[4:17], "after"])
-    turned = " ".join(reversed(words))
-    assert overlapping([twelve, thirteen, turned, asked, asked.upper()], [asked]) == ([3, 4], [1])
-    assert overlapping([asked + " more"], [asked]) == ([], [0])
-    assert overlapping(["short one"], ["a short one"]) == ([], [])
 
 
 def test_overlaps_equal_those_found_by_comparing_every_pair_of_windows():

@@ -1,11 +1,9 @@
 """``megarl sql``: rows equal those of the store, the run may be in progress, and a query can read only the run."""
 
-import hashlib
 import json
 import os
 from dataclasses import replace
 
-import duckdb
 import numpy as np
 import pyarrow as pa
 import pytest
@@ -165,26 +163,9 @@ def test_memory_is_limited(stored):
         list(query(stored[0], text, "20MB"))
 
 
-def test_sorting_more_than_the_limit_spills_to_disk(stored, monkeypatch):
-    connect = duckdb.connect  # with more threads a query needs more memory
-    monkeypatch.setattr(duckdb, "connect", lambda path, config: connect(path, config=config | {"threads": 1}))
-    text = "select md5(range::varchar) as text from range(500000) order by text offset 499999"
-    last = max(hashlib.md5(str(number).encode()).hexdigest() for number in range(500000))
-    assert list(query(stored[0], text, "30MB")) == [{"text": last}]
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("selec 1", 'SQL: Parser Error: syntax error at or near "selec"'),
-        ("select nope from responses", 'SQL: Binder Error: Referenced column "nope" not found'),
-        ("select * from response", "SQL: Catalog Error: Table with name response does not exist! Did you mean"),
-    ],
-)
-def test_a_wrong_query_is_an_error_of_one_line(stored, text, said):
-    with pytest.raises(UserError) as refused:
-        rows(stored[0], text)
-    assert str(refused.value).startswith(said) and "\n" not in str(refused.value)
+def test_a_wrong_query_is_an_error_of_one_line(stored):
+    with pytest.raises(UserError, match='^SQL: Binder Error: Referenced column "nope" not found.*$'):
+        rows(stored[0], "select nope from responses")
 
 
 def test_json_and_table_of_the_command(stored):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.commands.sweep.figure import write_figure
-from megarl.commands.sweep.plan import Job, SweepPlan, plan_sweep, remaining
+from megarl.commands.sweep.plan import Job, SweepPlan, plan_sweep
 from megarl.commands.sweep.results import as_records, read_finished, rows, runs_csv, table_csv, table_text
 from megarl.commands.sweep.workers import Workers
 from megarl.errors import Busy, PhaseFailed, UserError
@@ -19,15 +19,15 @@ from megarl.recipe.sweep import load_sweep
 from megarl.storage.files import write_atomic
 
 
-def describe(path: Path, output: Path, jobs: int, as_json: bool = False) -> str:
-    """What `sweep` would do: every run with its settings and state, and an estimate of the time that is left.
+def describe(path: Path, output: Path, as_json: bool = False) -> str:
+    """What `sweep` would do: every run with its settings and state.
 
     as_json: only the runs, as a JSON list.
     """
     plan = plan_sweep(load_sweep(path), output)
     if as_json:
         return json.dumps([_record(job) for job in plan.all])
-    lines = [_count(plan), *filter(None, [remaining(plan, jobs)])]
+    lines = [_count(plan)]
     for job in plan.all:
         settings = job.point.settings if job.point else ()
         lines.append(f"  {_state(job):5}  {job.name}  {' '.join(_setting(*setting) for setting in settings)}".rstrip())
@@ -67,7 +67,7 @@ def sweep(path: Path, output: Path, jobs: int, as_json: bool = False) -> str:
     _say(_count(plan))
     failed: dict[str, BaseException] = {}
     if missing := [job for job in plan.all if not job.is_done()]:
-        with Workers(jobs, plan.output / "logs") as workers:
+        with Workers(min(jobs, len(missing)), plan.output / "logs") as workers:
             _check(workers, missing)
             failed = _make(workers, missing)
     with _exclusive(plan.output):  # of several sweeps at once, the last to write includes the runs of all

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 
 from megarl.commands.one_phase import changed_recipe
 from megarl.errors import UserError
@@ -178,22 +177,3 @@ def _sources(table: SweepTable, bases: list[Job]) -> dict[str, Stage]:
             raise UserError(f"runs: two directories are called {path.name}, but the sweep needs different names")
         sources[path.name] = stage
     return sources
-
-
-def remaining(plan: SweepPlan, jobs: int) -> str:
-    """A sentence with the mean time of a finished run and the time that the others will take, ``jobs`` at a time.
-
-    A run is assumed to take as long as the mean finished one of its kind, a base run or one with updates. Empty if no
-    run with updates is finished.
-    """
-    took = {bool(job.updates): list[float]() for job in plan.all}
-    for job in plan.all:
-        if job.is_done():
-            took[bool(job.updates)].append(job.seconds)
-    if not took[True]:
-        return ""
-    finished = [s for seconds in took.values() for s in seconds]
-    left = sum(mean(took[bool(job.updates)] or took[True]) for job in plan.all if not job.is_done())
-    minutes = left / jobs / 60
-    text = f"{minutes:.1f} min" if minutes < 120 else f"{minutes / 60:.1f} h"
-    return f"a finished run took {mean(finished):.0f} s; the others take about {text}"

@@ -13,7 +13,6 @@ from megarl.views.comparison import difference
 from megarl.views.report.charts import make_charts
 from megarl.views.report.pages import colour, page, table
 from megarl.views.report.pairs import pair_charts, pair_columns, why_no_differences
-from megarl.views.report.samples import samples_section
 from megarl.views.run_reader import Run, half_width, read_run
 
 
@@ -24,8 +23,7 @@ def write_report(run_dirs: list[Path], output: Path) -> Path:
     if output.is_dir():
         raise UserError(f"cannot write the report: {output} is a directory")
     output.parent.mkdir(parents=True, exist_ok=True)
-    samples = samples_section([(run.name, Path(path)) for run, path in zip(runs, run_dirs, strict=True)])
-    write_atomic(output, with_checksum(render(runs, samples), HTML))
+    write_atomic(output, with_checksum(render(runs), HTML))
     return output
 
 
@@ -39,8 +37,8 @@ def short_names(run_dirs: list[Path]) -> list[str]:
     return names
 
 
-def render(runs: list[Run], samples: str = "") -> str:
-    """The page as HTML text. samples: HTML of `samples_section`."""
+def render(runs: list[Run]) -> str:
+    """The page as HTML text."""
     first, *others = make_charts(runs)
     names, pairs = ", ".join(run.name for run in runs), pair_charts(runs)
     notes = [(run.name, note) for run in runs for note in run.notes]
@@ -56,7 +54,7 @@ def render(runs: list[Run], samples: str = "") -> str:
         notes="".join(f"<li><b>{html.escape(name)}</b>: {html.escape(note)}</li>" for name, note in notes),
         summary=_summary_table(runs),
         charts=[first, *pairs, *others],
-        below=f"{samples}\n<h3>Recipe</h3>\n{_settings_table(runs)}\n{recipes}",
+        below=f"<h3>Recipe</h3>\n{_settings_table(runs)}\n{recipes}",
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import html
 import re
-from math import log10
 from typing import Any
 
 from megarl.storage.checked_json import Record
@@ -18,11 +17,8 @@ POINTS = 1000  # of a curve at most; longer runs are averaged in bins, still fin
 BARS = 100  # stages with bars of their own in the chart of times, at most; more share one
 SMOOTHING, SHORT_SMOOTHING = 15, 5  # updates in the moving average of the reward; the second for short runs
 FEW_UPDATES = 100  # updates of a short run, at most
-TOKENS = 30  # bars in the chart of muted tokens
 # Plotly's own ticks from 1 to 2 would be 1.1, 1.2 and so on
 SAMPLES = {"type": "log", "title": {"text": "k", "standoff": 6}, "tickvals": [2**n for n in range(20)]}
-# columns and rows as in `megarl.objectives.parts.detail`, which the report does not import, since it loads torch
-COLUMNS, ROWS = 32, 16
 
 
 def make_charts(runs: list[Run]) -> list[Chart]:
@@ -40,7 +36,7 @@ def make_charts(runs: list[Run]) -> list[Chart]:
         margin = 0.01 * (last - first)
         xaxis = {"title": {"text": "update", "standoff": 6}, "range": [first - margin, last + margin]}
         chart.layout = {"xaxis": xaxis, **_stages(runs), **chart.layout}
-    charts = [*curves[:1], _pass_at(runs), *curves[1:], _phase_times(runs), *detail_charts(runs)]
+    charts = [*curves[:1], _pass_at(runs), *curves[1:], _phase_times(runs)]
     for chart in charts:
         chart.layout["showlegend"] = sum(trace.get("showlegend", True) for trace in chart.traces) > 1
     return charts
@@ -297,90 +293,3 @@ def _thin(x: list[int], y: list[float]) -> tuple[list[int], list[float]]:
     width = -(-len(x) // POINTS) or 1
     bins = [slice(i, i + width) for i in range(0, len(x), width)]
     return [x[b][-1] for b in bins], [float(f"{sum(y[b]) / len(y[b]):.6g}") for b in bins]
-
-
-# --------------------------------------------- the last update with detailed metrics (``metrics.detail``)
-
-
-def detail_charts(runs: list[Run]) -> list[Chart]:
-    """Charts of the first run that has such metrics; none if no run has them."""
-    for run in runs:
-        if record := _last(run):
-            of = f" {run.name}, update {record['update']}."
-            return [
-                _by_ratio(
-                    record, "entropy_by_ratio", "Entropy against importance ratio", "nats per token",
-                    [f"{row / 4:g}" for row in range(ROWS)],
-                    "Log of the number of tokens, by the distance of their ratio from 1 and by the entropy at their "
-                    "position. The rare tokens far from 1 are those that a clip mutes." + of,
-                ),
-                _by_ratio(
-                    record, "probability_by_ratio", "Probability against importance ratio", "probability",
-                    [f"2^-{row}" for row in range(ROWS)],
-                    "Log of the number of tokens, by the distance of their ratio from 1 and by their present "
-                    "probability." + of,
-                ),
-                _muted_tokens(record, of),
-                _loads(record, of),
-            ]  # fmt: skip
-    return []
-
-
-def _last(run: Run) -> Record | None:
-    return next((r for r in reversed(run.updates) if isinstance(r.get("probability_by_ratio"), dict)), None)
-
-
-def column_labels() -> list[str]:
-    """Label of each column: rho - 1 at the edge that is nearer to rho = 1."""
-    octaves = ["0", *(f"{2.0 ** (k - 11):.2g}" for k in range(1, COLUMNS // 2))]
-    return [*(f"-{edge}" for edge in reversed(octaves)), *(f"+{edge}" for edge in octaves)]
-
-
-def _by_ratio(record: Record, name: str, title: str, axis: str, rows: list[str], hint: str) -> Chart:
-    counts = record.get(name, {}).get("counts") or []
-    logarithms = [[round(log10(n), 3) if n else None for n in row] for row in counts]
-    hover = "ratio - 1 from %{x}, " + axis + " from %{y}: %{customdata} tokens<extra></extra>"
-    shown = {"x": column_labels(), "y": rows, "showscale": False, "hovertemplate": hover}
-    return _heat_map(Chart(title, hint), ("ratio - 1", axis), logarithms, counts, shown)
-
-
-def _loads(record: Record, of: str) -> Chart:
-    """How often each expert was chosen, for a model with experts."""
-    loads = record.get("experts_load") or {"layers": [], "counts": []}
-    chart = Chart("Choices of each expert", "Share of a layer's choices by trained tokens, times the experts." + of)
-    shares = [[round(n * len(row) / sum(row), 3) for n in row] for row in loads["counts"]]
-    hover = "layer %{y}, expert %{x}: %{z:.2f} (%{customdata} choices)<extra></extra>"
-    shown = {"y": list(map(str, loads["layers"])), "zmin": 0, "hovertemplate": hover}
-    return _heat_map(chart, ("expert", "layer"), shares, loads["counts"], shown)
-
-
-def _heat_map(chart: Chart, axes: tuple[str, str], z: list[Any], counts: list[Any], shown: dict[str, Any]) -> Chart:
-    if counts:
-        chart.traces.append({"type": "heatmap", "z": z, "customdata": counts, "colorscale": "Viridis"} | shown)
-        # categories, because the steps of the axes are not equal
-        x, y = ({"type": "category", "title": {"text": text, "standoff": 6}} for text in axes)
-        chart.layout = {"xaxis": x, "yaxis": y, "hovermode": "closest"}
-    return chart
-
-
-def _muted_tokens(record: Record, of: str) -> Chart:
-    chart = Chart(
-        "Tokens that lose their gradient",
-        "The tokens that most often lose their gradient to clip, veto or mask, with counts." + of,
-    )
-    tokens = record.get("muted_tokens", {})
-    bars = [(t, n) for t, n in zip(tokens.get("text", []), tokens.get("muted", []), strict=False) if n][:TOKENS]
-    if bars:
-        chart.traces.append(
-            {
-                "type": "bar",
-                "x": list(range(len(bars))),
-                "y": [n for _, n in bars],
-                "customdata": [html.escape(repr(text)) for text, _ in bars],
-                "marker": {"color": "#4c8bd6"},
-                "hovertemplate": "%{customdata}: %{y}<extra></extra>",
-            }
-        )
-        ticks = {"tickvals": list(range(len(bars))), "ticktext": [html.escape(repr(text)[1:-1]) for text, _ in bars]}
-        chart.layout = {"xaxis": ticks | {"tickangle": -60}, "hovermode": "closest"}
-    return chart

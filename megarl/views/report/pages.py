@@ -76,20 +76,12 @@ def with_bars(
 
 
 def table(name: str, head: Iterable[str], rows: Iterable[Sequence[str]]) -> str:
-    """An HTML table with the id ``name``; the first cell of each row is its heading. All texts are HTML.
-
-    A narrow window shows each row as a list of its cells, each with the heading of its column, without those that are
-    "-".
-    """
-    names = list(head)
-    top = "".join(f"<th>{cell}</th>" for cell in names)
-    body = "".join(f"<tr><th>{first}</th>{''.join(map(_cell, names[1:], cells))}</tr>" for first, *cells in rows)
+    """An HTML table with the id ``name``; the first cell of each row is its heading. All texts are HTML."""
+    top = "".join(f"<th>{cell}</th>" for cell in head)
+    body = "".join(
+        f"<tr><th>{first}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>" for first, *cells in rows
+    )
     return f'<div class="table"><table id="{name}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _cell(name: str, cell: str) -> str:
-    missing = ' class="missing"' if cell == "-" else ""
-    return f'<td{missing}><span class="head">{name}</span><span>{cell}</span></td>'
 
 
 def page(title: str, notes: str, summary: str, charts: list[Chart], below: str = "") -> str:
@@ -122,7 +114,7 @@ def _visible(chart: Chart) -> list[dict[str, Any]]:
     traces = chart.traces
     if chart.layout.get("yaxis", {}).get("type") == "log":
         traces = [_picked(trace, [n for n, value in enumerate(trace["y"]) if value > 0]) for trace in traces]
-    return [trace for trace in traces if len(trace.get("y", trace.get("z", ())))]
+    return [trace for trace in traces if len(trace["y"])]
 
 
 def _picked(trace: dict[str, Any], points: list[int]) -> dict[str, Any]:

@@ -7,12 +7,12 @@ from collections.abc import Collection, Sequence
 SHOWN = 1200  # characters that are left of a long text, half of them from its end
 
 
-def shorten(text: str, longest: int = SHOWN) -> str:
-    """``text`` without its middle if it has more than ``longest`` characters."""
-    left_out = len(text) - longest
+def shorten(text: str) -> str:
+    """``text`` without its middle if it has more than `SHOWN` characters."""
+    left_out = len(text) - SHOWN
     if left_out <= 0:
         return text
-    half = longest // 2
+    half = SHOWN // 2
     return f"{text[:half]}\n[... {left_out:,} characters ...]\n{text[-half:]}"
 
 

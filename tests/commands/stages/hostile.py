@@ -23,10 +23,6 @@ def declared(name):
     return attack
 
 
-def cut_short(pack):
-    os.truncate(pack / SHARD, (pack / SHARD).stat().st_size // 2)
-
-
 def other_bytes(path):
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
@@ -92,7 +88,6 @@ ATTACKS = {
     "a path to the parent directory": (declared("rollouts/../../evil"), "is not the name of a file"),
     "code": (declared("policy/modeling.py"), "is not the name of a file"),
     "control characters": (declared("rollouts/\x1b[2J"), r"\\x1b"),
-    "cut short": (cut_short, "is damaged: .* bytes, not"),
     "other bytes": (lambda pack: other_bytes(pack / SHARD), "does not match its checksum"),
     "another manifest": (lambda pack: other_bytes(pack / MANIFEST), "is not the manifest of a packed stage"),
     "a missing file": (lambda pack: (pack / SHARD).unlink(), "is missing"),
@@ -101,21 +96,16 @@ ATTACKS = {
     "a file too many": (lambda pack: (pack / "policy/a.py").touch(), "'policy/a.py' is not in its manifest"),
     "no checksum of a prompt file": (lambda pack: agree(pack, prompts={"a.jsonl": []}), "a checksum is no text"),
     "no recipe": (lambda pack: agree(pack, recipe=[]), "has no recipe"),
-    "parts of a reward": (with_recipe("reward", parts=[1]), "has no recipe"),
     "a file of this machine": (with_recipe("data", train="/etc/passwd"), "not part of the packed stage"),
     "a reward of kind judge": (with_recipe("reward", kind="judge"), "are not packed: give yours with --set"),
     "an objective of Python": (with_recipe("objective", name="/tmp/x.py:X"), "'objective.name' of its author"),
-    "an advantage of Python": (with_recipe("objective", advantage="x.py:f"), "'objective.advantage' of its author"),
     "a function of Python": (with_recipe("megatron", fp8_quantizer_factory="os.system"), "factory' of its author"),
-    "a list of paths": (with_recipe("megatron_optimizer", x=["/etc/x"]), "'megatron_optimizer.x' of its author"),
     "other groups": (with_recipe("schedule", prompts_per_update=2), "has 8 groups, but its recipe trains 4"),
     "long responses": (with_recipe("rollout", max_response_tokens=1), "more than rollout.max_response_tokens"),
     "another policy": (lambda pack: agree(pack, weights_hash="0" * 64), f"{ROWS}groups of this policy"),
     "a log-prob that is no number": (first_entry("rollout_logprobs", float("nan")), f"{ROWS}log-probs must be finite"),
     "a reward beyond the limit": (column("reward", -1e7), f"{ROWS}at most 1,000,000"),
-    "nulls": (column("reward", None), ROWS),
     "a version beyond 32 bits": (column("policy_version", 1 << 40), f"{ROWS}32 bits"),
-    "a later version": (column("policy_version", 3), "policy versions 3 to 3"),
     "an unknown token": (first_entry("response_tokens", 10**6), f"{ROWS}outside the vocabulary"),
     "groups in disorder": (with_rows(lambda table: table.take([1, 0, *range(2, len(table))])), f"{ROWS}in order"),
     "a group without its last response": (

@@ -128,8 +128,11 @@ def test_metrics_of_an_ingested_stage_count_sampled_tokens_only_and_lags_follow_
 
 def test_several_files_become_one_stage(recipe, rows, tmp_path):
     whole = ingested(recipe, tmp_path / "whole", write(tmp_path / "a.jsonl", rows))
-    parts = [write(tmp_path / "monday.parquet", rows[:18]), write(tmp_path / "tuesday.jsonl", rows[18:])]
-    merged = ingested(recipe, tmp_path / "merged", *parts)
+    traced = [row | {"trace": "x"} for row in rows[18:]]
+    parts = [write(tmp_path / "monday.parquet", rows[:18]), write(tmp_path / "tuesday.jsonl", traced)]
+    with pytest.raises(UserError, match="Use --ignore trace to skip it"):
+        ingested(recipe, tmp_path / "merged", *parts)
+    merged = ingested(recipe, tmp_path / "merged", *parts, ignored=["trace"])
     for one, other in zip(stored(whole), stored(merged), strict=True):
         assert one.group_id == other.group_id
         for a, b in zip(one.responses, other.responses, strict=True):
@@ -138,7 +141,7 @@ def test_several_files_become_one_stage(recipe, rows, tmp_path):
             )
             assert a.sampled.tolist() == b.sampled.tolist()
     with pytest.raises(UserError, match=r"monday.parquet, row 1: group 'task 0' has more than"):
-        ingested(recipe, tmp_path / "twice", *parts, parts[0])
+        ingested(recipe, tmp_path / "twice", *parts, parts[0], ignored=["trace"])
     with pytest.raises(UserError, match=r"'task 4', which begins in .*monday.parquet, row 17, has 2 responses"):
         ingested(recipe, tmp_path / "half", parts[0])
 
@@ -168,25 +171,13 @@ def test_files_are_read_as_prompt_files_are(recipe, rows, tmp_path):
 MISTAKES = {
     "no log-probs": ("rollout_logprobs", None, "has no rollout_logprobs"),
     "lengths": ("rollout_logprobs", [-1.0], "rollout_logprobs has 1 entries"),
-    "positive": (
-        "rollout_logprobs",
-        lambda n: [0.5] + [-1.0] * (n - 1),
-        "log-probs must be finite and <= 0, got .* 0.5",
-    ),
-    "not finite": ("rollout_logprobs", lambda n: [float("nan")] * n, "log-probs must be finite"),
     "unknown token": ("response_tokens", [99999], "response_tokens must have token ids below"),
     "token beyond 32 bits": ("response_tokens", [1 << 40], "response_tokens: .*out of bounds"),
-    "negative token": ("response_tokens", lambda n: [-1] * n, "token -1 is negative"),
     "token text": ("prompt_tokens", ["a"], r"prompt_tokens\[0\] is 'a', expected int"),
-    "long prompt": ("prompt_tokens", [3] * 9, "more than data.max_prompt_tokens = 8"),
     "long response": ("response_tokens", [3] * 7, "more than rollout.max_response_tokens = 6"),
-    "empty mask": ("loss_mask", lambda n: [0] * n, "loss_mask must be .* with at least one True"),
     "mask value": ("loss_mask", lambda n: [2] * n, "loss_mask has entries other than true, false, 1 and 0"),
     "reward": ("reward", "high", "reward is 'high', expected a finite number"),
-    "reward beyond a float": ("reward", 10**400, "is not JSON: an integer does not fit into 64 bits"),
-    "reward beyond the limit": ("reward", -1e7, "reward is -10000000.0, expected a finite number of at most 1,000,000"),
     "unfinished": ("finish_reason", "unfinished", "finish_reason is 'unfinished', but only complete"),
-    "reason": ("finish_reason", "done", "finish_reason is 'done'"),
     "correct": ("correct", 0.5, "correct is 0.5"),
     "no correct": ("reward", 1.25, "reward is 1.25: add the column correct, 1 or 0"),
     "version": ("policy_version", 1, "0 for the policy with which the stage begins"),
@@ -248,17 +239,9 @@ def test_groups_with_held_out_prompts_are_refused_or_left_out(recipe, guessing_m
     assert len(stored(unevaluated)) == 64
 
 
-def test_unknown_columns_are_refused_unless_ignored_by_name(recipe, rows, tmp_path):
-    path = write(tmp_path / "a.jsonl", [row | {"trace": "x"} for row in rows])
-    with pytest.raises(UserError, match="Use --ignore trace to skip it"):
-        ingested(recipe, tmp_path / "run", path)
-    assert ingested(recipe, tmp_path / "run", path, ignored=["trace"]).stage(0).is_sealed()
-
-
-@pytest.mark.parametrize("size", [None, "many"])
-def test_a_model_without_a_vocabulary_size_is_refused(size, recipe, guessing_model, rows, tmp_path):
+def test_a_model_without_a_vocabulary_size_is_refused(recipe, guessing_model, rows, tmp_path):
     model = shutil.copytree(guessing_model, tmp_path / "model")
-    config = json.loads((model / "config.json").read_text()) | {"vocab_size": size}
-    (model / "config.json").write_text(json.dumps({name: value for name, value in config.items() if value is not None}))
+    config = json.loads((model / "config.json").read_text()) | {"vocab_size": "many"}
+    (model / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="vocab_size"):
         ingested(recipe, tmp_path / "run", write(tmp_path / "a.jsonl", rows), settings=[f"model.path='{model}'"])
