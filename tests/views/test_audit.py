@@ -1,10 +1,10 @@
 """``megarl audit`` finds no problem in runs of every kind, and finds each planted fault, also where checksums agree."""
 
+import itertools
 import json
 import shutil
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from megarl.commands.one_phase import branch, changed_recipe
@@ -84,17 +84,22 @@ def test_a_planted_fault_is_found(staged, tmp_path, fault):
     assert [said for said in FAULTS[fault] if said not in problems] == [], problems
 
 
-def test_log_probs_of_another_policy_are_found(staged, tmp_path):
-    """The model has experts; twice the mean difference that is tolerated then."""
+@pytest.mark.parametrize(("every", "problems"), [(1000, 0), (3, 1)])
+def test_a_token_whose_experts_were_tied_is_no_problem_and_many_are(staged, tmp_path, every, problems):
+    """.05 nats more at the first token of the first of every so many responses of the first stage."""
     run = tmp_path / "run"
     shutil.copytree(staged, run, symlinks=True)
+    count = itertools.count()
 
     def changed(response):
-        return replace(response, rollout_logprobs=response.rollout_logprobs - np.float32(0.2))
+        logprobs = response.rollout_logprobs.copy()
+        logprobs[0] -= 0.05 * (next(count) % every == 0)
+        return replace(response, rollout_logprobs=logprobs)
 
     rewrite(run, lambda groups: [replace(g, responses=tuple(map(changed, g.responses))) for g in groups])
-    (problem,) = audit(run, EVERYTHING).problems
-    assert "the log-probs of stage 0 are not its policy's" in problem
+    assert next(count) > 3
+    found = audit(run, EVERYTHING).problems
+    assert len(found) == problems and all("the log-probs of stage 0 are not its policy's" in said for said in found)
 
 
 def test_a_policy_version_that_the_schedule_does_not_allow_is_found(live, tmp_path):
