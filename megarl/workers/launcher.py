@@ -181,7 +181,7 @@ class Here:
 
     def warn(self, message: str) -> None:
         """Say that this node makes no progress."""
-        if self.nodes.rank == 0:  # which alone writes events, and has the other nodes' stalls from their reports
+        if self.nodes.rank == 0:  # which alone writes events
             self.stage.log_event("no_progress", phase=self.phase, cause=message)
         else:
             print(f"megarl: {self.nodes.name()}: {message}", file=sys.stderr, flush=True)

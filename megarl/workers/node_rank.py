@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megarl.errors import UserError
 
 TORCHRUN_PORT = 29500  # as torchrun takes it where none is given
-# below those that Linux hands out; two jobs that share a node rarely have the same
+# below those that Linux hands out; two jobs on a node rarely have the same
 SLURM_PORT, SLURM_PORTS = 20000, 4500
 
 
@@ -29,8 +29,8 @@ class NodeRank:
 def find_node_rank(environ: Mapping[str, str]) -> NodeRank:
     """The rank from ``NNODES NODE_RANK MASTER_ADDR``, else from the Slurm step; a single node where neither is set.
 
-    ``MASTER_PORT`` is optional: else the port is torchrun's, or in Slurm one of the job's own. `UserError` if variables
-    are missing or contradict each other.
+    ``MASTER_PORT`` is optional: else the port is torchrun's, or in Slurm one of the job's own.
+    `UserError` if variables are missing or contradict each other.
     """
     if "NNODES" in environ:
         missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if name not in environ]

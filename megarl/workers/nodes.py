@@ -1,12 +1,12 @@
 """The node agents of a run: one process per node, which meet in a store of torch (TCPStore) on the first node.
 
-The first agent decides which phase is next and records it in events.jsonl, where the others find it. In the store each
-agent keeps what it says, as JSON under its rank: the attempt at a phase that it makes, and how that ended. When an
-attempt fails on a node, or the heartbeats of its agent stop, all others kill their processes of the phase at once. The
-only node of a run listens nowhere.
+The first agent decides which phase is next and records it in events.jsonl, where the others find it.
+In the store each agent keeps what it says (`Said`), as JSON under its rank. When an attempt at a phase
+fails on a node, or the heartbeats of its agent stop, all others kill their processes at once.
+The only node of a run listens nowhere.
 
-A thread writes and reads the store. The main thread never waits for it, so whatever happens to the network, an agent
-notices the end of its processes and a request to stop.
+Only a thread waits for the store, so that whatever happens to the network,
+the main thread notices the end of its processes and a request to stop.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ HEARTBEAT_SECONDS = 0.1
 DEAD_AFTER_SECONDS = 15.0  # without a heartbeat; less than Slurm's KillWait, so the cause is logged before a job dies
 LEADER_LOST_SECONDS = 60.0  # without an answer of the store: more than a busy machine or network needs
 JOIN_SECONDS = 600.0  # nodes of one job start seconds apart, but may have to pull a container first
-HANGS_SECONDS = 600.0  # without CPU time the main thread counts as hanging; a healthy one polls all the time
+HANGS_SECONDS = 600.0  # without CPU time of the main thread; a healthy one polls
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class Said:
 
     host: str = field(default_factory=socket.gethostname)
     beats: int = 0  # heartbeats
-    attempt: int = 0  # the attempt at a phase that it makes or has made, from 1
+    attempt: int = 0  # at a phase, from 1
     report: Report | None = None  # how that ended
-    left: bool = False  # it makes no more attempts; the run ends with the first agent
+    left: bool = False  # the run ends with the first agent
     written: int = 0  # first agent: the bytes of events.jsonl that name the attempt
     abort: str = ""  # first agent: why all must end the attempt, `STALLED` or "1"
 
@@ -78,12 +78,12 @@ class Nodes:
         self.starter = starter or Starter()
         self.rank, self.count, self._node = node.rank, node.count, node
         self._place = f"{node.address}:{node.port}"
-        # for the processes of an attempt: where they find their store; "" on the only node
+        # of the processes of an attempt; "" on the only node
         self.phase_store = f"{node.address}:{node.port + 1}" if node.count > 1 else ""
         self._of_phase: dist.TCPStore | None = None
-        self._says = Said()  # only the main thread replaces it
-        self._heard: dict[int, Said] = {}  # rank -> what it said last: the first agent hears all, the others the first
-        self._beats = 0  # of this agent
+        self._says = Said()  # the main thread replaces it
+        self._heard: dict[int, Said] = {}  # the first agent hears all, the others the first
+        self._beats = 0
         self._silent = 0  # checks since the last answer of the store
         self.dead: dict[int, str] = {}  # rank -> message about the agent's death
         self._closing = threading.Event()
@@ -114,7 +114,7 @@ class Nodes:
             time.sleep(POLL_SECONDS)
 
     def name(self, rank: int | None = None) -> str:
-        """The name of a node, by default this one, for messages: rank and host name."""
+        """Rank and host name of a node, by default this one."""
         said = self._says if rank in (None, self.rank) else self._heard[rank or 0]
         return f"node {self.rank if rank is None else rank} ({said.host})"
 
@@ -127,16 +127,16 @@ class Nodes:
     def begin(self, written: int = 0) -> None:
         """First agent: begin an attempt at a phase, which the first ``written`` bytes of events.jsonl name already.
 
-        With several nodes the processes get a store of their own, since torch writes keys there, such as the report of
-        an NCCL error, that the processes of the next attempt must not see.
+        With several nodes the processes get a store of their own: torch writes keys there,
+        such as the report of an NCCL error, that the next attempt must not see.
         """
         if self.count > 1:
-            self._of_phase = None  # closes it: the next one has the same port
+            self._of_phase = None  # closes it, for its port
             self._of_phase = _serve(self._node.port + 1)
         self._says = replace(self._says, attempt=self._says.attempt + 1, report=None, written=written)
 
     def meet(self) -> int | None:
-        """Others: wait until the first agent begins an attempt; its ``written``, or None if it ends the run instead."""
+        """Others: wait until the first agent begins an attempt; its ``written``, or None if it leaves."""
         while (first := self._heard[0]).attempt == self._says.attempt and not first.left:
             self._require_first()
             time.sleep(POLL_SECONDS)
@@ -146,11 +146,11 @@ class Nodes:
         return first.written
 
     def report(self, report: Report) -> None:
-        """Say how the attempt ended here; unless it is done, all nodes abort it."""
+        """Say how the attempt ended here. All abort it unless it is done."""
         self._says = replace(self._says, report=report)
 
     def reports(self) -> dict[int, Report]:
-        """First agent: wait until the attempt has ended on all nodes, {rank: report}; an agent that died has failed."""
+        """First agent: wait until the attempt has ended everywhere, {rank: report}."""
         while len(found := self._reports()) < self.count:
             time.sleep(POLL_SECONDS)
         return found
@@ -175,8 +175,8 @@ class Nodes:
     def _check(self, clock: int) -> None:
         """Check that the main thread, whose CPU time ``clock`` shows, does not hang, and that the store answers.
 
-        Time is counted in checks, so that it does not pass while the whole process is suspended. The heartbeat does not
-        change while the main thread hangs, so that the other agents count this one as dead.
+        Time is counted in checks, so that it does not pass while the whole process is suspended.
+        While the main thread hangs there are no heartbeats, so that this agent counts as dead.
         """
         spent, active, number = 0.0, 0, 0  # ``active``: the check at which the main thread last used the CPU
         while not self._closing.wait(HEARTBEAT_SECONDS):
@@ -196,7 +196,7 @@ class Nodes:
                 _end_at_once(f"megarl: {self.dead[0]}\n")
 
     def _exchange(self) -> None:
-        """Tell the other agents what this one says, and hear them, until it has left or the store is gone."""
+        """Tell the others what this agent says, and hear them, until it has left."""
         quiet: dict[int, int] = {}  # rank -> checks since its last heartbeat
         leaves = False
         try:
@@ -218,10 +218,7 @@ class Nodes:
             self._lose_first(error)
 
     def _note(self, rank: int, said: Said, quiet: float) -> None:
-        """Note whether another agent still takes part. quiet: seconds since its last heartbeat.
-
-        That the store of the first agent answers says nothing: it has a thread of its own.
-        """
+        """Note whether another agent still takes part. quiet: seconds without a heartbeat."""
         name = f"the agent of {self.name(rank)}"
         if said.left and rank and not self._says.left:
             self.dead.setdefault(rank, f"{name} has left the run")
@@ -241,7 +238,7 @@ class Nodes:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        """Leave the run; with an ``error``, say so.
+        """Leave the run, because of an ``error`` or not.
 
         The first agent ends the run and waits until the others have left, since the store ends with it.
         """
@@ -278,8 +275,8 @@ def _join(node: NodeRank) -> dist.TCPStore:
     store = dist.TCPStore(node.address, node.port, is_master=False, wait_for_workers=False, timeout=limit)
     if store.add(f"joined/{node.rank}", 1) > 1:
         raise PhaseFailed(
-            f"another agent of node {node.rank} has joined node 0 at {node.address}:{node.port}: an earlier start has "
-            "not ended, or another run has the same MASTER_PORT"
+            f"another agent of node {node.rank} has joined node 0 at {node.address}:{node.port}: "
+            "an earlier start has not ended, or another run has the same MASTER_PORT"
         )
     return store
 

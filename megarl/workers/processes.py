@@ -127,12 +127,12 @@ class Starter:
             del os.environ[preload.ORDER]
 
     def start(self, calls: Sequence[Call], ends: Sequence[Path], recipe: Recipe, trains: bool, new: bool) -> Processes:
-        """Start a process for each call. ends: see `become_phase`. new: as new interpreters, as they are on GPUs."""
+        """Start a process for each call, as a fork or as a new interpreter. ends: see `become_phase`."""
         new = new or recipe.actor.backend != "cpu"
         return Processes(_start(NEW, calls) if new else self._fork(calls, recipe, trains), ends)
 
     def run(self, recipe: Recipe, trains: bool, function: Callable[..., int], *arguments: Any) -> int:
-        """Call a function in a fork; returns its exit code. `PhaseFailed` if it or the fork server does not answer."""
+        """The exit code of a function, called in a fork; `PhaseFailed` without an answer."""
         (fork,), code = self._fork([(_call, (function, *arguments))], recipe, trains), None
         try:
             fork.join(recipe.run.stall_seconds)
@@ -147,7 +147,7 @@ class Starter:
         return code
 
     def _fork(self, calls: Sequence[Call], recipe: Recipe, trains: bool) -> list[BaseProcess]:
-        """One fork of the fork server for each call; `PhaseFailed` if the server ends or does not answer in time."""
+        """One fork for each call; `PhaseFailed` if the server ends or does not answer in time."""
         seconds, silent = recipe.run.stall_seconds, threading.Event()
 
         def give_up() -> None:
