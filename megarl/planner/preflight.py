@@ -43,10 +43,7 @@ def check(starter: Starter, recipe: Recipe, nodes: int = 1, optimizes: bool = Tr
     """Run `check_recipe` in a fork of the fork server, which needs the same imports, of several seconds, anyway."""
     with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
         error = Path(folder) / "error.json"
-        code = starter.run(recipe, optimizes, _check_in_fork, str(error), recipe, nodes, optimizes)
-        if code is None:
-            check_recipe(recipe, nodes, optimizes)
-        elif code:
+        if code := starter.run(recipe, optimizes, _check_in_fork, str(error), recipe, nodes, optimizes):
             said = json.loads(error.read_text()) if error.exists() else {"message": f"exit code {code}"}
             if said.get("mistake"):
                 raise UserError(said["message"])
