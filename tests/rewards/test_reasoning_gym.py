@@ -16,14 +16,6 @@ from tests.data.prompt_sources import char_tokenizer, recipe
 from tests.rewards.pooling import scored
 
 SHELL = "__import__('os').system('touch {trace}')"
-# each of them ran code, or changed what later responses scored, when a filter of texts stood before `eval`
-REPORTED = (
-    ("string_insertion", "entry['answer']"),
-    ("string_insertion", "[0 for __builtins__['float'] in [bool]]"),
-    ("spiral_matrix", "[0 for __builtins__['float'] in [repr]]"),
-    ("binary_matrix", "[0 for __builtins__['float'] in [eval]]"),
-    ("number_format", SHELL),
-)
 HOSTILE = (
     # code, and what is needed to reach it
     SHELL, "[" + SHELL + "]", "[[" + SHELL + "]]", "{{" + SHELL + "}}", f"({SHELL},)", "open('{trace}', 'w')",
@@ -34,6 +26,7 @@ HOSTILE = (
     "x.subs(x, open)", "sqrt.__globals__", "(1).__class__", "exp(x).func.__init__.__globals__", "sin(x)(x)",
     # changes of the scorer's state
     "[0 for __builtins__['float'] in [bool]]", "[0 for __builtins__['str'] in [0]]", "[0 for self.config in [0]]",
+    "[0 for __builtins__['float'] in [repr]]", "[0 for __builtins__['float'] in [eval]]",
     "[0 for entry['answer'] in ['']]", "[self.config for self.config.max_value in [9**9]]", "(entry := 1)",
     "[0 for oracle_answer in ['x']]", "entry.update(answer='x')", "globals().clear()", "vars(self).clear()",
     # the answer itself
@@ -62,20 +55,11 @@ def scores(source, questions):
     return [score.value for score in scored(lambda: verifier, Limits(workers=1), asked)]
 
 
-def test_the_reported_responses_run_nothing_and_change_no_later_score(source, tmp_path):
-    trace = tmp_path / "trace"
-    questions = [(name, text.format(trace=trace)) for name, text in REPORTED]
-    honest = [(name, source[name][1].train(0).answer) for name, _ in REPORTED]
-    found = scores(source, [*questions, *questions, *honest])
-    assert found == [0.0] * 2 * len(questions) + [1.0] * len(honest)
-    assert not trace.exists()
-
-
-@pytest.mark.hostile
 def test_scores_do_not_depend_on_the_order_of_responses(source, tmp_path):
     """Hostile responses to every scorer that evaluates score 0, and honest ones among them what they deserve."""
     trace = tmp_path / "trace"
     questions = {(name, text.format(trace=trace)): 0.0 for name in EVALUATING for text in HOSTILE}
+    questions["number_format", SHELL.format(trace=trace)] = 0.0
     for name, (_, prompts) in source.items():
         questions[name, prompts.train(0).answer] = 1.0
     listed = {"string_insertion": list, "spiral_matrix": str.split}
