@@ -1,7 +1,7 @@
 """The cost of verification for generation: verifiers in a pool of workers, in the same process, or not at all.
 
 The verifiers: math-verify, which gets every response as a worked solution of a few hundred letters; and the scorer of
-reasoning-gym's countdown, which runs in a sandbox and gets its own answers. All ways use one engine with the same
+reasoning-gym's countdown, which gets its own answers. All ways use one engine with the same
 prompts and seeds: a small dense model on one CPU thread. They take turns, and the median over the turns counts.
 CPU-seconds are those of the generating process; the workers run on other cores, or in the time that it leaves. "asking"
 is the share of these CPU-seconds spent in requesting rewards and collecting them; other load disturbs it least.
@@ -139,22 +139,22 @@ def main() -> None:
         item = countdown.train(0, 0, 0)
         question = Prompt(0, item["question"], (), item["answer"], item)
         scorers = {"countdown": countdown.scorer}
-        sandboxed = TimedPool(VerifierPool(lambda: ReasoningGym(scorers), limits), question)
+        scored = TimedPool(VerifierPool(lambda: ReasoningGym(scorers), limits), question)
         copy_policy(model, model, policy)
         worker = RolloutWorker.build(recipe, 0, policy)
     worker.tokenizer, worker.stop_token_ids = Solutions(), ()
     same = InProcess(Math(RewardTable(kind="math")))
-    ways = {"unverified": InProcess(None), "math": pool, "sandboxed scorer": sandboxed, "math, same process": same}
+    ways = {"unverified": InProcess(None), "math": pool, "countdown": scored, "math, same process": same}
     rows = take_turns(worker, ways, options.groups, options.turns)
     worker.close()
     pool.close()
-    sandboxed.close()
+    scored.close()
     for row in rows:
         row |= {f"{name} / unverified": row[f"{name}, CPU s"] / row["unverified, CPU s"] for name in list(ways)[1:]}
     write_table("verification", rows)
     ratios = {name: statistics.median(row[f"{name} / unverified"] for row in rows) for name in list(ways)[1:]}
     print(", ".join(f"{name} {ratio:.3f}" for name, ratio in ratios.items()), "times the CPU time without verification")
-    for name in ("math", "sandboxed scorer"):
+    for name in ("math", "countdown"):
         asking = statistics.median(row[f"asking, {name}"] for row in rows)
         print(f"{name}: requesting and collecting rewards takes {asking:.2%} of the CPU time of generation (median)")
         if options.limit and asking > options.limit:

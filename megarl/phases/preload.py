@@ -74,7 +74,7 @@ def _modules(recipe: Recipe, trains: bool) -> Iterator[str]:
     if trains := trains and recipe.actor.backend == "cpu":
         yield from ("megarl.actor", "megarl.actor.cpu_backend")
     if trains and recipe.run.tensorboard:
-        yield "tensorboard.summary.writer.event_file_writer"
+        yield "torch.utils.tensorboard"
     yield from (phase.module for phase in PHASES.values() if phase.ahead and (trains or not phase.actor))
 
 

@@ -206,11 +206,6 @@ class Run:
         self._supervisor.wait()
         return self._outcome()
 
-    def awake(self) -> None:
-        """Have `is_asleep` count from now on."""
-        self._busy_seconds = 0.0
-        self._begin = time.monotonic() - self._busy()
-
     def is_asleep(self, *others: Run) -> bool:
         """Whether it and ``others`` have neither run nor waited for a CPU for ``limits.asleep`` seconds in all."""
         busy = sum(run._busy() for run in (self, *others))

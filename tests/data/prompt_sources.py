@@ -1,5 +1,6 @@
 """A character-level tokenizer and small recipes for the tests of prompts and rewards."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,12 @@ def char_tokenizer(directory: Path, **more: Any) -> PreTrainedTokenizerFast:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="<eos>", unk_token="<unk>", **more)
     tokenizer.save_pretrained(directory)
     return PreTrainedTokenizerFast.from_pretrained(directory)
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Write rows as JSON lines."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
 
 
 def recipe(

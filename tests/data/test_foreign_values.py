@@ -72,16 +72,6 @@ def test_a_number_is_an_answer_digit_by_digit_or_refused(tmp_path, written, answ
         assert read(tmp_path, f"[{text}]", "p.json")[0]["answer"] == answer
 
 
-def test_an_answer_of_0_is_not_a_missing_one(tmp_path):
-    row = {"problem": "p", "answer": 0, "solution": r"\boxed{5}"}
-    assert read(tmp_path, [row], format="math")[0]["answer"] == "0"
-    row = {"prompt": "p", "task_name": "t", "answer": 0, "meta": {"answer": 5}}
-    assert read(tmp_path, [row], format="enigmata")[0]["answer"] == "0"
-    truth = {"prompt": [user("p")], "reward_model": {"ground_truth": "[0.5, 1e-05, 42.0]"}}
-    (item,) = read(tmp_path, [truth], format="skywork_or1")
-    assert (item["answer"], item["metadata"]["also_right"]) == ("0.5", ["0.00001", "42"])
-
-
 CONVERSATIONS = [
     ([user([{"type": "text", "text": "alpha"}, {"type": "text", "text": " beta"}])], ["alpha beta"]),
     ([user([{"text": "alpha"}])], ["alpha"]),
@@ -177,18 +167,6 @@ def test_columns_that_contradict_the_recipe_or_the_template_are_refused(tmp_path
             Renderer(table(template="chat", **settings), bpe(chat_template=template)).render(item, "row 1")
 
 
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("prompt,answer\nWhat is 1,000+1?,1001\n", "row 1: has more cells than the first line has names"),
-        ("prompt,answer,answer\np,1,2\n", "two columns 'answer'"),
-    ],
-)
-def test_cells_of_csv_files_that_belong_to_no_column_are_refused(tmp_path, text, said):
-    with pytest.raises(UserError, match=said):
-        read(tmp_path, text, "p.csv")
-
-
 def arrow(kind, value, **more):
     """A table with an answer of Arrow's type ``kind``."""
     return pyarrow.table({"prompt": ["p"], "answer": pyarrow.array([value], kind)} | more)
@@ -222,6 +200,10 @@ PUZZLE = {"prompt": "p", "task_name": "t"}
         # RFC 4180, section 2: no quotes in a field that does not begin with them
         ("p.csv", 'prompt,answer\np, "4"\n', {}, None),
         ("p.csv", "prompt;answer\np;4\n", {}, None),
+        ("p.csv", "prompt,answer\nWhat is 1,000+1?,1001\n", {}, None),
+        # 0 is an answer
+        ("p.jsonl", [{"problem": "p", "answer": 0, "solution": r"\boxed{5}"}], "math", "0"),
+        ("p.jsonl", [{"prompt": "p", "task_name": "t", "answer": 0, "meta": {"answer": 5}}], "enigmata", "0"),
         ("p.jsonl", [{"prompt": "p", "answer": "1", "also_right": "42"}], {}, None),
         ("p.jsonl", [{"prompt": "p", "answer": "1", "also_right": None}], {}, "1"),
         # verl's reward_model.ground_truth in Parquet, with Arrow's smaller floats
@@ -271,6 +253,7 @@ PUZZLE = {"prompt": "p", "task_name": "t"}
         # Skywork/Skywork-OR1-RL-Data: an interval is no JSON; an answer beside the right one is empty
         ("p.jsonl", chat_of("[0, 1)"), "skywork_or1", None),
         ("p.jsonl", chat_of('["1", "", null]'), "skywork_or1", "1"),
+        ("p.jsonl", chat_of("[1e-05]"), "skywork_or1", "0.00001"),
     ],
 )
 def test_an_answer_keeps_its_meaning_or_its_row_is_refused(tmp_path, name, rows, settings, answer):

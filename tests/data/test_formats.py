@@ -21,6 +21,7 @@ from megarl.recipe.names import VERIFIERS
 from megarl.recipe.tables import RewardTable
 from megarl.rewards.code import Code, read_tests
 from megarl.rewards.math import Math
+from tests.data import prompt_sources
 
 
 def write(path, rows):
@@ -34,7 +35,7 @@ def write(path, rows):
             writer.writeheader()
             writer.writerows(rows)
     else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        prompt_sources.write(path, rows)
     return path
 
 

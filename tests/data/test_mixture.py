@@ -6,27 +6,22 @@ from collections import Counter
 import pytest
 
 from megarl.data.prompts import build_prompts
-from megarl.data.sources import PATTERN, shares
+from megarl.data.sources import PATTERN
 from megarl.errors import UserError
 from megarl.recipe.data_table import DataTable
 from megarl.recipe.load import dump_recipe, load_recipe
 from megarl.recipe.tables import Recipe
-from tests.data.prompt_sources import char_tokenizer, recipe
+from tests.data.prompt_sources import recipe, write
 
 # the order of a single source, which must never change
 GOLDEN = [f"a{n}" for n in (0, 1, 4, 6, 9, 5, 11, 10, 8, 1, 6, 5, 8, 11, 0, 4, 9, 10, 6, 4)]
 GOLDEN_HELDOUT = ["a7", "a2", "a3"]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return char_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
 def numbers(path, name, count):
     """The table of a source: a file whose prompts begin with ``name``."""
     path = path / f"{name}.jsonl"
-    path.write_text("".join(json.dumps({"prompt": f"{name}{i}", "answer": "1"}) + "\n" for i in range(count)))
+    write(path, [{"prompt": f"{name}{i}", "answer": "1"} for i in range(count)])
     return {"source": "file", "train": str(path)}
 
 
@@ -97,13 +92,6 @@ def test_files_and_generators_can_be_mixed(tokenizer, tmp_path):
     checked = list(prompts.first_epoch(1000))
     assert sum("generator" in prompt.entry for prompt in checked) == 1
     assert len([prompt for prompt in checked if "generator" not in prompt.entry]) == 7
-
-
-def test_shares_are_whole_numbers_that_add_up():
-    assert shares([1, 1, 1], 1000) == [334, 333, 333]
-    assert shares([0.7, 0.3], 1000) == [700, 300]
-    assert shares([1e-3, 1], 10) == [0, 10]
-    assert shares([5], 17) == [17]
 
 
 def test_mistakes_in_sources_are_refused(tokenizer, tmp_path):

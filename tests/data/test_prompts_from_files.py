@@ -10,17 +10,7 @@ import pytest
 from megarl.data.prompts import build_prompts, open_prompts
 from megarl.errors import UserError
 from megarl.rewards import row_of
-from tests.data.prompt_sources import char_tokenizer, recipe
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return char_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
+from tests.data.prompt_sources import char_tokenizer, recipe, write
 
 
 def numbers(path, count):
@@ -67,21 +57,6 @@ def test_repeated_rows_are_not_both_held_out_and_trained_on(tokenizer, tmp_path)
     assert heldout.isdisjoint(prompts.train(i).tokens for i in range(300))
 
 
-def test_parquet_gives_the_same_prompts_as_jsonl(tokenizer, tmp_path):
-    jsonl = numbers(tmp_path, 20)
-    rows = [json.loads(line) for line in jsonl.read_text().splitlines()]
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "numbers.parquet")
-    a, b = (
-        build_prompts(recipe(file=f, heldout=4, prompt_template="{level}: {prompt}"), tokenizer)
-        for f in (jsonl, tmp_path / "numbers.parquet")
-    )
-    first, second = (
-        [(p.text, p.tokens, p.answer, p.entry["metadata"]) for p in map(one.train, range(30))] for one in (a, b)
-    )
-    assert first == second
-    assert a.train(0).text.split(": ")[0] in "012"
-
-
 def test_prompts_of_a_separate_suite_are_held_out(tokenizer, tmp_path):
     suite = write(tmp_path / "suite.jsonl", [{"prompt": f"{i}+1", "answer": "1"} for i in range(5)])
     file = numbers(tmp_path, 20)
@@ -121,6 +96,7 @@ GOOD = b'{"prompt": "1", "answer": "2"}\n'
             b"prompt,answer\n1,2\n3\n",
             "p.csv, row 2: answer must be a non-empty string or a finite number, got None",
         ),
+        ("p.csv", b"prompt,answer,answer\np,1,2\n", "two columns 'answer'"),
         ("p.csv", b'prompt,answer\n1,"2', "cannot read .*p.csv: unexpected end of data"),
         ("p.json", GOOD, r"p.json: expected a list of rows, got dict"),
         ("p.jsonl.gz", GOOD, r"must end in .jsonl, .json, .csv or .parquet; unpack it: gunzip -k \S*/p.jsonl.gz$"),

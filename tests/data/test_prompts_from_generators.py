@@ -9,25 +9,9 @@ import pytest
 from megarl.data.prompts import build_prompts
 from megarl.data.sources import BLOCK
 from megarl.errors import UserError
-from tests.data.prompt_sources import char_tokenizer, recipe
+from tests.data.prompt_sources import recipe
 
 SPELL = {"options": {"min_word_len": 3, "max_word_len": 8}, "prompt_template": "{word}="}
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return char_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-def test_training_order_is_a_function_of_seed_and_index(tokenizer):
-    first = build_prompts(recipe("spell_backward", **SPELL), tokenizer)
-    indices = [5, 0, BLOCK + 3, 1, 5]
-    again = build_prompts(recipe("spell_backward", **SPELL), tokenizer)
-    forward = {i: again.train(i) for i in sorted(set(indices))}
-    assert [first.train(i) for i in indices] == [forward[i] for i in indices]
-    assert first.train(5).index == 5
-    assert first.train(5).text == first.train(5).entry["metadata"]["word"] + "="
-    assert first.train(5).answer == first.train(5).entry["metadata"]["word"][::-1]
 
 
 def test_seeds_and_blocks_do_not_overlap(tokenizer):
@@ -53,7 +37,8 @@ def test_heldout_prompts_are_distinct_and_never_trained_on(tokenizer):
     trained = [prompts.train(i) for i in range(2000)]
     assert heldout.isdisjoint(p.tokens for p in trained)
     assert len({p.tokens for p in trained}) > 60
-    assert [prompts.train(i) for i in (0, 77, 1999)] == [trained[i] for i in (0, 77, 1999)]
+    again = build_prompts(recipe("chain_sum", options=options, heldout=40), tokenizer)
+    assert [again.train(i) for i in (1999, 77, 0)] == [trained[i] for i in (1999, 77, 0)]
 
 
 def test_prompts_that_differ_in_case_are_one_prompt(tokenizer):

@@ -14,7 +14,7 @@ from megarl.errors import UserError
 from megarl.recipe.data_table import DataTable
 from megarl.recipe.load import load_recipe
 from megarl.storage.run_dir import RunDir
-from tests.data.prompt_sources import recipe
+from tests.data.prompt_sources import recipe, write
 
 CHAT = (
     "{% for m in messages %}{{ '<|start|>' + m.role + '\n' + m.content | trim + '<|end|>\n' }}{% endfor %}"
@@ -174,11 +174,6 @@ def test_a_template_that_asks_for_the_date_always_gets_the_same(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------------- too long
-
-
-def write(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 @pytest.mark.parametrize("spelled", ["", "<|end|>"])

@@ -242,8 +242,3 @@ def test_a_warning_counts_rows_whose_tests_expect_no_output(tmp_path):
     file.write_text("\n".join(json.dumps({"prompt": "?", "answer": "see tests", "tests": one}) for one in tests))
     with pytest.warns(UserWarning, match="^2 prompts have only tests that expect no output"):
         check_reward(recipe(file=file, kind="code"))
-
-
-def test_settings_of_code_are_refused_for_other_kinds():
-    with pytest.raises(ValueError, match="seconds is a setting of kind = 'code'"):
-        RewardTable(kind="math", seconds=3)

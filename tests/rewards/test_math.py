@@ -27,14 +27,6 @@ def test_the_verdicts_are_those_of_a_person():
     assert len(PAIRS) >= 300 and wrong == []
 
 
-def test_math_verify_alone_would_take_these_for_equal():
-    import math_verify
-
-    for gold, response in (("1/3", ".3333333"), ("(1,2)", "\\boxed{1,2}"), ("3", "\\boxed{\\{3\\}}"), ("42", "$[42]$")):
-        assert math_verify.verify(math_verify.parse(f"${gold}$"), math_verify.parse(response))
-        assert score(gold, response) == 0.0
-
-
 ANSWERS = ("-3", "42", "\\frac{7}{2}", "0.25", "x^2+1", "3\\sqrt{2}", "(1,2)", "[0,1)", "\\{1,2\\}", "2\\pi", "4.5e33")
 BOXED = ("\\boxed{%s}", "\\boxed{%s.}", "\\boxed{\\text{The answer is } %s}", "$\\boxed %s$", " \\boxed{ %s } ")
 HARMLESS = ("\\boxed{\\textcolor{red}{%s}}", "\\boxed{\\color{blue}%s}", "<think>\\boxed{no}</think>$\\boxed{%s}$")

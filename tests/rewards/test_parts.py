@@ -12,7 +12,6 @@ from megarl.rewards.parts import build_verifier, check_reward, overlong, total, 
 from megarl.rewards.pool import Limits, VerifierPool
 from megarl.storage.metrics.summary import summary
 from megarl.storage.rollouts import Group, Response
-from megarl.storage.run_dir import RunDir
 from megarl.storage.shards import Shard, encode
 
 SOURCE = """
@@ -145,18 +144,6 @@ def test_correctness_and_reward_are_stored_separately(tmp_path):
         assert [r.correctness for r in found] == correct
     assert summary([group])["correct/mean"] == pytest.approx(1 / 3)
     assert summary([group])["reward/mean"] == pytest.approx(0.2)
-
-
-def test_a_run_refuses_a_changed_question_of_its_judge(tmp_path):
-    question = tmp_path / "question.txt"
-    question.write_text("Is {response} right?")
-    service = {"url": "http://judge/v1", "model": "j", "prompt": str(question)}
-    run = RunDir.create(tmp_path / "run", recipe(tmp_path, kind="judge", service=service))
-    run.check_prompts()
-    question.write_text("Is {response} polite?")
-    mend = r"--set reward\.service\.prompt=NEW_FILE$"
-    with pytest.raises(UserError, match=rf"the reward file .*question.txt has changed since .*{mend}"):
-        RunDir.open(tmp_path / "run").check_prompts()
 
 
 def test_a_group_is_scored_together(tmp_path, file, tiny_model):

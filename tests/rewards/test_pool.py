@@ -12,7 +12,7 @@ from megarl.data.prompts import Prompt, build_prompts
 from megarl.errors import UserError
 from megarl.heartbeats import FILE, read_beat
 from megarl.recipe.tables import RewardTable
-from megarl.rewards import Score, exact, reasoning_gym
+from megarl.rewards import Score, exact
 from megarl.rewards.math import Math
 from megarl.rewards.parts import build_verifier
 from megarl.rewards.pool import Limits
@@ -103,9 +103,7 @@ def sources(tmp_path_factory):
 
 
 @pytest.mark.hostile
-def test_hostile_answers_to_generators_are_wrong_and_a_right_response_after_them_is_right(sources, monkeypatch):
-    monkeypatch.setattr(reasoning_gym, "SECONDS", TIGHT.seconds)
-
+def test_hostile_answers_to_generators_are_wrong_and_a_right_response_after_them_is_right(sources):
     class Each:
         def score(self, prompt, response):
             return sources[prompt.entry["generator"]][1].score(prompt, response)

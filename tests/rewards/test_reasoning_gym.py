@@ -3,29 +3,19 @@
 import inspect
 import random
 import types
-from dataclasses import replace
 
 import pytest
 
 from megarl.data.prompts import Prompt, build_prompts
 from megarl.data.sources import GymItems, import_reasoning_gym
-from megarl.errors import UserError
-from megarl.rewards import reasoning_gym, sandbox
-from megarl.rewards.parts import build_verifier, check_reward
+from megarl.rewards import reasoning_gym
+from megarl.rewards.parts import build_verifier
 from megarl.rewards.pool import Limits
-from megarl.rewards.reasoning_gym import EVALUATING, Sandbox
+from megarl.rewards.reasoning_gym import EVALUATING
 from tests.data.prompt_sources import char_tokenizer, recipe
 from tests.rewards.pooling import scored
 
 SHELL = "__import__('os').system('touch {trace}')"
-# each of them ran code, or changed what later responses scored, when a filter of texts stood before `eval`
-REPORTED = (
-    ("string_insertion", "entry['answer']"),
-    ("string_insertion", "[0 for __builtins__['float'] in [bool]]"),
-    ("spiral_matrix", "[0 for __builtins__['float'] in [repr]]"),
-    ("binary_matrix", "[0 for __builtins__['float'] in [eval]]"),
-    ("number_format", SHELL),
-)
 HOSTILE = (
     # code, and what is needed to reach it
     SHELL, "[" + SHELL + "]", "[[" + SHELL + "]]", "{{" + SHELL + "}}", f"({SHELL},)", "open('{trace}', 'w')",
@@ -36,6 +26,7 @@ HOSTILE = (
     "x.subs(x, open)", "sqrt.__globals__", "(1).__class__", "exp(x).func.__init__.__globals__", "sin(x)(x)",
     # changes of the scorer's state
     "[0 for __builtins__['float'] in [bool]]", "[0 for __builtins__['str'] in [0]]", "[0 for self.config in [0]]",
+    "[0 for __builtins__['float'] in [repr]]", "[0 for __builtins__['float'] in [eval]]",
     "[0 for entry['answer'] in ['']]", "[self.config for self.config.max_value in [9**9]]", "(entry := 1)",
     "[0 for oracle_answer in ['x']]", "entry.update(answer='x')", "globals().clear()", "vars(self).clear()",
     # the answer itself
@@ -64,20 +55,11 @@ def scores(source, questions):
     return [score.value for score in scored(lambda: verifier, Limits(workers=1), asked)]
 
 
-def test_the_reported_responses_run_nothing_and_change_no_later_score(source, tmp_path):
-    trace = tmp_path / "trace"
-    questions = [(name, text.format(trace=trace)) for name, text in REPORTED]
-    honest = [(name, source[name][1].train(0).answer) for name, _ in REPORTED]
-    found = scores(source, [*questions, *questions, *honest])
-    assert found == [0.0] * 2 * len(questions) + [1.0] * len(honest)
-    assert not trace.exists()
-
-
-@pytest.mark.hostile
 def test_scores_do_not_depend_on_the_order_of_responses(source, tmp_path):
     """Hostile responses to every scorer that evaluates score 0, and honest ones among them what they deserve."""
     trace = tmp_path / "trace"
     questions = {(name, text.format(trace=trace)): 0.0 for name in EVALUATING for text in HOSTILE}
+    questions["number_format", SHELL.format(trace=trace)] = 0.0
     for name, (_, prompts) in source.items():
         questions[name, prompts.train(0).answer] = 1.0
     listed = {"string_insertion": list, "spiral_matrix": str.split}
@@ -99,81 +81,8 @@ def test_a_composite_generator_has_the_scorers_of_those_inside_it(tmp_path):
     verifier = build_verifier(settings, prompts)
     asked = [prompts.train(index) for index in range(10)]
     assert {prompt.entry["metadata"]["source_dataset"] for prompt in asked} == {"countdown", "chain_sum"}
-    assert [getattr(score, "value", score) for score in (verifier.score(each, each.answer) for each in asked)] == [
-        1
-    ] * 10
-    assert verifier.score(asked[0], "print(1)") in (0.0, reasoning_gym.Score(0.0))
-
-
-class Executing:
-    """A scorer that executes the response, so that only the sandbox confines it; 1 if it succeeds."""
-
-    SOURCE = """type("Executing", (), {
-        "score_answer": lambda self, answer, entry: exec(answer, {"scorer": self}) or getattr(self, "score", 1.0),
-        "__getitem__": lambda self, item: {"answer": ""},
-    })()"""
-
-    def __reduce__(self):
-        return eval, (self.SOURCE,)
-
-
-SUCCEEDS = "1 + 1"
-CONFINED = (
-    "open('/tmp/x', 'w')", "open('/box/x', 'w')", "open('/packages/0/x', 'w')", "open('{host}')",
-    "import os; os.fork()", "import threading; threading.Thread(target=print).start()",
-    "import socket; socket.socket()", "import os; os.write(3, b'1')", "import os; os.kill(os.getppid(), 9)",
-    "while True: pass", "import signal; signal.setitimer(signal.ITIMER_PROF, 0)\nwhile True: pass",
-    "import time; time.sleep(1000)", "import os; os._exit(0)", "bytearray(8 << 30)",
-    "import os; os.write(0, b'1.0\\n1.0\\n2'); raise ValueError", "scorer.score = 2.0", "scorer.score = float('nan')",
-    "scorer.score = 'x'", "raise SystemExit", "import os; os.close(0)",
-)  # fmt: skip
-
-
-def test_a_response_that_did_run_would_be_confined_to_its_own_score(tmp_path, monkeypatch):
-    """The control is a response that succeeds; it scores the same after each attack. One forges its own score."""
-    host = tmp_path / "host"
-    host.write_text("secret")
-    monkeypatch.setattr(reasoning_gym, "SECONDS", 0.5)
-    monkeypatch.setattr(reasoning_gym, "SANDBOX", replace(reasoning_gym.SANDBOX, asleep=1.0))
-    judge = Sandbox({("x", "x"): Executing()})
-    for attack in CONFINED:
-        score = judge.score(("x", "x"), attack.replace("{host}", str(host)), {})
-        assert score.value == (1.0 if "1.0" in attack else 0.0), attack
-        assert score.over == {"while": "time"}.get(attack[:5], score.over)
-        assert judge.score(("x", "x"), SUCCEEDS, {}).value == 1.0, attack
-    state = "assert not hasattr(scorer, 'mark'); scorer.mark = 1\nimport builtins; builtins.len = 0"
-    assert [judge.score(("x", "x"), state, {}).value for _ in range(3)] == [1.0] * 3
-
-
-def test_scorers_may_wait_long_for_a_file_system_when_they_start(monkeypatch):
-    monkeypatch.setattr(reasoning_gym, "SANDBOX", replace(reasoning_gym.SANDBOX, asleep=0.5))
-
-    class Slow:
-        def __reduce__(self):
-            return eval, (f"__import__('time').sleep(2) or {Executing.SOURCE}",)
-
-    assert Sandbox({("x", "x"): Slow()}).score(("x", "x"), SUCCEEDS, {}).value == 1.0
-
-
-def test_scorers_that_do_not_start_in_the_sandbox_end_the_phase():
-    class Broken:
-        def __reduce__(self):
-            return eval, ("1 / 0",)
-
-    with pytest.raises(sandbox.SandboxError, match="the scorers do not start in the sandbox"):
-        Sandbox({("x", "x"): Broken()}).score(("x", "x"), "1", {})
-
-
-def test_a_machine_without_a_sandbox_refuses_only_generators_that_evaluate(monkeypatch):
-    def refuse():
-        raise UserError("programs cannot be run in a sandbox here")
-
-    monkeypatch.setattr(reasoning_gym, "check_sandbox", refuse)
-    composite = {"datasets": [{"name": "n_queens", "weight": 1, "config": {}}]}
-    for settings in (recipe("countdown"), recipe("composite", options=composite)):
-        with pytest.raises(UserError, match=r"the scorer of \w+ evaluates responses, so it needs a sandbox: programs"):
-            check_reward(settings)
-    check_reward(recipe("chain_sum"))
+    assert [verifier.score(each, each.answer) for each in asked] == [1.0] * 10
+    assert [verifier.score(each, "print(1)") for each in asked] == [0.0] * 10
 
 
 # names whose use in a scorer means that it may evaluate text
@@ -237,6 +146,6 @@ def test_harmless_text_around_an_answer_changes_no_score(name, monkeypatch):
 def test_a_generators_own_answers_are_right_with_harmless_text_around_them(source, generator):
     settings, prompts = source[generator]
     verifier, prompt = build_verifier(settings, prompts), prompts.train(0)
-    assert [verifier.score(prompt, form.format(prompt.answer)).value for form in FORMS] == [1.0] * len(FORMS)
+    assert [verifier.score(prompt, form.format(prompt.answer)) for form in FORMS] == [1.0] * len(FORMS)
     found = [verifier.score(prompt, prompt.answer) for prompt in map(prompts.train, range(1, 6))]
-    assert [score.value for score in found] == [1.0] * 5
+    assert found == [1.0] * 5

@@ -1,16 +1,13 @@
 """Scores of the verifiers, the threshold of a right response, and hostile responses, which achieve nothing."""
 
-import importlib
-import inspect
 import json
 
 import pytest
 
 from megarl.data.prompts import Prompt, build_prompts
 from megarl.errors import UserError
-from megarl.recipe.names import VERIFIERS
 from megarl.recipe.tables import RewardTable
-from megarl.rewards import Score, VerifierModule, exact, is_scored
+from megarl.rewards import Score, exact, is_scored
 from megarl.rewards.math import Math
 from megarl.rewards.parts import build_verifier, check_reward, total
 from tests.data.prompt_sources import char_tokenizer, recipe
@@ -104,11 +101,6 @@ def test_answers_of_a_suite_that_cannot_be_read_are_warned_of(tmp_path):
         check_reward(found)
 
 
-def test_a_reference_answer_that_is_not_mathematics_is_an_error(math):
-    with pytest.raises(UserError, match="the answer '..' of prompt '.' cannot be parsed as mathematics"):
-        math.score(prompt_for("$$"), "42")
-
-
 def test_reasoning_gym_scores_with_the_generators_scorer(tokenizer):
     settings = recipe("spell_backward", options={"min_word_len": 5, "max_word_len": 8})
     prompts = build_prompts(settings, tokenizer)
@@ -125,8 +117,7 @@ def test_garbage_is_wrong_also_for_scorers_that_raise_on_it(tokenizer, generator
     settings = recipe(generator, heldout=1, max_prompt_tokens=10000)
     prompts = build_prompts(settings, tokenizer)
     verifier = build_verifier(settings, prompts)
-    found = [verifier.score(prompts.train(0), text) for text in GARBAGE]
-    assert max(getattr(score, "value", score) for score in found) < 0.999
+    assert max(verifier.score(prompts.train(0), text) for text in GARBAGE) < 0.999
 
 
 def test_only_generators_have_a_reasoning_gym_scorer(tmp_path):
@@ -140,14 +131,6 @@ def test_only_generators_have_a_reasoning_gym_scorer(tmp_path):
     file.write_text('{"prompt": "?", "answer": "1"}')
     for kind in ("exact", "math"):
         check_reward(recipe(file=file, kind=kind))
-
-
-@pytest.mark.parametrize("kind", VERIFIERS)
-def test_a_verifier_module_has_the_functions_of_the_protocol(kind):
-    module = importlib.import_module(VERIFIERS[kind])
-    for function in ("check", "build"):
-        _, *expected = inspect.signature(getattr(VerifierModule, function)).parameters.values()
-        assert list(inspect.signature(getattr(module, function)).parameters.values()) == expected
 
 
 def test_an_unknown_kind_is_refused_with_the_nearest_name():

@@ -47,29 +47,6 @@ def test_a_named_scorer_agrees_with_its_original(kind):
     assert len(differences) <= 0.01 * len(rows) * len(WRITINGS), differences
 
 
-@pytest.mark.parametrize(
-    ("kind", "gold", "response", "right"),
-    [
-        ("qwen_math", "1/3", "\\boxed{0.33333}", True),
-        ("qwen_math", "50", "\\boxed{0.5}", True),
-        ("qwen_math", "(1,2)", "\\boxed{1,2}", True),
-        ("qwen_math", "(1,2)", "\\boxed{[1,2]}", True),
-        ("qwen_math", "(1,2)", "\\boxed{(2,1)}", False),
-        ("qwen_math", "x^2-1", "\\boxed{(x-1)(x+1)}", True),
-        ("qwen_math", "B", "the answer is (B)", True),
-        ("qwen_math", "7", "first 5, then 7", True),
-        ("qwen_math", "7", "\\boxed 7$", True),
-        ("prime_math", "7", "the value of x is 7", True),
-        ("prime_math", "7", "7 is the answer", True),
-        ("prime_math", "\\frac{1}{2}", "the final answer is \\boxed{0.5}", True),
-        ("prime_math", "5", "\\boxed{5\\text{ cm}}", True),
-        ("prime_math", "7", "\\boxed{8}", False),
-    ],
-)
-def test_what_the_lenient_scorers_forgive(kind, gold, response, right):
-    assert scorer(kind).score(Prompt(0, "?", (1,), gold, {}), response) == float(right)
-
-
 LONG = "+".join(f"x_{{{number}}}" for number in range(300))
 
 

@@ -1,7 +1,5 @@
 """Long runs: numbers with more digits than file names usually have, and work that grows only with what is new."""
 
-from pathlib import Path
-
 import pytest
 
 from megarl.recipe.load import dump_recipe
@@ -9,7 +7,6 @@ from megarl.storage import checked_json, ledger
 from megarl.storage.checkpoints import checkpoint_path, checkpoints
 from megarl.storage.rollouts import RolloutStore, RolloutWriter
 from megarl.storage.run_dir import RunDir
-from megarl.storage.run_dir.retention import update_best_and_remove_policies
 from tests.storage.sample_rollouts import POLICY, make_group
 from tests.views.synthetic_run import make_recipe
 
@@ -61,19 +58,3 @@ def test_each_ledger_line_of_a_growing_store_is_decoded_once(tmp_path, decoded):
             assert store.group_ids[-1] == number
     assert store.group_ids == list(range(200)) == [entry.groups[0] for entry in store.entries]
     assert len(decoded) <= 202  # 200 lines, and at most two that the writer decodes itself
-
-
-def test_a_stage_looks_for_versions_only_in_the_directory_of_the_stage_before(run, monkeypatch):
-    settings = run.recipe.eval.model_copy(update={"every_updates": 1})
-    run = RunDir(run.root, run.recipe.model_copy(update={"eval": settings}))
-    for stage in range(1200):
-        run.version(2 * stage + 1).mkdir(parents=True)
-    looked_at, right = [], Path.glob
-    monkeypatch.setattr(Path, "glob", lambda path, pattern: (looked_at.append(path / pattern), right(path, pattern))[1])
-    stage = run.stage(700)
-    assert stage.due_evaluations() == [1399, 1400]
-    run.log_event("evaluation", stage=700, update=1399, accuracy=0.5)
-    update_best_and_remove_policies(stage)
-    assert not run.version(1399).exists() and run.version(1397).exists() and run.version(1401).exists()
-    there = [path for path in looked_at if run.root / "stages" in path.parents and path.parent.name == "policies"]
-    assert there == [run.stage(699).directory / "policies/[0-9]*"] * 2

@@ -2,7 +2,6 @@
 
 The processes of a run log one after another, so ``trackers.json`` in the run directory remembers the tracker's id of
 the run. An update that is made again after a kill is logged twice; on the same machine and layout with equal numbers.
-The package tensorboard is used directly, since importing torch's writer for it would delay the engine process.
 """
 
 from __future__ import annotations
@@ -28,6 +27,7 @@ NONE = {"wandb": False, "mlflow": False}  # settings of ``[run]`` that turn trac
 RUNS = "trackers.json"  # in the run directory: {tracker: its id of the run}
 NUMBERS = ("accuracy", "pass_at_k", "maj_at_k")  # the fields of an evaluation that are logged
 LONGEST = 2000  # characters of a prompt or response that are logged
+RULE = "\n\n---\n\n"  # of Markdown, between two samples
 
 
 class Tracker(Protocol):
@@ -116,36 +116,20 @@ class _TensorBoard:
     """Appends to ``tensorboard/``; what a killed process logged of ``first_update`` and later ones is hidden."""
 
     def __init__(self, root: Path, first_update: int | None) -> None:
-        from tensorboard.compat.proto.event_pb2 import SessionLog
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
+        from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = EventFileWriter(str(root / "tensorboard"))
-        if first_update is not None:
-            self._add(first_update, session_log=SessionLog(status=SessionLog.START))
-
-    def _add(self, step: int, **content: Any) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-
-        self._writer.add_event(Event(wall_time=time.time(), step=step, **content))
-
-    def _add_values(self, step: int, numbers: dict[str, float], *others: Any) -> None:
-        """One event with all numbers: one event per number would take five times as long."""
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
-        self._add(step, summary=Summary(value=[*values, *others]))
+        self._writer = SummaryWriter(str(root / "tensorboard"), purge_step=first_update)
 
     def append(self, record: dict[str, Any]) -> None:
-        self._add_values(record["update"], scalars(record))
+        self._add(record["update"], scalars(record))
+
+    def _add(self, update: int, numbers: dict[str, float]) -> None:
+        for name, number in numbers.items():
+            self._writer.add_scalar(name, number, update)
 
     def evaluation(self, suite: str, update: int, result: dict[str, Any], samples: list[tuple[str, str]]) -> None:
-        from tensorboard.compat.proto.summary_pb2 import Summary
-        from tensorboard.plugins.text.metadata import create_summary_metadata
-        from tensorboard.util.tensor_util import make_tensor_proto
-
-        tensor = make_tensor_proto([_markdown(*sample).encode() for sample in samples])
-        text = Summary.Value(tag=f"samples/{suite}", metadata=create_summary_metadata("", ""), tensor=tensor)
-        self._add_values(update, numbers_of(suite, result), text)
+        self._add(update, numbers_of(suite, result))
+        self._writer.add_text(f"samples/{suite}", RULE.join(_markdown(*sample) for sample in samples), update)
 
     def close(self) -> None:
         self._writer.close()

@@ -7,6 +7,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from megarl.storage.metrics.summary import VALUES, by_columns
+from megarl.storage.metrics.trackers import RULE
 from megarl.storage.rollouts import Group, Response
 from megarl.views.report import write_report
 from megarl.views.sql import query
@@ -85,9 +86,9 @@ def test_metrics_of_a_run_agree_with_its_responses(recipe, tmp_path):
     logged = [event for event in read_lines(root / "events.jsonl") if event["event"] == "evaluation"]
     found = [(point.step, point.value) for point in events.Scalars("evaluation/heldout/accuracy")]
     assert found == [(event["update"], pytest.approx(event["accuracy"])) for event in logged] and len(found) == 2
-    texts = events.Tensors("samples/heldout")
+    texts = events.Tensors("samples/heldout/text_summary")
     assert [text.step for text in texts] == [point[0] for point in found]
-    shown = [value.decode() for value in texts[0].tensor_proto.string_val]
+    shown = texts[0].tensor_proto.string_val[0].decode().split(RULE)
     assert len(shown) == 4 and all(text.startswith("    ") and "=" in text for text in shown)
 
 
