@@ -125,11 +125,6 @@ def test_tokens_of_responses_that_are_being_decoded_are_counted(moe_dir):
     assert engine.decoding_tokens == 0
 
 
-def test_experts_are_computed_by_grouped_mm(moe_dir):
-    """The alternative in transformers, batched_mm, is 20 times slower on a CPU."""
-    assert BuiltinEngine(moe_dir, 0)._model.config._experts_implementation == "grouped_mm"
-
-
 def test_sleep_frees_the_weights(moe_dir):
     engine = BuiltinEngine(moe_dir, 0)
     weights = weakref.ref(next(engine._model.parameters()))

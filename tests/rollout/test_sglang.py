@@ -123,16 +123,6 @@ def test_the_server_requires_a_key_that_no_command_line_shows(engine):
     assert len(generate(engine, [[8]], sampling([[8]]))) == 3
 
 
-def test_a_request_that_the_server_refuses_is_an_error_at_once(engine, monkeypatch):
-    prompts = [[1] * 200]  # more than its context
-    with monkeypatch.context() as unchecked:
-        unchecked.setattr(engine, "_check", lambda request: None)
-        responses = serve(engine, [Request(prompts, sampling(prompts))])
-        with pytest.raises(ServerFailed, match="SGLang refused /generate"):
-            next(responses)
-    assert len(generate(engine, [[8]], sampling([[8]]))) == 3
-
-
 def test_a_request_without_a_stop_token_of_the_policy_is_refused(engine, tmp_path):
     """SGLang would end responses at such a token although the request does not name it."""
     model, policy = engine.policy_dir, tmp_path / "policy"
