@@ -342,9 +342,7 @@ class Plan:
         With a token budget this is the number that a stage trains, on average: each stage also begins responses that
         later stages finish.
         """
-        partial = self.recipe.rollout.token_budget is not None
-        groups = self.recipe.groups_per_stage if partial else self.recipe.candidates_per_stage
-        return groups * self.recipe.rollout.responses_per_prompt / self.replicas
+        return len(self.recipe.groups_begun(1)) * self.recipe.rollout.responses_per_prompt / self.replicas
 
     def decode_step_seconds(self, running: float) -> float:
         """Seconds in which a replica generates one token of each of ``running`` responses.
