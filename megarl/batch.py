@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -170,16 +169,6 @@ class TokenBatch:
         if index is not None and index.shape != (sequences,):
             raise UserError(f"TokenBatch.sequence_index has shape {tuple(index.shape)}; expected [{sequences}]")
 
-    def validate(self) -> TokenBatch:
-        """`check`, then check all values: return self, or raise `UserError` that names tensor, index and value.
-
-        Reads values, so the host waits for the device."""
-        self.check()
-        _check_boundaries(self.cu_seqlens.tolist(), self.logprobs.numel(), self.shard)
-        for name in _FLOATS:
-            _check_finite(name, getattr(self, name), self.loss_mask)
-        return self
-
     def by_sequence(self, values: torch.Tensor) -> dict[int, dict[int, Any]]:
         """{``sequence_index`` of each sequence: {position: value}} of its trained tokens, for values [T].
 
@@ -218,33 +207,3 @@ def _check_vector(name: str, tensor: Any, length: int) -> None:
     wanted = (torch.bool,) if name == "loss_mask" else (torch.float32, torch.float64)
     if tensor.dtype not in wanted:
         raise UserError(f"TokenBatch.{name} is {tensor.dtype}; expected {wanted[0]}")
-
-
-def _check_boundaries(bounds: list[int], length: int, shard: ContextShard | None) -> None:
-    if bounds[0] != 0:
-        raise UserError(f"TokenBatch.cu_seqlens[0] is {bounds[0]}; the first sequence must start at token 0")
-    for i, (start, end) in enumerate(pairwise(bounds), start=1):
-        if end < start:
-            raise UserError(f"TokenBatch.cu_seqlens[{i}] is {end}, less than cu_seqlens[{i - 1}] = {start}")
-        if shard is not None and (end - start) % 2:
-            raise UserError(
-                f"TokenBatch.cu_seqlens[{i}] is {end}: sequence {i - 1} has {end - start} local tokens, but a zigzag "
-                f"shard holds two chunks of equal length; pad sequences to a multiple of {shard.chunks} tokens"
-            )
-    if bounds[-1] != length:
-        raise UserError(
-            f"TokenBatch.cu_seqlens[{len(bounds) - 1}] is {bounds[-1]}, but there are {length} tokens; "
-            "the boundaries must cover every token"
-        )
-
-
-def _check_finite(name: str, tensor: torch.Tensor | None, loss_mask: torch.Tensor) -> None:
-    if tensor is None:
-        return
-    bad = (~torch.isfinite(tensor.detach()) & loss_mask).nonzero()
-    if bad.numel():
-        index = int(bad[0])
-        value = float(tensor.detach()[index])
-        raise UserError(
-            f"TokenBatch.{name}[{index}] is {value}; trained tokens need finite values ({bad.numel()} are not)"
-        )

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib.util
 import sys
-import threading
 import traceback
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +14,6 @@ from megarl.errors import UserError
 from megarl.foreign import quoted
 
 PREFIX = "own_"  # of the names of the modules
-SLOW_SECONDS = 10.0
 
 
 def is_own(text: str) -> bool:
@@ -54,8 +50,7 @@ def load(path: str, setting: str) -> Any:
         assert spec is not None and spec.loader is not None  # they are for every file *.py
         sys.modules[module_name] = module = importlib.util.module_from_spec(spec)  # dataclasses look it up there
         try:
-            with said_if_slow(f"loading {file}"):
-                spec.loader.exec_module(module)
+            spec.loader.exec_module(module)
         except (Exception, SystemExit) as error:
             del sys.modules[module_name]
             beside = isinstance(error, ModuleNotFoundError) and (Path(file).parent / f"{error.name}.py").exists()
@@ -65,19 +60,6 @@ def load(path: str, setting: str) -> Any:
     if not hasattr(module, name):
         raise UserError(f"{here}: {file} has no {name!r}")
     return getattr(module, name)
-
-
-@contextlib.contextmanager
-def said_if_slow(what: str) -> Iterator[None]:
-    """Print a line if the block takes long: the user's code may wait or loop for ever."""
-    says = f"megarl: {what} takes more than {SLOW_SECONDS:g} s; Ctrl-C ends it"
-    timer = threading.Timer(SLOW_SECONDS, lambda: print(says, file=sys.stderr, flush=True))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def describe(error: BaseException, file: str) -> str:

@@ -186,7 +186,7 @@ def changed_recipe(source: Stage, overrides: Overrides) -> Recipe:
             f"--set reward: {source.rollouts} came from outside, with prompts that have no answers: reward.kind must "
             f"be one of {', '.join(NEED_NO_ANSWER)}"
         )
-    if recipe.actor.routing_replay == "engine" and before.actor.routing_replay != "engine":
+    if recipe.actor.trains_recorded_experts and not before.actor.trains_recorded_experts:
         raise UserError(
             f'[actor] routing_replay = "engine": rollouts of {source.run.root} have no recorded experts; use "actor"'
         )

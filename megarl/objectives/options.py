@@ -56,7 +56,17 @@ class DualClip(Option):
 
 
 @dataclass(frozen=True)
-class TruncatedImportance(Option):
+class Mismatch(Option):
+    """Base class of the two that weight by pi_old / pi_rollout; the objective's ratios are then to `old_logprobs`."""
+
+    requires: ClassVar[tuple[str, ...]] = ("old_logprobs",)
+
+    def before(self, batch: TokenBatch) -> TokenBatch:
+        return replace(batch, rollout_logprobs=require(batch, "old_logprobs", name_of(self)))
+
+
+@dataclass(frozen=True)
+class TruncatedImportance(Mismatch):
     """TIS, truncated importance sampling: the objective's ratios are to `old_logprobs`, and its loss is weighted by
     sg(min(pi_old / pi_rollout, maximum)), the mismatch between trainer and engine.
 
@@ -65,12 +75,7 @@ class TruncatedImportance(Option):
     ``delay``, ``max_lag`` or ``token_budget`` allows, are weighted for their age too.
     """
 
-    requires: ClassVar[tuple[str, ...]] = ("old_logprobs",)
-
     maximum: float = number(2.0, 0)
-
-    def before(self, batch: TokenBatch) -> TokenBatch:
-        return replace(batch, rollout_logprobs=require(batch, "old_logprobs", "truncated_importance"))
 
     def after(self, batch: TokenBatch, terms: Terms) -> Terms:
         ratio = _mismatch(batch)
@@ -80,16 +85,11 @@ class TruncatedImportance(Option):
 
 
 @dataclass(frozen=True)
-class IcePop(Option):
+class IcePop(Mismatch):
     """As `TruncatedImportance`, but a token whose mismatch lies outside [minimum, maximum] loses its gradient."""
-
-    requires: ClassVar[tuple[str, ...]] = ("old_logprobs",)
 
     minimum: float = number(0.5, 0, 1)
     maximum: float = number(5.0, 1)
-
-    def before(self, batch: TokenBatch) -> TokenBatch:
-        return replace(batch, rollout_logprobs=require(batch, "old_logprobs", "icepop"))
 
     def after(self, batch: TokenBatch, terms: Terms) -> Terms:
         ratio = _mismatch(batch)
@@ -172,41 +172,30 @@ class WithOptions(Objective):
     options: tuple[Option, ...] = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("aggregation", "dampen_threshold", "statistics_types", "ratio_form"):
+        for name in ("aggregation", "statistics_types"):
             object.__setattr__(self, name, getattr(self.objective, name))
         requires = (name for option in self.options for name in option.requires)
         object.__setattr__(self, "requires", (*self.objective.requires, *requires))
         if any(isinstance(o, DualClip) for o in self.options) and not self.objective.ratio_form:
             raise UserError(f"dual_clip bounds ratio * A, but {type(self.objective).__name__} weights log pi instead")
         for option in self.options:
-            if self.objective.couples_tokens and isinstance(option, DualClip | TruncatedImportance | IcePop):
+            if self.objective.couples_tokens and isinstance(option, DualClip | Mismatch):
                 raise UserError(
                     f"{name_of(option)} weights each token by itself, but with these settings of "
                     f"{type(self.objective).__name__} the gradient of a token's loss also reaches earlier tokens; "
                     "leave the option out or change these settings"
                 )
-        if "old_logprobs" in self.objective.requires and any("old_logprobs" in o.requires for o in self.options):
+        mismatches = sum(isinstance(option, Mismatch) for option in self.options)
+        if mismatches and "old_logprobs" in self.objective.requires:
             raise UserError(
                 f"{type(self.objective).__name__} weights by pi_old / pi_rollout itself; leave out the options that do"
             )
-        if sum(isinstance(o, TruncatedImportance | IcePop) for o in self.options) > 1:
+        if mismatches > 1:
             raise UserError("truncated_importance and icepop both weight by pi_old / pi_rollout; choose one")
 
     @property
     def updates_per_proximal_policy(self) -> int:
         return self.objective.updates_per_proximal_policy
-
-    @property
-    def fused(self) -> bool:
-        return self.objective.fused
-
-    @property
-    def couples_tokens(self) -> bool:
-        return self.objective.couples_tokens
-
-    @property
-    def dampened_below(self) -> float:
-        return self.objective.dampened_below
 
     def statistics(self, batch: TokenBatch, group: ProcessGroup | None = None, backend: str = "torch") -> Any:
         return self.objective.statistics(self._seen(batch), group, backend)

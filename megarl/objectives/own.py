@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import ast
-import inspect
-import textwrap
 from dataclasses import fields, is_dataclass, replace
 
 import torch
 
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
-from megarl.kernels.token_pass import Rule
 from megarl.objectives.objective import Objective
-from megarl.objectives.options import WithOptions
 from megarl.objectives.parts.terms import Terms
-from megarl.own_file import describe, file_of, load, said_if_slow
+from megarl.own_file import describe, file_of, load
 
 SETTING = "objective.path"
 FIRST, SECOND = slice(0, 4), slice(4, 8)  # the made-up responses
@@ -42,12 +37,9 @@ def try_objective(objective: Objective, path: str) -> None:
     batch = _made_up()
     log, before = batch.logprobs, _made_up()
     try:
-        with said_if_slow(f"trying {path} on two made-up responses"):
-            statistics = objective.statistics(batch.detach()) if objective.needs_statistics else None
-            terms = objective(batch, statistics)
-        inner = objective.objective if isinstance(objective, WithOptions) else objective
-        problem = _problem(terms, batch) or (_cannot_compile(inner.rule(statistics)) if inner.fused else None)
-        if problem is None:
+        statistics = objective.statistics(batch.detach()) if objective.needs_statistics else None
+        terms = objective(batch, statistics)
+        if (problem := _problem(terms, batch)) is None:
             (gradient,) = torch.autograd.grad(terms.loss.sum(), log)
             if not torch.isfinite(gradient).all():
                 problem = f"the gradient is not finite: {gradient.tolist()}"
@@ -85,16 +77,6 @@ def _made_up() -> TokenBatch:
         old_logprobs=rollout + 0.1,
         ref_logprobs=rollout - 0.1,
         entropy=torch.ones(8),
-    )
-
-
-def _cannot_compile(rule: Rule) -> str | None:
-    """Why Triton could not compile a rule's function that torch has evaluated: it calls something of a module."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(rule.function.function)))
-    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    foreign = next((ast.unparse(call) for call in calls if isinstance(call, ast.Attribute)), None)
-    return (
-        f"its rule calls {foreign}, which is not of the language of rules: give it terms instead" if foreign else None
     )
 
 

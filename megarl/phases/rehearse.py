@@ -111,7 +111,7 @@ def _groups(recipe: Recipe, hf: dict[str, Any], rng: np.random.Generator, ranks:
             length = longest if index == sample == 0 else int(rng.integers(mean - spread, mean + spread + 1))
             answer = rng.integers(0, hf["vocab_size"], length).astype(np.int32)
             experts = None
-            if recipe.actor.routing_replay == "engine":
+            if recipe.actor.trains_recorded_experts:
                 experts = _experts(hf, rng, len(prompt) + length - 1)
             unknown = np.zeros(length, np.float32)
             responses.append(Response(answer, unknown, float(sample % 2), "stop", 0, routed_experts=experts))

@@ -87,7 +87,7 @@ class RolloutWorker:
         tokenizer, prompts = open_prompts(recipe, policy_dir)
         # forks, so it comes before the engine starts threads or CUDA
         verifiers = VerifierPool(lambda: build_verifier(recipe, prompts), Limits.of_this_process(recipe))
-        experts = for_training and recipe.actor.routing_replay == "engine"
+        experts = for_training and recipe.actor.trains_recorded_experts
         engine = build_engine(recipe, stage, policy_dir, info.version, routed_experts=experts)
         return cls(
             recipe=recipe,

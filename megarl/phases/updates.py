@@ -198,7 +198,7 @@ class _Updates:
 def pack(actor: Actor, groups: list[Group]) -> tuple[list[Sample], list[packing.MicroBatch]]:
     """The samples of ``groups``, and this rank's micro-batches of them."""
     recipe = actor.recipe
-    samples = to_samples(groups, recipe.objective, recipe.actor.routing_replay == "engine")
+    samples = to_samples(groups, recipe.objective, recipe.actor.trains_recorded_experts)
     micro_batches = packing.micro_batches(
         samples,
         recipe.actor.tokens_per_micro_batch,

@@ -48,7 +48,7 @@ def _rollout_bytes(hf: dict[str, Any], recipe: Recipe, assume: Assumptions) -> f
     rollout, prompt = recipe.rollout, assume.mean_prompt * recipe.data.max_prompt_tokens
     response = assume.mean_response * rollout.max_response_tokens
     size = _response_bytes(prompt, response)
-    if recipe.actor.routing_replay == "engine":
+    if recipe.actor.trains_recorded_experts:
         width = expert_type(hf["num_experts"]).itemsize
         size += (prompt + response) * hf["num_hidden_layers"] * hf["num_experts_per_tok"] * width
     return recipe.candidates_per_stage * rollout.responses_per_prompt * size

@@ -117,6 +117,11 @@ class ActorTable(Table):
         return "torch" if layers == "auto" else layers  # the default when recipes of earlier runs were stored
 
     @property
+    def trains_recorded_experts(self) -> bool:
+        """Whether tokens train with the experts to which the engine routed them, so that rollouts record these."""
+        return self.routing_replay == "engine"
+
+    @property
     def kernel_backend(self) -> str:
         return self.kernels or {"cpu": "cpp", "cuda": "triton"}[self.backend]
 

@@ -1,4 +1,4 @@
-"""Which parallel layouts a model can have, and the nearest valid one to an invalid request.
+"""Which parallel layouts a model can have.
 
 Megatron checks some of these rules only after all processes have started, and others not at all: it then trains
 wrongly without an error. Here they are checked by arithmetic before any process starts.
@@ -81,9 +81,6 @@ LAYOUT_SETTINGS = (
     "run.mlflow",
 )
 _STAGE_LAYOUT = re.compile(r"stages\.\d+\.(workers|tensor_parallel|memory_fraction)")
-# Cost of changing a factor in the search for the nearest layout; 1 for the others, which divide only experts. The first
-# three divide every layer or sequence, those of `_ENDS` only move layers between stages.
-_WEIGHT = {"tensor_parallel": 2, "pipeline_parallel": 2, "context_parallel": 2} | dict.fromkeys(_ENDS, 0.1)
 
 
 def is_layout_setting(name: str) -> bool:
@@ -207,7 +204,11 @@ class Layout:
             stages = self.pipeline_parallel * self.virtual_stages
             if layers % stages:
                 times = " * virtual_pipeline_model_parallel_size" if self.virtual_stages > 1 else ""
-                yield f"pipeline_parallel{times} = {stages} does not divide the model's num_hidden_layers = {layers}"
+                even = self.balanced(layers)
+                ends = " and ".join(f"{name} = {getattr(even, field)}" for field, name in _ENDS.items())
+                hint = f"; set [megatron] {ends}" if even.first_layers else ""
+                wrong = f"pipeline_parallel{times} = {stages} does not divide the model's num_hidden_layers = {layers}"
+                yield wrong + hint
             return
         said = " and ".join(f"{name} = {size}" for name, size in given.items())
         sizes = self.stage_layers(layers)
@@ -227,40 +228,9 @@ class Layout:
             # Megatron-Core 0.16.1 would divide by the number of stages between them, which is 0
             yield f"{said}: with virtual stages on two pipeline ranks set only num_layers_in_first_pipeline_stage"
 
-    def nearest(self, hf: dict[str, Any]) -> Layout | None:
-        """The valid layout on the same number of ranks that differs least from this one; None if there is none."""
-        sizes = [n for n in range(1, self.ranks + 1) if self.ranks % n == 0]
-        layouts = []
-        for tensor, pipeline, context in itertools.product(sizes, repeat=3):
-            if self.ranks % (tensor * pipeline * context):
-                continue
-            for expert, expert_tensor in itertools.product(sizes, repeat=2) if hf["num_experts"] else [(1, tensor)]:
-                for virtual in {1, self.virtual_stages}:
-                    even = Layout(self.ranks, tensor, pipeline, context, expert, expert_tensor, virtual)
-                    same = replace(even, first_layers=self.first_layers, last_layers=self.last_layers)
-                    layouts += [even.balanced(hf["num_hidden_layers"]), same]
-        layouts.sort(key=self._distance)
-        return next((layout for layout in layouts if not any(layout.problems(hf))), None)
-
-    def _distance(self, other: Layout) -> float:
-        mine, theirs = ({key: size or 1 for key, size in asdict(layout).items()} for layout in (self, other))
-        return sum(_WEIGHT.get(key, 1) * abs(math.log2(theirs[key] / size)) for key, size in mine.items())
-
-    def changes(self, other: Layout) -> str:
-        """The settings in which ``other`` differs, with the values of ``other``, written as in a recipe."""
-        mine, theirs = asdict(self), asdict(other)
-        names = {"virtual_stages": "virtual_pipeline_model_parallel_size"} | _ENDS
-        names = {field: f"[megatron] {name}" for field, name in names.items()}
-        absent = {"virtual_stages": 1} | dict.fromkeys(_ENDS, 0)
-        return ", ".join(
-            f"no {names[key]}" if theirs[key] == absent.get(key) else f"{names.get(key, key)} = {theirs[key]}"
-            for key, size in mine.items()
-            if theirs[key] != size
-        )
-
 
 def check_layout(recipe: Recipe, hf: dict[str, Any], nodes: int | None = 1) -> None:
-    """Raise `UserError`, naming the nearest valid layout, if Megatron would refuse a layout or compute wrongly in it.
+    """Raise `UserError` with the rule that is broken if Megatron would refuse a layout or compute wrongly in it.
 
     hf: the model's configuration, from `read_hf_config`. nodes: None if their number is not known yet; then it is not
     checked.
@@ -279,12 +249,8 @@ def check_layout(recipe: Recipe, hf: dict[str, Any], nodes: int | None = 1) -> N
     if nodes is None:
         factors = (size for name, size in asdict(layout).items() if name.endswith("_parallel"))
         layout = replace(layout, ranks=math.prod(factors))
-    problem = next(layout.problems(hf), None)
-    if problem is None:
-        return
-    nearest = layout.nearest(hf)
-    hint = f"; the nearest layout that works has {layout.changes(nearest)}" if nearest else ""
-    raise UserError(f"[actor] {problem}{hint}")
+    if (problem := next(layout.problems(hf), None)) is not None:
+        raise UserError(f"[actor] {problem}")
 
 
 def _check_routing(recipe: Recipe, hf: dict[str, Any]) -> None:

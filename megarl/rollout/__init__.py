@@ -35,7 +35,7 @@ def check_engine(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
     name = recipe.rollout_of(stage).engine
     module = engine_module(name)
     backend = recipe.actor.backend
-    if recipe.actor.routing_replay == "engine" and backend not in module.RECORDS_EXPERTS:
+    if recipe.actor.trains_recorded_experts and backend not in module.RECORDS_EXPERTS:
         recording = [repr(other) for other in ENGINES if backend in engine_module(other).RECORDS_EXPERTS]
         raise UserError(
             f'[actor] routing_replay = "engine" needs an engine that records routed experts in every stage, but '

@@ -67,11 +67,6 @@ def test_prompts_have_the_chat_template_once_and_responses_end_with_its_end(monk
     assert stop_token_ids(tokenizer, BASE) == (END,)
 
 
-def test_each_digit_is_a_token():
-    tokenizer = AutoTokenizer.from_pretrained(BASE)
-    assert tokenizer.convert_ids_to_tokens(tokenizer("a  12+345")["input_ids"]) == ["a", "ĠĠ", *"12+345"]
-
-
 def test_the_export_loads_in_transformers_and_still_answers(run, engine):
     """Transformers decodes greedily what the built-in engine does, with a stop token at the end."""
     path = run.stage(1).policy

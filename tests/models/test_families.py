@@ -181,7 +181,6 @@ def test_layouts_that_do_not_divide_the_widths_of_a_model_are_refused(tmp_path):
     assert (
         problem == "expert_tensor_parallel = 2: this model's experts have biases and cannot be divided, so it must be 1"
     )
-    assert layout.nearest(oss) == Layout(4, 2, expert_tensor_parallel=1, expert_parallel=2)
     glm = read_settings(tmp_path, "glm4_moe", n_shared_experts=1, moe_intermediate_size=25)
     (problem,) = Layout(2, 2, expert_tensor_parallel=1, expert_parallel=2).problems(glm)
     assert problem == "tensor_parallel = 2 does not divide the model's width of its shared experts = 25"

@@ -40,13 +40,6 @@ def test_nan_spreads_to_later_tokens_and_infinity_is_a_value() -> None:
     assert_equal(exclusive_min(*tensors([-NAN, 1.0, -INF], [1, 1, 1], [3])), torch.tensor([0.0, NAN, NAN]))
 
 
-def test_minimum_of_earlier_segments_counts() -> None:
-    """The minimum ``before`` a segment counts in it; inf: nothing precedes it; NaN makes the whole segment NaN."""
-    inputs = tensors([1.0, -1.0, 1.0, 1.0, -3.0, 1.0], [1, 1, 0, 1, 1, 1], [2, 2, 2])
-    out = exclusive_min(*inputs, before=torch.tensor([-0.5, INF, NAN]))
-    assert_equal(out, torch.tensor([-0.5, -0.5, 0.0, 0.0, NAN, NAN]))
-
-
 floats = st.floats(width=32, allow_nan=True) | st.sampled_from([0.0, -0.0, 1e-45, -1e-45, INF, -INF])
 sequences = st.lists(st.lists(st.tuples(floats, st.booleans()), max_size=9), max_size=7)
 

@@ -101,12 +101,3 @@ def test_a_prompt_file_that_cannot_be_found_is_named(tmp_path, monkeypatch, path
     (tmp_path / "r.toml").write_text(SHORT.replace("SINGLE", ONE))
     with pytest.raises(UserError, match="there is no prompt file "):
         read_rows(load_recipe(tmp_path / "r.toml", [("data.train", path)]).data.mixture[0])
-
-
-def test_two_points_lead_to_the_folder_above_the_one_behind_a_link(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "real" / "deep").mkdir(parents=True)
-    (tmp_path / "real" / "p.jsonl").write_text('{"prompt": "p", "answer": 4}')
-    (tmp_path / "link").symlink_to("real/deep")
-    (tmp_path / "r.toml").write_text(SHORT.replace("SINGLE", ONE))
-    assert len(read_rows(load_recipe(tmp_path / "r.toml", ["data.train=link/../p.jsonl"]).data.mixture[0])) == 1

@@ -95,46 +95,6 @@ def test_stages_have_the_same_key_in_vllms_cache_of_compiled_code(models, tmp_pa
     assert len(keys) == 1
 
 
-@pytest.mark.parametrize(
-    ("responses", "options", "graphs"),
-    [(96, {}, 192), (600, {}, 608), (4096, {}, 1024), (1024, {"cudagraph_capture_sizes": [8, 64]}, 64)],
-)
-def test_every_number_of_responses_that_decode_together_has_a_cuda_graph(models, responses, options, graphs):
-    """As vLLM chooses the sizes for a GPU (on a CPU it captures none, so the choice is repeated with capturing on)."""
-    from vllm import EngineArgs
-    from vllm.config import CUDAGraphMode
-
-    from megarl.rollout.vllm import engine_arguments
-
-    settings = Settings("cuda", context=64, responses=responses, options=options)
-    arguments = engine_arguments(models["qwen3"][0], settings) | {"max_num_batched_tokens": 8192}
-    engine = EngineArgs(**arguments, **options)
-    config = engine.create_engine_config()
-    compilation = config.compilation_config
-    compilation.cudagraph_mode, config.model_config.enforce_eager = CUDAGraphMode.FULL_AND_PIECEWISE, False
-    compilation.max_cudagraph_capture_size = engine.max_cudagraph_capture_size
-    compilation.cudagraph_capture_sizes = engine.cudagraph_capture_sizes
-    config._set_cudagraph_sizes()
-    assert compilation.cudagraph_capture_sizes[-1] == graphs
-
-
-def test_vllm_accepts_recording_experts_where_its_model_runner_v2_can_run(models, monkeypatch):
-    """Only this runner records experts, and it needs Triton. Uses the arguments of an engine that records experts."""
-    from vllm import EngineArgs, envs
-    from vllm.config import vllm as checks
-
-    from megarl.rollout.vllm import engine_arguments
-
-    settings = Settings("cpu", context=64, responses=2, routed_experts=True)
-    arguments = EngineArgs(**engine_arguments(models["qwen3_moe"][0], settings))
-    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "1")
-    envs.disable_envs_cache()  # which an engine in this process has filled
-    with pytest.raises(ValueError, match="Model Runner V2 requires Triton"):
-        arguments.create_engine_config()
-    monkeypatch.setattr(checks, "HAS_TRITON", True)
-    assert arguments.create_engine_config().aux_output_config.enable_return_routed_experts
-
-
 @on(MOE)
 def test_experts_that_vllms_runner_returns_reach_the_completions(engine, monkeypatch):
     """The runner returns the experts of each step's tokens, here random ones; vLLM's own classes collect them."""

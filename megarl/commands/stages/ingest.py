@@ -186,7 +186,7 @@ def check_filled(recipe: Recipe) -> None:
         raise UserError(
             "rollout.oversample selects from generated groups, but all groups from outside are trained: set it to 1"
         )
-    if recipe.actor.routing_replay == "engine":
+    if recipe.actor.trains_recorded_experts:
         raise UserError(
             '[actor] routing_replay = "engine": responses from outside have no routed experts; use "actor" or "none"'
         )

@@ -67,7 +67,7 @@ class RunDir:
             difference = [line for line in everything if not is_layout_setting(line.partition(":")[0])]
             if longer := _adds_stages(before, recipe):
                 difference = [line for line in difference if not line.startswith("schedule.stages:")]
-            if not cls(root, recipe).has_trained() and recipe.actor.routing_replay != "engine":
+            if not cls(root, recipe).has_trained() and not recipe.actor.trains_recorded_experts:
                 difference = [line for line in difference if not line.startswith(TRAINING_TABLES)]
             next_stage = cls(root, before)._next_stage()
             changed = from_next_stage(difference, next_stage.directory, before)
