@@ -55,9 +55,9 @@ def shared_chunks(
 
 
 class RolloutStats:
-    """Counts the responses of replica ``rank`` in one attempt at a phase; the `Watch` of its ``worker``.
+    """Counts the responses of replica ``rank`` in one attempt at a phase; `step` watches its ``worker``.
 
-    on_group: called with each group.
+    on_group: called with each group as soon as it is scored.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class RolloutStats:
         self.solve_rates = [0] * SOLVE_RATE_BINS
         self._warned = False
 
-    def step(self, ended: Sequence[Completion]) -> None:
-        """Count the responses that ``ended``, or were interrupted, and log an event if one is due."""
+    def step(self, ended: Sequence[Completion], scored: Sequence[Group]) -> None:
+        """Count responses that ``ended``, or were interrupted, and ``scored`` groups; log an event if one is due."""
         self.ended += sum(completion.finish_reason != "interrupted" for completion in ended)
         self.tokens += sum(len(completion.tokens) for completion in ended)
         now = time.monotonic()
@@ -84,10 +84,11 @@ class RolloutStats:
         if now - self._logged >= min(EVENT_SECONDS, max(1.0, self._logged - self.start)):
             self._logged = now
             self.log()
+        for group in scored:
+            self.on_group(group)
+            self._add(group)
 
-    def add(self, group: Group) -> None:
-        """Count a group."""
-        self.on_group(group)
+    def _add(self, group: Group) -> None:
         lengths = [len(response.tokens) for response in group.responses]
         if any_unfinished(group.responses):
             self.unfinished += 1

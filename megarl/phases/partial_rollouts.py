@@ -102,7 +102,7 @@ class PartialRollouts:
                 worker.prompts.train,
                 worker.sampling(budget=budget),
                 earlier=earlier,
-                watch=self.stats,
+                watch=self.stats.step,
             ):
                 wanted = [group for group in groups if group.group_id in missing]
                 complete.append([group for group in wanted if not any_unfinished(group.responses)])

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -46,16 +46,6 @@ _Slot = tuple[PendingGroup, int]  # a response: its group and its index in the g
 def never() -> bool:
     """Nothing interrupts the generation."""
     return False
-
-
-class Watch(Protocol):
-    """What is told of the progress of `RolloutWorker.generate`."""
-
-    def step(self, ended: Sequence[Completion]) -> None:
-        """After each step of the engine or wait for scores; ``ended``: responses that ended, or were interrupted."""
-
-    def add(self, group: Group) -> None:
-        """As soon as a group is scored, before it is stored."""
 
 
 @dataclass
@@ -169,7 +159,7 @@ class RolloutWorker:
         other_seeds: int = 0,
         scored_first: bool = False,
         store_seconds: float = STORE_SECONDS,
-        watch: Watch | None = None,
+        watch: Callable[[Sequence[Completion], Sequence[Group]], None] = lambda ended, scored: None,
     ) -> Iterator[list[Group]]:
         """Generate and score groups; yields portions of complete ones. What is faulty is made again, see `discard`.
 
@@ -184,8 +174,10 @@ class RolloutWorker:
         earlier: the responses of a group that an earlier stage left unfinished, which are continued; () for a new one.
         other_seeds: is added to the ids of groups for the seeds of their responses.
         scored_first: take a chunk only once all responses generated before are scored.
+        watch: called after each step of the engine or wait for scores, with the responses that ended or were
+            interrupted and the groups that are scored, before these are stored.
         """
-        requests = _Requests(self, prompt, draws, earlier, other_seeds, watch)
+        requests = _Requests(self, prompt, draws, earlier, other_seeds)
         whole, stopping = self.engine.repeats_chunks and not within_chunks, False
         portion, stored = list[Group](), time.monotonic()
         try:
@@ -202,7 +194,9 @@ class RolloutWorker:
                     scored = self.scoring.take(wait=True, unless=self.stopped)
                 else:
                     break
-                requests.tell(ended, scored)
+                for group in scored:
+                    del requests.pending[group.group_id]
+                watch(ended, scored)
                 portion += scored
                 # chunks come one after another, and so do their groups, since then scoring is in order
                 while portion and (
@@ -228,10 +222,9 @@ class _Requests:
         draws: Sampling,
         earlier: Callable[[int], tuple[Response, ...]],
         other_seeds: int,
-        watch: Watch | None,
     ) -> None:
         self.worker, self.prompt, self.draws, self.earlier = worker, prompt, draws, earlier
-        self.other_seeds, self.watch = other_seeds, watch
+        self.other_seeds = other_seeds
         self.pending = {group.number: group for group in worker.unfinished}  # not scored yet
         self.sizes: list[int] = []  # of the chunks that are not stored yet
         self._left = worker.unfinished  # to continue before any chunk
@@ -284,36 +277,24 @@ class _Requests:
                 self.worker.scoring.add(group, k, replace(response, discarded=group.discarded.get(k)))
         return kept
 
-    def tell(self, ended: Sequence[Completion], scored: Sequence[Group]) -> None:
-        """Tell the `Watch`, if there is one, what a step has ended; ``scored`` groups are not pending then."""
-        for group in scored:
-            del self.pending[group.group_id]
-        if self.watch:
-            self.watch.step(ended)
-            for group in scored:
-                self.watch.add(group)
-
     def _slots(self, groups: Sequence[PendingGroup]) -> list[_Slot]:
         return [(group, k) for group in groups for k in range(self.draws.samples) if k not in group.responses]
 
     def _ask(self, slots: list[_Slot], continues: bool) -> None:
-        self.worker.engine.submit(len(self._asked), self._request(slots, continues))
-        self._asked.append((1 if continues else self.draws.samples, slots))
-
-    def _request(self, slots: Sequence[_Slot], continues: bool) -> Request:
-        """A request for responses. continues: repeat the prompt for each response, with the response's prefix."""
+        """Submit a request for responses. continues: repeat the prompt for each response, with its prefix."""
         run_seed = self.worker.recipe.run.seed
         seeds = tuple(
             next_seed(response_seed(run_seed, group.number + self.other_seeds, k), group.discarded.get(k, 0))
             for group, k in slots
         )
-        if not continues:
-            prompts = [list(group.prompt.tokens) for group, _ in slots[:: self.draws.samples]]
-            return Request(prompts, replace(self.draws, seeds=seeds))
-        parts = [group.parts.get(k, ()) for group, k in slots]
-        prefixes = tuple(tuple(token for part in found for token in part.tokens.tolist()) for found in parts)
-        prompts = [list(group.prompt.tokens) for group, _ in slots]
-        return Request(prompts, replace(self.draws, seeds=seeds, samples=1, prefixes=prefixes))
+        draws = replace(self.draws, seeds=seeds)
+        if continues:
+            parts = [group.parts.get(k, ()) for group, k in slots]
+            prefixes = tuple(tuple(token for part in found for token in part.tokens.tolist()) for found in parts)
+            draws = replace(draws, samples=1, prefixes=prefixes)
+        prompts = [list(group.prompt.tokens) for group, _ in slots[:: draws.samples]]
+        self.worker.engine.submit(len(self._asked), Request(prompts, draws))
+        self._asked.append((draws.samples, slots))
 
 
 def _pending(number: int, prompt: Prompt, draws: Sampling, earlier: Sequence[Response]) -> PendingGroup:

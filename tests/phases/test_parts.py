@@ -92,21 +92,20 @@ def test_metrics_of_an_update():
 def test_equal_rewards_in_the_first_groups_are_told_if_no_update_can_learn_from_them(advantage, rewards, warned):
     """The last of the groups has ``rewards``, all others equal ones."""
     stats = RolloutStats(None, 0, None)
-    for number in range(SAME_REWARDS - 1):
-        stats.add(group(number, [float(number % 2)] * 2))
+    stats.step([], [group(number, [float(number % 2)] * 2) for number in range(SAME_REWARDS - 1)])
     assert not stats.equal_rewards(advantage)
-    stats.add(group(SAME_REWARDS, rewards))
+    stats.step([], [group(SAME_REWARDS, rewards)])
     assert stats.equal_rewards(advantage) is warned
 
 
 def test_statistics_of_a_rollout():
     engine, scoring = SimpleNamespace(decoding=6, decoding_tokens=7), SimpleNamespace(over_limit=1)
     stats = RolloutStats(None, 0, SimpleNamespace(engine=engine, scoring=scoring, discarded=0))
-    for number, rewards in enumerate([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0, 1.0]]):
-        stats.add(group(number, rewards))
+    scored = [group(n, rewards) for n, rewards in enumerate([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0, 1.0]])]
     ended = [np.zeros(length, np.float32) for length in (3, 5, 4)]
     reasons = ("stop", "length", "interrupted")
-    stats.step([Completion(0, 0, x.astype(np.int32), x, why, None, 0) for x, why in zip(ended, reasons, strict=True)])
+    completions = [Completion(0, 0, x.astype(np.int32), x, why, None, 0) for x, why in zip(ended, reasons, strict=True)]
+    stats.step(completions, scored)
     event = stats.event()
     assert (event["groups"], event["responses"], event["decoding"], event["decoding_tokens"]) == (4, 8, 6, 7)
     assert (event["ended"], event["tokens"]) == (2, 12)

@@ -133,7 +133,7 @@ class LiveRolloutWorker:
                     # else the speed of scoring would affect which candidates are generated
                     scored_first=worker.engine.repeats_chunks and self.choices[0].chooses,
                     store_seconds=STORE_SECONDS,
-                    watch=stats,
+                    watch=stats.step,
                 ):
                     writer.append(groups, worker.weights_hash)
                 self.seconds["generate"] += time.perf_counter() - start

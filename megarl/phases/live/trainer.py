@@ -13,14 +13,13 @@ import torch.distributed as dist
 
 from megarl.actor import parallel
 from megarl.distributed import Role
-from megarl.errors import UserError
 from megarl.heartbeats import WAITS, beat
 from megarl.phases.candidates import Choice, add_stored
 from megarl.phases.export import Exporter
 from megarl.phases.live.service import serve
 from megarl.phases.live.state import Decision, LiveState
 from megarl.phases.stop import StopRequest
-from megarl.phases.updates import build_actor, check_rollouts, find_start, make_updates, resume
+from megarl.phases.updates import build_actor, check_rollouts, find_start, make_updates
 from megarl.storage.files import make_directory
 from megarl.storage.metrics.summary import ages
 from megarl.storage.rollouts import Group, RolloutStore
@@ -60,12 +59,11 @@ def train(stage: Stage, role: Role, workers: int) -> None:
         publisher.continue_after(stage.run.recipe.schedule.updates_per_stage)
         state.begin_turns()
     else:
-        start = find_start(stage)
+        start = find_start(stage, "live")
         if start.done:
             check_rollouts(RolloutStore(stage.rollouts, one_policy=False))
         publisher.continue_after(start.done)
         actor = build_actor(stage, device, start)
-        resume(actor, start)
         exporter = Exporter(actor, stage, start.done)
         publisher.trained(exporter, start.done)
         release(device)
@@ -127,10 +125,7 @@ class Publisher:
 
 
 class LiveBatches:
-    """The groups of a stage as engines store them; implements `megarl.phases.updates.Batches`.
-
-    It refuses groups with tokens that are older than the schedule allows.
-    """
+    """The groups of a stage as engines store them; implements `megarl.phases.updates.Batches`."""
 
     def __init__(self, actor: Actor, publisher: Publisher, exporter: Exporter, stop: StopRequest) -> None:
         self.actor, self.publisher, self.exporter, self.stop = actor, publisher, exporter, stop
@@ -150,8 +145,6 @@ class LiveBatches:
         while decision != "train" or self._missing(update):  # what another node stored becomes visible late
             if decision == "stop":
                 return None
-            if self.stop.asked:
-                self.state.ask_stop()
             if decision == "wait" and self.schedule.colocate and not given:
                 release(self.actor.device)
                 self.state.give(update)
@@ -161,7 +154,6 @@ class LiveBatches:
             decision = self._decision(update)
         beat("update", f"update {self.stage.first_update + update + 1}")
         groups = self.store.read(self._groups(update))
-        self._check_lags(self.stage.first_update + update, groups)
         self.last_idle = time.perf_counter() - start
         self.idle_seconds += self.last_idle
         return groups
@@ -194,6 +186,7 @@ class LiveBatches:
     def _decision(self, update: int) -> Decision | None:
         """What all trainers do next: train an update, wait for its groups, or stop. The first one decides.
 
+        All processes of a phase are asked to stop together; a trainer that alone was asked stops after an update.
         On shared devices trainers and engines take turns. The engines' turn begins once no stored groups are left to
         train and all trainers have given back the memory that they can do without.
         """
@@ -202,25 +195,13 @@ class LiveBatches:
             return decided
         missing, rest = self._missing(update), not self.schedule.colocate or self.state.all_rest()
         decision: Decision = "wait" if missing or not rest else "train"
-        if self.stop.asked or self.state.stop_asked():
+        if self.stop.asked:
             decision = "stop"
         if decision != decided:
             self.state.decide(update, decision)
         if decision == "wait" and self.schedule.colocate and rest and self.state.given(update) == dist.get_world_size():
             self.state.next_round()
         return decision
-
-    def _check_lags(self, batch: int, groups: list[Group]) -> None:
-        largest = self.schedule.lag_rule.max_lag
-        for group in groups:
-            for response in group.responses:
-                oldest, newest = int(response.versions.min()), int(response.versions.max())
-                if batch - oldest > largest or newest > batch:
-                    raise UserError(
-                        f"group {group.group_id} has tokens of policy versions {oldest} to {newest}, but update "
-                        f"{batch + 1} may train versions {max(0, batch - largest)} to {batch} (max_lag = {largest}): "
-                        f"{self.store.directory} was generated with another schedule"
-                    )
 
     def trained(self, updates: int) -> None:
         self.publisher.trained(self.exporter, updates)
