@@ -10,7 +10,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from megarl.distributed import ReplicaGroup
 from megarl.errors import STOPPED
 from megarl.estimates import summarise
 from megarl.phases.generation import missing_chunks, shared_chunks
-from megarl.phases.rollout_worker import RolloutWorker, never
+from megarl.phases.rollout_worker import RolloutWorker, never, with_policy
 from megarl.phases.stop import StopRequest
 from megarl.recipe.tables import Suite
 from megarl.rewards.answers import COMPARED, answer_of
@@ -70,20 +70,10 @@ def _evaluate_all(
     for_training: load the stage's policy at the end, which is to generate its rollouts.
     """
     worker: RolloutWorker | None = None
-    run = stage.run
     for version in sorted({*due, stage.first_update} if for_training else due):
-        start, policy = time.monotonic(), run.version(version)
-        run.check_prompts()
-        if worker is None:
-            path = run.under_one_path(policy, replicas.rank)
-            worker = RolloutWorker.build(run.recipe, stage.number, path, for_training)
-            worker.stopped = stopped
-        else:
-            worker.load(policy)
-        drift = worker.check_drift(policy, replicas)
-        place = {"phase": "evaluate" if version in due else "rollout", "rank": replicas.rank}
-        seconds = round(time.monotonic() - start, 3)
-        stage.log_event("weight_drift", **place, load_seconds=seconds, **asdict(drift))
+        place = {"phase": "evaluate" if version in due else "rollout"}
+        worker = with_policy(worker, stage, stage.run.version(version), replicas, place, for_training)
+        worker.stopped = stopped
         if version in due:
             _evaluate_policy(stage, version, worker, replicas)
         if stopped():

@@ -6,7 +6,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from megarl.rollout.engine import (
 )
 from megarl.storage.policies import decode_reference, encode_reference, read_info, read_reference
 from megarl.storage.rollouts import Group, Response
+from megarl.storage.run_dir import Stage
 from megarl.storage.shards import UNFINISHED
 
 PROMPTS, PROMPT_TOKENS = 16, 128  # size of the reference text of a base model, which transformers scores on a CPU
@@ -210,6 +211,30 @@ class RolloutWorker:
         if portion:
             yield portion
         self.unfinished = list(requests.pending.values())
+
+
+def with_policy(
+    worker: RolloutWorker | None,
+    stage: Stage,
+    policy: Path,
+    replicas: ReplicaGroup,
+    place: dict[str, Any],
+    for_training: bool = True,
+) -> RolloutWorker:
+    """``worker``, or a new one, with a policy that is loaded and checked; logs a `weight_drift` event.
+
+    place: further fields of the event. for_training: as in `RolloutWorker.build`.
+    """
+    start, run = time.perf_counter(), stage.run
+    if worker is None:
+        run.check_prompts()
+        path = run.under_one_path(policy, replicas.rank)
+        worker = RolloutWorker.build(run.recipe, stage.number, path, for_training)
+    else:
+        worker.load(policy)
+    drift, seconds = worker.check_drift(policy, replicas), round(time.perf_counter() - start, 3)
+    stage.log_event("weight_drift", **place, rank=replicas.rank, load_seconds=seconds, **asdict(drift))
+    return worker
 
 
 class _Requests:
