@@ -74,30 +74,22 @@ def _evaluate_all(
         place = {"phase": "evaluate" if version in due else "rollout"}
         worker = with_policy(worker, stage, stage.run.version(version), replicas, place, for_training)
         worker.stopped = stopped
-        if version in due:
-            _evaluate_policy(stage, version, worker, replicas)
+        # suites that have no ``evaluation`` event for this policy yet
+        names = replicas.from_first(f"suites/{version}", stage.run.unevaluated(version)) if version in due else ()
+        for suite in (suite for suite in stage.run.recipe.suites if suite.name in names):
+            one = _Evaluation(stage, version, suite, worker, replicas)
+            one.answer()
+            if stopped():
+                break
+            one.finish()
         if stopped():
             break
     assert worker is not None
     return worker
 
 
-def _evaluate_policy(stage: Stage, version: int, worker: RolloutWorker, replicas: ReplicaGroup) -> None:
-    """Evaluate the policy on each suite that has no ``evaluation`` event for it yet, and append these events.
-
-    Responses that an earlier attempt stored are not generated again. A suite gets no event if the worker is stopped.
-    """
-    names = replicas.from_first(f"suites/{version}", stage.run.unevaluated(version))
-    for suite in (suite for suite in stage.run.recipe.suites if suite.name in names):
-        one = _Evaluation(stage, version, suite, worker, replicas)
-        one.answer()
-        if worker.stopped():
-            return
-        one.finish()
-
-
 class _Evaluation:
-    """The evaluation of one policy on one suite."""
+    """The evaluation of one policy on one suite. Responses that an earlier attempt stored are not generated again."""
 
     def __init__(self, stage: Stage, version: int, suite: Suite, worker: RolloutWorker, replicas: ReplicaGroup) -> None:
         self.stage, self.version, self.suite, self.worker, self.replicas = stage, version, suite, worker, replicas

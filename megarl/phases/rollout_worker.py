@@ -175,8 +175,7 @@ class RolloutWorker:
         earlier: the responses of a group that an earlier stage left unfinished, which are continued; () for a new one.
         other_seeds: is added to the ids of groups for the seeds of their responses.
         scored_first: take a chunk only once all responses generated before are scored.
-        watch: called after each step of the engine or wait for scores, with the responses that ended or were
-            interrupted and the groups that are scored, before these are stored.
+        watch: gets, after each step, the responses that ended or were interrupted, and the groups that are scored.
         """
         requests = _Requests(self, prompt, draws, earlier, other_seeds)
         whole, stopping = self.engine.repeats_chunks and not within_chunks, False
@@ -189,14 +188,12 @@ class RolloutWorker:
                 ended: list[Completion] = []
                 if self.engine.decoding:
                     ended = requests.receive(self.engine.interrupt() if stopping else self.engine.step())
-                    scored = self.scoring.take() if self.scoring.is_due() else []
+                    scored = requests.scored() if self.scoring.is_due() else []
                 elif self.scoring.busy and not self.stopped():
                     beat("scoring")
-                    scored = self.scoring.take(wait=True, unless=self.stopped)
+                    scored = requests.scored(wait=True)
                 else:
                     break
-                for group in scored:
-                    del requests.pending[group.group_id]
                 watch(ended, scored)
                 portion += scored
                 # chunks come one after another, and so do their groups, since then scoring is in order
@@ -301,6 +298,13 @@ class _Requests:
                 response = _joined(group.parts.pop(k), self.draws.max_tokens)
                 self.worker.scoring.add(group, k, replace(response, discarded=group.discarded.get(k)))
         return kept
+
+    def scored(self, wait: bool = False) -> list[Group]:
+        """The groups that are scored since the last call, which are not pending then. wait: as in `Scoring.take`."""
+        found = self.worker.scoring.take(wait, self.worker.stopped)
+        for group in found:
+            del self.pending[group.group_id]
+        return found
 
     def _slots(self, groups: Sequence[PendingGroup]) -> list[_Slot]:
         return [(group, k) for group in groups for k in range(self.draws.samples) if k not in group.responses]
