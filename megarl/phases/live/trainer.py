@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megarl.actor import parallel
 from megarl.distributed import Role
+from megarl.errors import UserError
 from megarl.heartbeats import WAITS, beat
 from megarl.phases.candidates import Choice, add_stored
 from megarl.phases.export import Exporter
@@ -125,7 +126,10 @@ class Publisher:
 
 
 class LiveBatches:
-    """The groups of a stage as engines store them; implements `megarl.phases.updates.Batches`."""
+    """The groups of a stage as engines store them; implements `megarl.phases.updates.Batches`.
+
+    It refuses groups with tokens that are older than the schedule allows.
+    """
 
     def __init__(self, actor: Actor, publisher: Publisher, exporter: Exporter, stop: StopRequest) -> None:
         self.actor, self.publisher, self.exporter, self.stop = actor, publisher, exporter, stop
@@ -154,6 +158,7 @@ class LiveBatches:
             decision = self._decision(update)
         beat("update", f"update {self.stage.first_update + update + 1}")
         groups = self.store.read(self._groups(update))
+        self._check_lags(self.stage.first_update + update, groups)
         self.last_idle = time.perf_counter() - start
         self.idle_seconds += self.last_idle
         return groups
@@ -202,6 +207,18 @@ class LiveBatches:
         if decision == "wait" and self.schedule.colocate and rest and self.state.given(update) == dist.get_world_size():
             self.state.next_round()
         return decision
+
+    def _check_lags(self, batch: int, groups: list[Group]) -> None:
+        largest = self.schedule.lag_rule.max_lag
+        for group in groups:
+            for response in group.responses:
+                oldest, newest = int(response.versions.min()), int(response.versions.max())
+                if batch - oldest > largest or newest > batch:
+                    raise UserError(
+                        f"group {group.group_id} has tokens of policy versions {oldest} to {newest}, but update "
+                        f"{batch + 1} may train versions {max(0, batch - largest)} to {batch} (max_lag = {largest}): "
+                        f"{self.store.directory} was generated with another schedule"
+                    )
 
     def trained(self, updates: int) -> None:
         self.publisher.trained(self.exporter, updates)
