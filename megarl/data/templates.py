@@ -89,11 +89,6 @@ class Renderer:
         variables -= {*GIVEN, *self._tokenizer.special_tokens_map, "raise_exception"} - {"tools"}
         return self._fields | variables | {"system"}
 
-    @functools.cached_property
-    def longest_token(self) -> int:
-        """The most characters of a text for which one token can stand."""
-        return max(map(len, self._tokenizer.get_vocab()))
-
     def text(self, item: Item, where: str) -> str:
         """The prompt's text; `UserError`, which names the item by ``where``, if the template does not fit it."""
         question, template = item["question"], self._table.prompt_template

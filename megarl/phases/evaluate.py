@@ -10,7 +10,7 @@ import itertools
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -20,7 +20,7 @@ from megarl.distributed import ReplicaGroup
 from megarl.errors import STOPPED
 from megarl.estimates import summarise
 from megarl.phases.generation import missing_chunks, shared_chunks
-from megarl.phases.rollout_worker import RolloutWorker, never
+from megarl.phases.rollout_worker import RolloutWorker, never, with_policy
 from megarl.phases.stop import StopRequest
 from megarl.recipe.tables import Suite
 from megarl.rewards.answers import COMPARED, answer_of
@@ -70,44 +70,26 @@ def _evaluate_all(
     for_training: load the stage's policy at the end, which is to generate its rollouts.
     """
     worker: RolloutWorker | None = None
-    run = stage.run
     for version in sorted({*due, stage.first_update} if for_training else due):
-        start, policy = time.monotonic(), run.version(version)
-        run.check_prompts()
-        if worker is None:
-            path = run.under_one_path(policy, replicas.rank)
-            worker = RolloutWorker.build(run.recipe, stage.number, path, for_training)
-            worker.stopped = stopped
-        else:
-            worker.load(policy)
-        drift = worker.check_drift(policy, replicas)
-        place = {"phase": "evaluate" if version in due else "rollout", "rank": replicas.rank}
-        seconds = round(time.monotonic() - start, 3)
-        stage.log_event("weight_drift", **place, load_seconds=seconds, **asdict(drift))
-        if version in due:
-            _evaluate_policy(stage, version, worker, replicas)
+        place = {"phase": "evaluate" if version in due else "rollout"}
+        worker = with_policy(worker, stage, stage.run.version(version), replicas, place, for_training)
+        worker.stopped = stopped
+        # suites that have no ``evaluation`` event for this policy yet
+        names = replicas.from_first(f"suites/{version}", stage.run.unevaluated(version)) if version in due else ()
+        for suite in (suite for suite in stage.run.recipe.suites if suite.name in names):
+            one = _Evaluation(stage, version, suite, worker, replicas)
+            one.answer()
+            if stopped():
+                break
+            one.finish()
         if stopped():
             break
     assert worker is not None
     return worker
 
 
-def _evaluate_policy(stage: Stage, version: int, worker: RolloutWorker, replicas: ReplicaGroup) -> None:
-    """Evaluate the policy on each suite that has no ``evaluation`` event for it yet, and append these events.
-
-    Responses that an earlier attempt stored are not generated again. A suite gets no event if the worker is stopped.
-    """
-    names = replicas.from_first(f"suites/{version}", stage.run.unevaluated(version))
-    for suite in (suite for suite in stage.run.recipe.suites if suite.name in names):
-        one = _Evaluation(stage, version, suite, worker, replicas)
-        one.answer()
-        if worker.stopped():
-            return
-        one.finish()
-
-
 class _Evaluation:
-    """The evaluation of one policy on one suite."""
+    """The evaluation of one policy on one suite. Responses that an earlier attempt stored are not generated again."""
 
     def __init__(self, stage: Stage, version: int, suite: Suite, worker: RolloutWorker, replicas: ReplicaGroup) -> None:
         self.stage, self.version, self.suite, self.worker, self.replicas = stage, version, suite, worker, replicas

@@ -12,7 +12,7 @@ from megarl.errors import UserError
 from megarl.foreign import quoted
 from megarl.phases.export import Exporter
 from megarl.phases.stop import StopRequest
-from megarl.phases.updates import build_actor, check_rollouts, find_start, make_updates, resume
+from megarl.phases.updates import build_actor, check_rollouts, find_start, make_updates
 from megarl.storage.metrics.summary import ages
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
@@ -27,11 +27,10 @@ def optimize(stage: Stage) -> None:
         command = f"megarl rollout {quoted(stage.run.root)} --stage {stage.number}"
         raise UserError(f"{stage.rollouts} is not sealed: run `{command}` first")
     device = parallel.initialize(stage.run.recipe)
-    start, store = find_start(stage), RolloutStore(stage.rollouts)
+    start, store = find_start(stage, "optimize"), RolloutStore(stage.rollouts)
     if start.done:
         check_rollouts(store)
     actor = build_actor(stage, device, start)
-    resume(actor, start)
     exporter = Exporter(actor, stage, start.done)
     batches = SealedBatches(stage, store, exporter)
     if dist.get_rank() == 0:

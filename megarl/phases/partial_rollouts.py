@@ -59,19 +59,15 @@ class PartialRollouts:
             before = RolloutStore(stage.previous.rollouts)
             continued = before.missing(carried)
             complete = sorted(set(carried).difference(continued))
-            self._copy(before, complete)
+            with self._writer(stage.rollouts) as writer:  # so that all groups that this stage trains are in its store
+                left, size = RolloutStore(stage.rollouts).missing(complete), stage.rollout.groups_per_chunk
+                for first in range(0, len(left), size):
+                    writer.append(before.read(left[first : first + size]))
         cut, total = self._cut(), len(self.candidates) - len(complete)
         missing = [group for group in RolloutStore(stage.rollouts).missing(self.candidates) if group not in cut]
         if there := total - len(missing):
             stage.log_event("resume", phase="rollout", skipped=there, total=total, unit="groups")
         return {"continued": continued, "missing": missing}
-
-    def _copy(self, before: RolloutStore, complete: Sequence[int]) -> None:
-        """Copy carried groups that are ``complete``, so that all groups that this stage trains are in its store."""
-        with self._writer(self.stage.rollouts) as writer:
-            left, size = RolloutStore(self.stage.rollouts).missing(complete), self.stage.rollout.groups_per_chunk
-            for first in range(0, len(left), size):
-                writer.append(before.read(left[first : first + size]))
 
     def _cut(self) -> set[int]:
         """The groups with a response that reached the budget in this stage, unfinished."""
@@ -102,7 +98,7 @@ class PartialRollouts:
                 worker.prompts.train,
                 worker.sampling(budget=budget),
                 earlier=earlier,
-                watch=self.stats,
+                watch=self.stats.step,
             ):
                 wanted = [group for group in groups if group.group_id in missing]
                 complete.append([group for group in wanted if not any_unfinished(group.responses)])

@@ -64,7 +64,7 @@ def _rollout_whole(stage: Stage, replicas: ReplicaGroup, worker: RolloutWorker) 
             worker.sampling(),
             interrupted=candidates.are_enough,
             scored_first=whole and candidates.chooses,  # else the speed of scoring would affect what is generated
-            watch=stats,
+            watch=stats.step,
         ):
             # a repeated chunk may contain groups that an earlier attempt has stored
             writer.append([group for group in groups if group.group_id in missing])

@@ -6,9 +6,9 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -36,6 +36,7 @@ from megarl.rollout.engine import (
 )
 from megarl.storage.policies import decode_reference, encode_reference, read_info, read_reference
 from megarl.storage.rollouts import Group, Response
+from megarl.storage.run_dir import Stage
 from megarl.storage.shards import UNFINISHED
 
 PROMPTS, PROMPT_TOKENS = 16, 128  # size of the reference text of a base model, which transformers scores on a CPU
@@ -46,16 +47,6 @@ _Slot = tuple[PendingGroup, int]  # a response: its group and its index in the g
 def never() -> bool:
     """Nothing interrupts the generation."""
     return False
-
-
-class Watch(Protocol):
-    """What is told of the progress of `RolloutWorker.generate`."""
-
-    def step(self, ended: Sequence[Completion]) -> None:
-        """After each step of the engine or wait for scores; ``ended``: responses that ended, or were interrupted."""
-
-    def add(self, group: Group) -> None:
-        """As soon as a group is scored, before it is stored."""
 
 
 @dataclass
@@ -169,7 +160,7 @@ class RolloutWorker:
         other_seeds: int = 0,
         scored_first: bool = False,
         store_seconds: float = STORE_SECONDS,
-        watch: Watch | None = None,
+        watch: Callable[[Sequence[Completion], Sequence[Group]], None] = lambda ended, scored: None,
     ) -> Iterator[list[Group]]:
         """Generate and score groups; yields portions of complete ones. What is faulty is made again, see `discard`.
 
@@ -184,8 +175,9 @@ class RolloutWorker:
         earlier: the responses of a group that an earlier stage left unfinished, which are continued; () for a new one.
         other_seeds: is added to the ids of groups for the seeds of their responses.
         scored_first: take a chunk only once all responses generated before are scored.
+        watch: gets, after each step, the responses that ended or were interrupted, and the groups that are scored.
         """
-        requests = _Requests(self, prompt, draws, earlier, other_seeds, watch)
+        requests = _Requests(self, prompt, draws, earlier, other_seeds)
         whole, stopping = self.engine.repeats_chunks and not within_chunks, False
         portion, stored = list[Group](), time.monotonic()
         try:
@@ -196,13 +188,13 @@ class RolloutWorker:
                 ended: list[Completion] = []
                 if self.engine.decoding:
                     ended = requests.receive(self.engine.interrupt() if stopping else self.engine.step())
-                    scored = self.scoring.take() if self.scoring.is_due() else []
+                    scored = requests.scored() if self.scoring.is_due() else []
                 elif self.scoring.busy and not self.stopped():
                     beat("scoring")
-                    scored = self.scoring.take(wait=True, unless=self.stopped)
+                    scored = requests.scored(wait=True)
                 else:
                     break
-                requests.tell(ended, scored)
+                watch(ended, scored)
                 portion += scored
                 # chunks come one after another, and so do their groups, since then scoring is in order
                 while portion and (
@@ -218,6 +210,30 @@ class RolloutWorker:
         self.unfinished = list(requests.pending.values())
 
 
+def with_policy(
+    worker: RolloutWorker | None,
+    stage: Stage,
+    policy: Path,
+    replicas: ReplicaGroup,
+    place: dict[str, Any],
+    for_training: bool = True,
+) -> RolloutWorker:
+    """``worker``, or a new one, with a policy that is loaded and checked; logs a `weight_drift` event.
+
+    place: further fields of the event. for_training: as in `RolloutWorker.build`.
+    """
+    start, run = time.perf_counter(), stage.run
+    if worker is None:
+        run.check_prompts()
+        path = run.under_one_path(policy, replicas.rank)
+        worker = RolloutWorker.build(run.recipe, stage.number, path, for_training)
+    else:
+        worker.load(policy)
+    drift, seconds = worker.check_drift(policy, replicas), round(time.perf_counter() - start, 3)
+    stage.log_event("weight_drift", **place, rank=replicas.rank, load_seconds=seconds, **asdict(drift))
+    return worker
+
+
 class _Requests:
     """The requests of one call of `RolloutWorker.generate`, whose arguments it has."""
 
@@ -228,10 +244,9 @@ class _Requests:
         draws: Sampling,
         earlier: Callable[[int], tuple[Response, ...]],
         other_seeds: int,
-        watch: Watch | None,
     ) -> None:
         self.worker, self.prompt, self.draws, self.earlier = worker, prompt, draws, earlier
-        self.other_seeds, self.watch = other_seeds, watch
+        self.other_seeds = other_seeds
         self.pending = {group.number: group for group in worker.unfinished}  # not scored yet
         self.sizes: list[int] = []  # of the chunks that are not stored yet
         self._left = worker.unfinished  # to continue before any chunk
@@ -284,36 +299,31 @@ class _Requests:
                 self.worker.scoring.add(group, k, replace(response, discarded=group.discarded.get(k)))
         return kept
 
-    def tell(self, ended: Sequence[Completion], scored: Sequence[Group]) -> None:
-        """Tell the `Watch`, if there is one, what a step has ended; ``scored`` groups are not pending then."""
-        for group in scored:
+    def scored(self, wait: bool = False) -> list[Group]:
+        """The groups that are scored since the last call, which are not pending then. wait: as in `Scoring.take`."""
+        found = self.worker.scoring.take(wait, self.worker.stopped)
+        for group in found:
             del self.pending[group.group_id]
-        if self.watch:
-            self.watch.step(ended)
-            for group in scored:
-                self.watch.add(group)
+        return found
 
     def _slots(self, groups: Sequence[PendingGroup]) -> list[_Slot]:
         return [(group, k) for group in groups for k in range(self.draws.samples) if k not in group.responses]
 
     def _ask(self, slots: list[_Slot], continues: bool) -> None:
-        self.worker.engine.submit(len(self._asked), self._request(slots, continues))
-        self._asked.append((1 if continues else self.draws.samples, slots))
-
-    def _request(self, slots: Sequence[_Slot], continues: bool) -> Request:
-        """A request for responses. continues: repeat the prompt for each response, with the response's prefix."""
+        """Submit a request for responses. continues: repeat the prompt for each response, with its prefix."""
         run_seed = self.worker.recipe.run.seed
         seeds = tuple(
             next_seed(response_seed(run_seed, group.number + self.other_seeds, k), group.discarded.get(k, 0))
             for group, k in slots
         )
-        if not continues:
-            prompts = [list(group.prompt.tokens) for group, _ in slots[:: self.draws.samples]]
-            return Request(prompts, replace(self.draws, seeds=seeds))
-        parts = [group.parts.get(k, ()) for group, k in slots]
-        prefixes = tuple(tuple(token for part in found for token in part.tokens.tolist()) for found in parts)
-        prompts = [list(group.prompt.tokens) for group, _ in slots]
-        return Request(prompts, replace(self.draws, seeds=seeds, samples=1, prefixes=prefixes))
+        draws = replace(self.draws, seeds=seeds)
+        if continues:
+            parts = [group.parts.get(k, ()) for group, k in slots]
+            prefixes = tuple(tuple(token for part in found for token in part.tokens.tolist()) for found in parts)
+            draws = replace(draws, samples=1, prefixes=prefixes)
+        prompts = [list(group.prompt.tokens) for group, _ in slots[:: draws.samples]]
+        self.worker.engine.submit(len(self._asked), Request(prompts, draws))
+        self._asked.append((draws.samples, slots))
 
 
 def _pending(number: int, prompt: Prompt, draws: Sampling, earlier: Sequence[Response]) -> PendingGroup:

@@ -60,13 +60,16 @@ class Batches(Protocol):
 
 
 def build_actor(stage: Stage, device: torch.device, start: Start) -> Actor:
-    """The actor with the stage's first policy, and with the frozen policies that its updates need.
+    """The actor with the checkpoint of ``start``, or else with the run's first policy. Collective.
 
-    If ``start`` has a checkpoint, no weights are read, since `resume` must load the checkpoint next.
+    It has the frozen policies that its updates need.
     """
     beat("loading of the model", stage.policy.name)
     actor = Actor.build(stage.run.recipe, stage.run.base, device, load=start.checkpoint is None)
     actor.frozen = frozen_policies(_objective(stage.run), stage)
+    if start.checkpoint is not None:
+        beat("load", start.checkpoint.name)
+        checkpoint.load(actor, start.checkpoint)
     return actor
 
 
@@ -210,18 +213,12 @@ def pack(actor: Actor, groups: list[Group]) -> tuple[list[Sample], list[packing.
 
 
 def _open_metrics(stage: Stage, start: Start) -> MetricsWriter | None:
-    """The metrics writer, on the one rank that writes metrics; logs an event if the stage resumes."""
+    """The metrics writer, on the one rank that writes metrics."""
     if not parallel.reports_metrics():
         return None
-    total, done = stage.run.recipe.schedule.updates_per_stage, start.done
-    if done:
-        stage.log_event("resume", phase=_phase(stage), skipped=done, total=total, unit="updates")
-    lines = read_metrics(start.checkpoint, read_manifest(start.checkpoint)) if start.checkpoint and done else b""
-    return MetricsWriter(stage.run.metrics, start.position, lines, stage.first_update + done, stage.run.recipe.run)
-
-
-def _phase(stage: Stage) -> str:
-    return "live" if stage.run.recipe.schedule.kind == "live" else "optimize"
+    done = stage.first_update + start.done
+    lines = read_metrics(start.checkpoint, read_manifest(start.checkpoint)) if start.checkpoint and start.done else b""
+    return MetricsWriter(stage.run.metrics, start.position, lines, done, stage.run.recipe.run)
 
 
 def skip(
@@ -264,28 +261,31 @@ class Start:
     position: Position = NOTHING  # place in metrics.jsonl at which new lines go
 
 
-def find_start(stage: Stage) -> Start:
-    """Where to resume: after the newest undamaged checkpoint of ``stage``, or else at its beginning. Collective.
+def find_start(stage: Stage, phase: str) -> Start:
+    """Where ``phase`` resumes: after the newest undamaged checkpoint of ``stage``, or at its beginning. Collective.
 
     Damaged checkpoints are renamed. A stage at its beginning loads the last checkpoint of the previous stage, for
     optimizer and random state: `UserError` if that is damaged or gone.
     """
-    if dist.get_rank() == 0:
+    first, total = dist.get_rank() == 0, stage.run.recipe.schedule.updates_per_stage
+    if first:
         checkpoint.remove_unfinished(stage.checkpoints)
     for done, path in reversed(checkpoints(stage.checkpoints)):
         beat("verification", path.name)
         damage = checkpoint.verify(path)
         if damage is None:
+            if first:
+                stage.log_event("resume", phase=phase, skipped=done, total=total, unit="updates")
             return Start(done, path, read_manifest(path).position)
-        if dist.get_rank() == 0:
+        if first:
             place = {"checkpoint": str(path.relative_to(stage.run.root)), "kept_as": set_aside(path).name}
-            stage.log_event("damaged_checkpoint", phase=_phase(stage), damage=damage, **place)
+            stage.log_event("damaged_checkpoint", phase=phase, damage=damage, **place)
         dist.barrier()
     if stage.number == 0:
-        first = stage.run.start()  # the checkpoint of another run, or None
-        if first is not None and (damage := checkpoint.verify(first)):
-            raise UserError(f"{first}, from which the run starts, is damaged: {damage}. Restore it from a copy")
-        return Start(0, first)
+        other = stage.run.start()  # the checkpoint of another run, or None
+        if other is not None and (damage := checkpoint.verify(other)):
+            raise UserError(f"{other}, from which the run starts, is damaged: {damage}. Restore it from a copy")
+        return Start(0, other)
     path = _end_of(stage.previous)
     # metrics.jsonl of a branch has only its own updates, none of the run whose checkpoints it links to
     position = NOTHING if stage.previous.checkpoints.is_symlink() else read_manifest(path).position
@@ -294,27 +294,14 @@ def find_start(stage: Stage) -> Start:
 
 def _end_of(stage: Stage) -> Path:
     """The checkpoint after the last update of a stage; `UserError` if it is missing or damaged. Collective."""
-    saved = dict(checkpoints(stage.checkpoints))
-    path = saved.get(stage.run.recipe.schedule.updates_per_stage)
-    if path is None:
-        raise UserError(f"{stage.checkpoints} lacks the last checkpoint of stage {stage.number}. {_remake(stage)}")
-    if damage := checkpoint.verify(path):
-        raise UserError(f"{path} is damaged: {damage}. {_remake(stage)}")
-    return path
-
-
-def _remake(stage: Stage) -> str:
-    return (
-        f"Restore it from a copy; or delete it, {stage.next.policy} and {stage.next.checkpoints}, and start the run "
-        f"again: stage {stage.number} is then optimized again from its newest remaining checkpoint"
+    path = dict(checkpoints(stage.checkpoints)).get(stage.run.recipe.schedule.updates_per_stage)
+    if path is not None and (damage := checkpoint.verify(path)) is None:
+        return path
+    found = f"{path} is damaged: {damage}" if path else f"{stage.checkpoints} lacks its last checkpoint"
+    raise UserError(
+        f"{found}. Restore it from a copy; or delete it, {stage.next.policy} and {stage.next.checkpoints}, and start "
+        f"the run again: stage {stage.number} is then optimized again from its newest remaining checkpoint"
     )
-
-
-def resume(actor: Actor, start: Start) -> None:
-    """Load the checkpoint of ``start``, if it has one, into the actor. Collective."""
-    if start.checkpoint is not None:
-        beat("load", start.checkpoint.name)
-        checkpoint.load(actor, start.checkpoint)
 
 
 def check_rollouts(store: RolloutStore) -> None:

@@ -15,6 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from megarl import cli
 from megarl.cli import training
+from megarl.recipe.load import dump_recipe, load_recipe, override_recipe, recipe_diff
+from megarl.storage.run_dir import RunDir
 from tests.helpers import children, megarl, mount_tmpfs
 from tests.zygote import new_fork_server
 
@@ -49,15 +51,12 @@ def fails(capfd, monkeypatch):
     [
         ("rollout.temperatur=1.0", ["rollout.temperatur", "'temperature'"]),
         ("schedule.stages=two", ["schedule.stages", "integer", "'two'"]),
-        ("eval.prompts=1000000000", ["eval.prompts", "less than or equal to 1000000"]),
         ("optimizer.eps=nan", ["optimizer.eps", "finite number"]),
         ("objective.ratio_max=nan", ["ratio_max", "nan"]),
-        ("data.prompt_template=" + "x" * 1_000_001, ["data.prompt_template", "at most 1000000 characters"]),
         ("data.prompt_template=\udcff", ["--set", "not valid UTF-8"]),
         ("data.options=" + "[" * 100_000, ["--set data.options", "nested"]),
         ("objective.name=mu_grop", ["mu_grop", "mu_grpo"]),
         ("objective.ratio_mx=5.0", ["ratio_mx", "ratio_max"]),
-        ("objective.veto_scope=prefix", ["veto_scope", "prefix", "suffix"]),
         ("data.prompt_template={wrd}=", ["wrd", "prompt"]),
         ("data.train=prompts.txt", ["prompts.txt", ".jsonl"]),
         ("reward.kind=reasoning_gym", ["reward.kind", "data.source"]),
@@ -70,14 +69,9 @@ def fails(capfd, monkeypatch):
         ("model.path=Qwen/Qwen3-30B-A3B", ["not a local directory", "hf download", "Qwen/Qwen3-30B-A3B\n"]),
         ("actor.tensor_parallel=2", ["processes_per_node", "tensor_parallel"]),
         ("objective.advantage=group_men", ["objective.advantage", "group_mean"]),
-        ("rollout.responses_per_prompt=1", ["responses_per_prompt", "at least 2"]),
         ("rollout.max_response_tokens=125", ["133", "max_position_embeddings = 128"]),
-        ("rollout.engine=vlm", ["rollout.engine", "'vllm'"]),
         ("stages.2.engine=builtin", ["[stages.2]", "stages 0 to 1"]),
-        ("stages.1.tensor_parallel=2", ["[stages.1] tensor_parallel = 2", "on one device"]),
         ("actor.layers=transformer_engine", ["transformer_engine", "backend"]),
-        ("actor.routing_replay=engine", ["routing_replay", "'builtin' of stage 0 records none", "'sglang'", '"actor"']),
-        ("megatron.calculate_per_token_loss=false", ["calculate_per_token_loss", "wrong weights"]),
         ("actor.backend=cuda", ["needs 1 GPUs, but torch sees 0"]),
         ("rollout", ["section.key=value"]),
     ],
@@ -125,8 +119,6 @@ def test_a_missing_or_malformed_recipe_is_refused(fails, tmp_path):
     fails("train", tmp_path / "bad.toml", "--run-dir", tmp_path / "run", words=["bad.toml", "line 1"])
     (tmp_path / "bad.toml").write_text("x = " + "[" * 100_000)
     fails("train", tmp_path / "bad.toml", "--run-dir", tmp_path / "run", words=["bad.toml", "nested"])
-    (tmp_path / "bad.toml").write_text("#" * ((16 << 20) + 1))
-    fails("train", tmp_path / "bad.toml", "--run-dir", tmp_path / "run", words=["bad.toml", "16 MiB"])
 
 
 def test_a_mistake_found_in_another_process_is_printed_once(recipe, tmp_path, capfd):
@@ -138,60 +130,40 @@ def test_a_mistake_found_in_another_process_is_printed_once(recipe, tmp_path, ca
     assert everything.count(message) == 1, everything
 
 
-def test_impossible_parallel_layouts_are_refused(fails, recipe, tmp_path):
-    command = ["train", recipe, "--run-dir", tmp_path / "run", "--set", "actor.processes_per_node=3"]
-    fails(*command, "--set", "actor.expert_parallel=3", words=["expert_parallel = 3", "8"])
-    fails(*command, "--set", "actor.pipeline_parallel=3", words=["pipeline_parallel = 3", "num_hidden_layers = 2"])
-    fails(*command, "--set", "actor.expert_tensor_parallel=2", words=["expert_tensor_parallel"])
-
-
 def test_an_unsupported_or_malformed_config_json_is_refused(fails, recipe, tiny_model, tmp_path):
     model = tmp_path / "model"
     shutil.copytree(tiny_model, model)
     config = json.loads((model / "config.json").read_text())
-    for key, value in {"attention_bias": True, "hidden_act": "gelu", "model_type": "gpt2"}.items():
-        (model / "config.json").write_text(json.dumps(config | {key: value}))
-        command = ["train", recipe, "--run-dir", tmp_path / "run", "--set", f"model.path={model}"]
-        fails(*command, words=["config.json", key])
-    for text, words in {"[]": ["must hold a JSON object"], "[" * 100_000: ["JSON", "nested"]}.items():
+    command = ["train", recipe, "--run-dir", tmp_path / "run", "--set", f"model.path={model}"]
+    for text, words in {
+        json.dumps(config | {"hidden_act": "gelu"}): ["hidden_act"],
+        json.dumps(config | {"vocab_size": 20}): ["28", "20"],
+        "[]": ["must hold a JSON object"],
+        "[" * 100_000: ["JSON", "nested"],
+    }.items():
         (model / "config.json").write_text(text)
         fails(*command, words=["config.json", *words])
 
 
-def fp8(tensors, name):
-    tensors[f"{name}.weight_scale_inv"] = torch.ones(1, 1)
-    tensors[f"{name}.weight"] = tensors[f"{name}.weight"].to(torch.float8_e4m3fn)
-
-
-def gptq(tensors, name):
-    outputs, inputs = tensors.pop(f"{name}.weight").shape
-    tensors[f"{name}.qweight"] = torch.zeros(inputs // 8, outputs, dtype=torch.int32)
-    tensors[f"{name}.scales"] = torch.ones(1, outputs, dtype=torch.float16)
-
-
 @pytest.mark.parametrize(
-    ("declared", "quantise", "words"),
+    ("declared", "words"),
     [
-        ("fp8", fp8, ["config.json", "quantization_config (fp8)", "convert them to bfloat16"]),
-        ("what comes next", None, ["config.json", "quantization_config (what comes next)"]),
-        ("mxfp4", None, ["config.json", "quantization_config (mxfp4)", "Quantised(dequantize=True)"]),
-        (None, fp8, ["model.safetensors", "q_proj.weight' has dtype F8_E4M3", "not quantised"]),
-        (None, gptq, ["model.safetensors", "q_proj.qweight' has dtype I32", "not quantised"]),
+        (True, ["config.json", "quantization_config (what comes next)"]),
+        (False, ["model.safetensors", "q_proj.qweight' has dtype I32", "not quantised"]),
     ],
 )
-def test_quantised_weights_are_refused_before_anything_is_written(
-    declared, quantise, words, fails, recipe, tiny_model, tmp_path
-):
+def test_quantised_weights_are_refused_before_anything_is_written(declared, words, fails, recipe, tiny_model, tmp_path):
     """Commands that take a model refuse it, whether its config.json or only its tensors show the quantisation."""
     model, rows = shutil.copytree(tiny_model, tmp_path / "model"), tmp_path / "rows.jsonl"
     rows.write_text("")
     config, weights = model / "config.json", model / "model.safetensors"
     if declared:
-        table = {"quantization_config": {"quant_method": declared}}
+        table = {"quantization_config": {"quant_method": "what comes next"}}
         config.write_text(json.dumps(json.loads(config.read_text()) | table))
-    if quantise:
-        tensors = load_file(weights)
-        quantise(tensors, "model.layers.0.self_attn.q_proj")
+    else:  # as GPTQ has them
+        tensors, name = load_file(weights), "model.layers.0.self_attn.q_proj"
+        outputs, inputs = tensors.pop(f"{name}.weight").shape
+        tensors[f"{name}.qweight"] = torch.zeros(inputs // 8, outputs, dtype=torch.int32)
         save_file(tensors, weights)
     run, setting = ["--run-dir", tmp_path / "run"], ["--set", f"model.path={model}"]
     chat = ["--recipe", recipe, "--set", "data.template=chat"]
@@ -204,30 +176,12 @@ def test_quantised_weights_are_refused_before_anything_is_written(
 
 
 def test_changing_the_objective_drops_the_settings_of_the_previous_one(recipe):
-    from megarl.recipe.load import dump_recipe, load_recipe, override_recipe, recipe_diff
-
     first = load_recipe(recipe, ["objective.veto_threshold=1e-3"])
     assert "veto_scope" in dump_recipe(first)  # dumped recipes are resolved, so they include defaults
     second = override_recipe(first, ["objective.name=grpo", "objective.eps_high=0.3"])
     assert second.objective.fields["eps_high"] == 0.3
     assert "veto_threshold" not in second.objective.fields
     assert any(line.startswith("objective.name: 'mu_grpo' -> 'grpo'") for line in recipe_diff(first, second))
-
-
-def test_an_unknown_generator_is_refused_with_the_nearest_name(fails, recipe, tmp_path):
-    settings = ["data.source=reasoning_gym", "reward.kind=reasoning_gym", "data.train=spell_backwards"]
-    settings = [part for setting in settings for part in ("--set", setting)]
-    fails("train", recipe, "--run-dir", tmp_path / "run", *settings, words=["spell_backwards", "spell_backward"])
-
-
-def test_a_tokenizer_with_ids_beyond_the_vocabulary_is_refused(fails, recipe, tiny_model, tmp_path):
-    model = tmp_path / "model"
-    shutil.copytree(tiny_model, model)
-    config = json.loads((model / "config.json").read_text())
-    config["vocab_size"] = 20
-    (model / "config.json").write_text(json.dumps(config))
-    setting = f"model.path={model}"
-    fails("train", recipe, "--run-dir", tmp_path / "run", "--set", setting, words=["28", "20"])
 
 
 def test_mistakes_in_prompt_files_are_refused(fails, recipe, tmp_path):
@@ -238,24 +192,14 @@ def test_mistakes_in_prompt_files_are_refused(fails, recipe, tmp_path):
     fails(*command, words=["prompts.jsonl", "answer"])
     prompts.write_text('{"prompt": "ab", "answer": "ba"}\n{"prompt": "a')
     fails(*command, words=["prompts.jsonl", "line 2"])
-    prompts.write_text('{"prompt": "ab", "answer": NaN}\n')
-    fails(*command, words=["prompts.jsonl, line 1", "finite number", "nan"])
     prompts.write_text('{"prompt": "\\ud800", "answer": "b"}\n')
     fails(*command, words=["prompts.jsonl, line 1", "not valid text", "surrogates"])
-    prompts.write_text("[" * 100_000)
-    fails(*command, words=["prompts.jsonl, line 1", "not JSON", "recursion"])
-    prompts.write_text('{"prompt": "' + "a" * (16 << 20) + '", "answer": "b"}\n')
-    fails(*command, words=["prompts.jsonl, line 1", "longer than 16 MB"])
 
 
 def test_damage_and_wrong_stages_of_a_run_directory_are_refused(fails, recipe, tmp_path):
     run = tmp_path / "run"
     command = ["train", recipe, "--run-dir", run]
     fails("rollout", run, "--stage", "0", words=["recipe.toml"])
-
-    from megarl.recipe.load import load_recipe
-    from megarl.storage.run_dir import RunDir
-
     RunDir.create(run, load_recipe(recipe))
     assert megarl("rollout", run, "--stage", "0").returncode == 0
     sealed = {p.name: p.read_bytes() for p in (run / "stages/000/rollouts").iterdir()}
@@ -278,22 +222,6 @@ def test_damage_and_wrong_stages_of_a_run_directory_are_refused(fails, recipe, t
     assert {p.name: p.read_bytes() for p in (run / "stages/000/rollouts").iterdir()} == sealed
 
 
-def test_training_settings_can_be_corrected_until_the_first_checkpoint(recipe, tmp_path):
-    """So a mistake that shows only in training does not cost the rollouts."""
-    run, command = tmp_path / "run", ["train", recipe, "--run-dir", tmp_path / "run"]
-    assert megarl(*command, "--set", "optimizer.lr=0.5", "--until", "rollout:0").returncode == 0
-    sealed = {p.name: p.read_bytes() for p in (run / "stages/000/rollouts").iterdir()}
-    refused = megarl(*command, "--set", "rollout.temperature=0.9")
-    assert refused.returncode == 2 and "rollout.temperature" in refused.stderr
-    done = megarl(*command, "--set", "optimizer.lr=0.001", "--until", "optimize:0")
-    assert done.returncode == 0, done.stderr
-    assert "lr = 0.001" in (run / "recipe.toml").read_text()
-    assert {p.name: p.read_bytes() for p in (run / "stages/000/rollouts").iterdir()} == sealed
-    # unlike a learning rate, where statistics come from cannot change from a stage on
-    refused = megarl(*command, "--set", "actor.statistics_scope=lagged")
-    assert refused.returncode == 2 and "actor.statistics_scope" in refused.stderr
-
-
 def test_errors_of_the_file_system_are_reported(fails, recipe, tmp_path):
     mount_tmpfs(disk := tmp_path / "disk", "size=1m,ro")
     try:
@@ -306,9 +234,9 @@ def test_errors_of_the_file_system_are_reported(fails, recipe, tmp_path):
 
 def test_a_branch_whose_origin_has_moved_is_refused(fails, recipe, tmp_path):
     run, branch = tmp_path / "run", tmp_path / "branch"
-    assert megarl("train", recipe, "--run-dir", run, "--until", "rollout:0").returncode == 0
-    assert megarl("optimize", run, "--stage", "0", "--output", branch).returncode == 0
-    run.rename(tmp_path / "elsewhere")
+    stage = RunDir.create(branch, load_recipe(recipe)).stage(0)
+    stage.directory.mkdir(parents=True)
+    stage.rollouts.symlink_to(run / "stages/000/rollouts")
     for command in (["optimize", branch, "--stage", "0"], ["train", branch / "recipe.toml", "--run-dir", branch]):
         fails(*command, words=[f"link to {run}", "moved or removed", "ln -sfn"])
 

@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from megarl.distributed import ReplicaGroup, Role
@@ -18,7 +17,7 @@ from megarl.heartbeats import WAITS, beat
 from megarl.phases.candidates import Candidates
 from megarl.phases.generation import RolloutStats, missing_chunks
 from megarl.phases.live.state import LiveState
-from megarl.phases.rollout_worker import RolloutWorker
+from megarl.phases.rollout_worker import RolloutWorker, with_policy
 from megarl.phases.stop import StopRequest
 from megarl.rollout.engine import visible_gpus
 from megarl.storage.checkpoints import checkpoints
@@ -133,7 +132,7 @@ class LiveRolloutWorker:
                     # else the speed of scoring would affect which candidates are generated
                     scored_first=worker.engine.repeats_chunks and self.choices[0].chooses,
                     store_seconds=STORE_SECONDS,
-                    watch=stats,
+                    watch=stats.step,
                 ):
                     writer.append(groups, worker.weights_hash)
                 self.seconds["generate"] += time.perf_counter() - start
@@ -229,18 +228,11 @@ class LiveRolloutWorker:
             return self.worker
         self.state.announce(self.replicas.rank, version)
         _wait_for(path)
-        if self.worker is None:
-            self.stage.run.check_prompts()
-            self.worker = RolloutWorker.build(self.stage.run.recipe, self.stage.number, path)
-            self.worker.stopped = lambda: self.stop.asked
-        else:
-            self.worker.load(path)
-        drift = self.worker.check_drift(path, self.replicas)
-        seconds = time.perf_counter() - start
-        place = {"phase": "live", "rank": self.replicas.rank, "version": version, "load_seconds": round(seconds, 3)}
-        self.stage.log_event("weight_drift", **place, **asdict(drift))
+        place = {"phase": "live", "version": version}
+        self.worker = with_policy(self.worker, self.stage, path, self.replicas, place)
+        self.worker.stopped = lambda: self.stop.asked
         self.loaded = version
-        self.seconds["load"] += seconds
+        self.seconds["load"] += time.perf_counter() - start
         return self.worker
 
     def _log_idle(self) -> None:
@@ -265,8 +257,7 @@ def _wait_for(path: Path) -> None:
     while not path.exists():
         if time.monotonic() > deadline:
             raise UserError(
-                f"{path}, the policy that must generate the next groups, does not exist. All nodes must share the run "
-                "directory. (If groups were lost whose policy version has been removed since, they cannot be generated "
-                "again: restore them from a copy, or use another --run-dir.)"
+                f"{path}, the policy that must generate the next groups, does not exist: all nodes must share the run "
+                "directory"
             )
         time.sleep(POLL_SECONDS)

@@ -20,7 +20,7 @@ from megarl.phases.export import Exporter
 from megarl.phases.live.service import serve
 from megarl.phases.live.state import Decision, LiveState
 from megarl.phases.stop import StopRequest
-from megarl.phases.updates import build_actor, check_rollouts, find_start, make_updates, resume
+from megarl.phases.updates import build_actor, check_rollouts, find_start, make_updates
 from megarl.storage.files import make_directory
 from megarl.storage.metrics.summary import ages
 from megarl.storage.rollouts import Group, RolloutStore
@@ -60,12 +60,11 @@ def train(stage: Stage, role: Role, workers: int) -> None:
         publisher.continue_after(stage.run.recipe.schedule.updates_per_stage)
         state.begin_turns()
     else:
-        start = find_start(stage)
+        start = find_start(stage, "live")
         if start.done:
             check_rollouts(RolloutStore(stage.rollouts, one_policy=False))
         publisher.continue_after(start.done)
         actor = build_actor(stage, device, start)
-        resume(actor, start)
         exporter = Exporter(actor, stage, start.done)
         publisher.trained(exporter, start.done)
         release(device)
@@ -150,8 +149,6 @@ class LiveBatches:
         while decision != "train" or self._missing(update):  # what another node stored becomes visible late
             if decision == "stop":
                 return None
-            if self.stop.asked:
-                self.state.ask_stop()
             if decision == "wait" and self.schedule.colocate and not given:
                 release(self.actor.device)
                 self.state.give(update)
@@ -194,6 +191,7 @@ class LiveBatches:
     def _decision(self, update: int) -> Decision | None:
         """What all trainers do next: train an update, wait for its groups, or stop. The first one decides.
 
+        All processes of a phase are asked to stop together; a trainer that alone was asked stops after an update.
         On shared devices trainers and engines take turns. The engines' turn begins once no stored groups are left to
         train and all trainers have given back the memory that they can do without.
         """
@@ -202,7 +200,7 @@ class LiveBatches:
             return decided
         missing, rest = self._missing(update), not self.schedule.colocate or self.state.all_rest()
         decision: Decision = "wait" if missing or not rest else "train"
-        if self.stop.asked or self.state.stop_asked():
+        if self.stop.asked:
             decision = "stop"
         if decision != decided:
             self.state.decide(update, decision)

@@ -37,40 +37,29 @@ HONOURED = frozenset(
 )
 # those that are ignored whatever they say, and why that harms nobody,
 HARMLESS = {
-    "cache_salt": "keeps the cached prompts of several users apart; here there is one user",
     "metadata": "labels for OpenAI's dashboard",
     "model": "the server has one model, whose name every answer bears",
-    "request_id": "names the request in logs; conversations are named by the URL",
     "safety_identifier": "names the user to OpenAI",
     "service_tier": "price and speed at OpenAI",
-    "session_id": "sends related requests to the same replica; here there is one replica",
-    "stream_interval": "tokens of an event; the whole answer comes in one event",
     "user": "names the user to OpenAI",
 }
-HARMLESS |= dict.fromkeys(("mm_payload", "return_mm_kwargs"), "the form in which images are returned; they are refused")
 _CACHES = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
 HARMLESS |= dict.fromkeys(_CACHES, "chooses a cache; what is sampled does not depend on it")
 # and (value, fields) of those in which it asks for what is done anyway. All others are refused unless they are null.
 NEUTRAL: tuple[tuple[Any, tuple[str, ...]], ...] = (
-    (True, ("add_generation_prompt", "include_reasoning", "parallel_tool_calls")),
-    (True, ("skip_special_tokens", "spaces_between_special_tokens")),
-    (False, ("add_special_tokens", "continue_final_message", "echo", "ignore_eos")),
-    (False, ("include_stop_str_in_output", "logprobs", "return_prompt_text", "store")),
-    (False, ("return_token_ids", "return_token_offsets", "return_tokens_as_token_ids")),
-    (False, ("use_beam_search", "watermarking")),
-    (0, ("frequency_penalty", "min_p", "min_tokens", "presence_penalty", "priority")),
-    (0, ("routed_experts_prompt_start", "top_k", "top_logprobs")),
-    (1, ("length_penalty", "n", "repetition_penalty", "top_p")),
+    (True, ("parallel_tool_calls", "skip_special_tokens")),
+    (False, ("ignore_eos", "logprobs", "store")),
+    (0, ("frequency_penalty", "min_p", "min_tokens", "presence_penalty", "top_k", "top_logprobs")),
+    (1, ("n", "repetition_penalty", "top_p")),
     (-1, ("top_k",)),
-    ([], ("bad_words", "documents", "functions", "logprob_token_ids", "stop", "stop_token_ids")),
-    ({}, ("logit_bias", "media_io_kwargs", "mm_processor_kwargs", "vllm_xargs")),
+    ([], ("functions", "stop", "stop_token_ids")),
+    ({}, ("logit_bias",)),
     ("", ("stop",)),
     ("auto", ("tool_choice",)),
     (["text"], ("modalities",)),
     ({"type": "text"}, ("response_format",)),
 )
 STREAM_OPTIONS = frozenset({"include_usage", "include_obfuscation"})  # the second pads events, which loopback hides
-PARTS = frozenset({"type", "text", "prompt_cache_breakpoint"})  # of a part of a content; the last chooses a cache
 
 
 class Refused(Exception):
@@ -171,7 +160,7 @@ def _content(message: Message) -> str:
         return ""  # tool calls alone
     if isinstance(content, list) and content:
         for part in content:
-            text = part.get("text") if isinstance(part, dict) and part.keys() <= PARTS else None
+            text = part.get("text") if isinstance(part, dict) and part.keys() <= {"type", "text"} else None
             if not isinstance(text, str) or part.get("type") != "text":
                 raise Refused(400, "messages: all parts of content must be text")
         content = "".join(part["text"] for part in content)

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data.templates import Renderer, texts
+from megarl.data.templates import Renderer
 from megarl.foreign import bounded
 from megarl.phases.serve.chat import (
     ChatRequest,
@@ -145,11 +145,10 @@ class Conversations:
         """
         recipe = self._recipe
         request = parse_chat_request(body, recipe.rollout.temperature, recipe.data.template_arguments)
-        self._check_length(request)
         where = f"conversation {name!r}"
-        with self._lock:
-            begins = self._find(group, name) is None
-        prompt = self._first_prompt(request, where) if begins else None  # without the lock: others need not wait
+        prompt: list[int] | None = None
+        if not any(message["role"] in ("assistant", "tool") for message in request.messages):
+            prompt = new_tokens(self._renderer, request, None, where)  # without the lock: others need not wait
         with self._lock:
             conversation = self._find(group, name) or self._start(group, name, prompt)
             if conversation.busy:
@@ -175,24 +174,6 @@ class Conversations:
         except BaseException:
             conversation.busy = False
             raise
-
-    def _check_length(self, request: ChatRequest) -> None:
-        """`Refused` for messages of more characters than could fit, before they are tokenised."""
-        recipe = self._recipe
-        tokens = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
-        characters = sum(map(len, texts([request.messages, request.tools])))
-        if characters > tokens * self._renderer.longest_token:
-            raise Refused(400, f"context_length_exceeded: {characters} characters are more than {tokens} tokens")
-
-    def _first_prompt(self, request: ChatRequest, where: str) -> list[int]:
-        """The tokens of a conversation's first messages; `Refused` if it cannot begin with them."""
-        if any(message["role"] in ("assistant", "tool") for message in request.messages):
-            raise Refused(
-                409,
-                f"{where} is unknown, so its first request may only have system and user messages, since answers from "
-                "elsewhere would not be trained; begin it anew",
-            )
-        return new_tokens(self._renderer, request, None, where)
 
     def _turn(self, conversation: Conversation, request: ChatRequest, seed: int, where: str) -> Turn:
         """The next turn of a conversation that this request has made busy. seed: of the conversation."""
@@ -292,10 +273,14 @@ class Conversations:
     def _start(self, group: str, name: str, prompt: list[int] | None) -> Conversation:
         """Create a conversation, and its group if that is new; `Refused` if there is no place for them.
 
-        prompt: the tokens of its first messages; None if it was deleted while its request was handled.
+        prompt: the tokens of its first messages; None if the model or a tool has said some of them.
         """
         if prompt is None:
-            raise Refused(409, f"conversation {name!r} was deleted: begin it anew")
+            raise Refused(
+                409,
+                f"conversation {name!r} is unknown, so its first request may only have system and user messages, since "
+                "answers from elsewhere would not be trained; begin it anew",
+            )
         longest = self._recipe.data.max_prompt_tokens
         if not 0 < len(prompt) <= longest:
             raise Refused(400, f"the first prompt has {len(prompt)} tokens, but data.max_prompt_tokens = {longest}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import hmac
 import json
-import socket
 import threading
 import time
 import uuid
@@ -21,9 +20,8 @@ from megarl.phases.serve.conversations import Conversations, LastAnswer, Turn
 from megarl.rollout.engine import Completion
 
 MAX_BODY = 64 << 20  # most bytes of a request's body
-KEY_SECONDS = 10.0  # from the beginning of a connection until its first request with the key must be there
+KEY_SECONDS = 10.0  # for which a connection that has not shown the key may send nothing
 SOCKET_SECONDS = 600.0  # timeout of a client's connection after that, between requests too
-MAX_STRANGERS = 64  # connections that have not shown the key yet; beyond that the oldest ones are closed
 Answer = dict[str, Any] | list[dict[str, Any]]  # JSON body; a list: the events of a stream
 Ask = Callable[[Turn], Completion | None]  # blocks until the engine has answered; None if it was interrupted
 
@@ -34,32 +32,7 @@ class _Server(ThreadingHTTPServer):
 
     def __init__(self, port: int, conversations: Conversations, ask: Ask, key: str, model: str) -> None:
         self.conversations, self.ask, self.key, self.model = conversations, ask, key, model
-        self._strangers: dict[socket.socket, float] = {}  # connections without a key -> when they began, oldest first
-        self._lock = threading.Lock()
         super().__init__(("127.0.0.1", port), _Handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            self._strangers[request] = time.monotonic()
-        super().process_request(request, client_address)
-
-    def admit(self, connection: socket.socket) -> None:
-        """No longer count a connection as a stranger's: it has shown the key, or it has ended."""
-        with self._lock:
-            self._strangers.pop(connection, None)
-
-    def shutdown_request(self, request: Any) -> None:
-        self.admit(request)
-        super().shutdown_request(request)
-
-    def service_actions(self) -> None:
-        """Called several times a second, and after each new connection."""
-        with self._lock:
-            late = [one for one, begin in self._strangers.items() if time.monotonic() - begin > KEY_SECONDS]
-            for connection in {*late, *list(self._strangers)[:-MAX_STRANGERS]}:
-                del self._strangers[connection]
-                with contextlib.suppress(OSError):  # it has just ended
-                    connection.shutdown(socket.SHUT_RDWR)  # its thread then closes it
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Say nothing about a connection that broke; other errors are answered in `_Handler`."""
@@ -138,7 +111,6 @@ class _Handler(BaseHTTPRequestHandler):
         given = self.headers.get("Authorization", "").removeprefix("Bearer ")
         if not hmac.compare_digest(given.encode(), self.server.key.encode()):
             raise Refused(401, "wrong API key: the right one is in the file serve.key of the run directory")
-        self.server.admit(self.connection)
         self.connection.settimeout(SOCKET_SECONDS)
 
     def _answer(self, method: str, parts: list[str], body: Any) -> Answer:

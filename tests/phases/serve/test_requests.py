@@ -31,15 +31,7 @@ from tests.phases.serve.conftest import ASKED
 
 # something of each kind that JSON has
 VALUES = [True, False, 0, 1, -1, 7, 0.5, "", "x", "auto", "none", [], ["x"], [5], [{}], {}, {"type": "text"}, {"a": 1}]
-# of vLLM's schema, misspelt, or of another
-OTHERS = [
-    "enable_thinking",
-    "Temperature",
-    "max_new_tokens",
-    "guided_json",
-    "kv_transfer_params",
-    "thinking_token_budget",
-]
+OTHERS = ["enable_thinking", "Temperature", "guided_json"]  # of vLLM's schema, misspelt, or of another
 NEUTRAL_NAMES = {name for _, names in NEUTRAL for name in names}
 
 
@@ -47,19 +39,17 @@ def parse(temperature=1.0, arguments=None, **fields):
     return parse_chat_request({"messages": ASKED, **fields}, temperature, arguments or {})
 
 
-@pytest.mark.parametrize(
-    "field", sorted({*CompletionCreateParamsBase.__annotations__, *NEUTRAL_NAMES, *HARMLESS, *OTHERS} - HONOURED)
-)
-def test_a_field_is_refused_by_name_unless_it_asks_for_what_is_done_anyway(field):
+def test_a_field_is_refused_by_name_unless_it_asks_for_what_is_done_anyway():
     """It is on one of the lists at most; a null asks for nothing."""
-    assert not (field in NEUTRAL_NAMES and field in HARMLESS) and field not in HONOURED
-    parse(**{field: None})
-    for value in VALUES:
-        if field in HARMLESS or any(value == neutral and field in names for neutral, names in NEUTRAL):
-            parse(**{field: value})
-        else:
-            with pytest.raises(Refused, match=f"{field} = .* is not accepted"):
+    assert not NEUTRAL_NAMES & HARMLESS.keys() and not HONOURED & (NEUTRAL_NAMES | HARMLESS.keys())
+    for field in {*CompletionCreateParamsBase.__annotations__, *NEUTRAL_NAMES, *HARMLESS, *OTHERS} - HONOURED:
+        parse(**{field: None})
+        for value in VALUES:
+            if field in HARMLESS or any(value == neutral and field in names for neutral, names in NEUTRAL):
                 parse(**{field: value})
+            else:
+                with pytest.raises(Refused, match=f"{field} = .* is not accepted"):
+                    parse(**{field: value})
 
 
 def test_the_shortest_limit_of_a_turn_counts(served):
@@ -72,12 +62,12 @@ def test_the_shortest_limit_of_a_turn_counts(served):
 def test_wrong_values_of_honoured_fields_are_refused():
     parse(temperature=0.7, stream=True, stream_options={"include_usage": True})
     for name, wrong in (
-        *((name, [0, -1, 1.5, "5", True, [], {}]) for name in ("max_tokens", "max_completion_tokens")),
-        ("temperature", [0, 0.5, "1", [], math.nan]),
-        ("stream", [1, 0, "yes", {}]),
+        *((name, [0, 1.5, "5", True]) for name in ("max_tokens", "max_completion_tokens")),
+        ("temperature", [0, 0.5, "1", math.nan]),
+        ("stream", [1, "yes"]),
         ("stream_options", [True, {"include_usage": True}]),
-        ("chat_template_kwargs", [{"enable_thinking": False}, 5, ["x"]]),
-        ("tools", [5, "x", {"a": 1}, [5], [{}], [{"type": "custom", "custom": {"name": "f"}}]]),
+        ("chat_template_kwargs", [{"enable_thinking": False}, 5]),
+        ("tools", [5, [5], [{"type": "custom", "custom": {"name": "f"}}]]),
         ("tools", [[{"type": "function", "function": {"name": "add", "strict": True}}]]),
     ):
         for value in wrong:
@@ -100,7 +90,6 @@ GOOD_MESSAGES = [
     {"role": "user", "content": "2", "name": "Ann"},
     {"role": "developer", "content": "2"},
     {"role": "user", "content": [{"type": "text", "text": "2"}, {"type": "text", "text": "+3"}]},
-    {"role": "user", "content": [{"type": "text", "text": "2", "prompt_cache_breakpoint": {"mode": "explicit"}}]},
     {"role": "tool", "content": "5", "tool_call_id": "c"},
     {"role": "assistant", "content": None, "refusal": None, "audio": None, "annotations": [], "function_call": None},
     {
@@ -113,21 +102,16 @@ BAD_MESSAGES = [
     {"role": 5, "content": "2"},
     {"role": "user"},
     {"role": "user", "content": None},
-    *({"role": "user", "content": content} for content in (5, {"text": "2"}, [], ["2"])),
+    *({"role": "user", "content": content} for content in (5, [], ["2"])),
     *({"role": "user", "content": [{"type": "text", "text": "2"}, part]} for part in (
-        {"type": "image_url", "image_url": {"url": "data:"}},
-        {"type": "image_url", "text": "2", "image_url": {"url": "data:"}},
-        {"type": "text", "text": None},
-        {"type": "text", "text": "2", "image_url": {}},
-        {"text": "2"},
+        {"type": "image_url", "text": "2"}, {"type": "text", "text": None}, {"type": "text", "text": "2", "image": {}},
     )),
     *({"role": "assistant", "content": "2", name: value} for name, value in {
-        "refusal": "no", "reasoning_content": "so", "annotations": [{}], "prefix": True, "contents": "2",
+        "reasoning_content": "so", "annotations": [{}], "name": 5, "tool_call_id": 5, "tool_calls": 5,
     }.items()),
-    *({"role": "user", "content": "2", name: 5} for name in ("name", "tool_call_id", "tool_calls")),
     {"role": "user", "content": "2", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]},
     *({"role": "assistant", "tool_calls": calls} for calls in (
-        [5], [{"id": "c"}], [{"id": "c", "function": {"name": "f"}}], {"a": 1},
+        [5], [{"id": "c", "function": {"name": "f"}}],
         [{"id": "c", "function": {"name": "f", "arguments": {"a": 1}}}],
         [{"id": "c", "type": "custom", "function": {"name": "f", "arguments": "{}"}}],
     )),
@@ -159,7 +143,7 @@ CALLED = SAID | {"tool_calls": [{"id": "c", "type": "function", "function": {"na
 @pytest.mark.parametrize(
     ("template", "messages", "hidden"),
     [
-        *((ONLY_USERS, [{"role": role, "content": "2"}, *ASKED], f"'{role}'") for role in ("system", "developer")),
+        (ONLY_USERS, [{"role": "system", "content": "2"}, *ASKED], "'system'"),
         (ONLY_USERS, [*ASKED, SAID, {"role": "tool", "content": "5"}], "'tool'"),
         (ONLY_USERS, [*ASKED, SAID, *ASKED, CALLED, *ASKED], "tool_calls of a message of 'assistant'"),
         (ONLY_USERS, [*ASKED, SAID, *ASKED], None),
@@ -206,18 +190,12 @@ def test_results_of_calls_have_the_order_of_the_calls(settings):
 
 def test_a_client_may_write_the_arguments_of_a_call_in_its_own_way():
     def call(arguments):
-        function = {"name": "add", "arguments": arguments}
-        return {
-            "role": "assistant",
-            "content": "",
-            "tool_calls": [{"id": "c", "type": "function", "function": function}],
-        }
+        calls = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}]
+        return {"role": "assistant", "content": "", "tool_calls": calls}
 
     ours = call('{"a": 2, "b": 3}')
-    # as JavaScript's clients write them (pydantic-ai 6300), sorted (Mini-Agent 22), and others
-    for own in ('{"a":2,"b":3}', '{"b": 3, "a": 2}', '{\n  "a": 2,\n  "b": 3\n}', '{"a": 2.0, "b": 3}'):
-        assert same(ours, call(own))
-    for other in ('{"a": 2, "b": 4}', '{"a": 2}', '{"a": 2, "b": 3', ""):
+    assert same(ours, call('{"b":3,"a":2}'))  # as JavaScript's clients write them (pydantic-ai 6300), or sorted
+    for other in ('{"a": 2, "b": 4}', '{"a": 2, "b": 3'):
         assert not same(ours, call(other))
 
 
@@ -285,27 +263,16 @@ CALLS = {  # what the model writes -> the arguments that clients get; None: it i
     '{"name": "f", "arguments": {}}': {},
     '{"name": "f"}': {},
     '{"name": "f", "arguments": "[1]"}': None,
-    '{"name": "f", "arguments": "{\\"a\\": NaN}"}': None,
-    '{"name": "f", "arguments": [1]}': None,
     '{"name": "f", "arguments": {"a": NaN}}': None,
-    '{"name": "f", "arguments": {"a": 1e999}}': None,
     '{"name": "f", "arguments": {"a": 1' + "0" * 400 + "}}": None,
     '{"name": "f", "arguments": {"a": "\\ud800"}}': None,
     '{"name": null, "arguments": {}}': None,
-    '{"arguments": {}}': None,
     '{"name": "f", "arguments": {"a": 1}': None,
-    "{}": None,
-    # the forms of Llama (vLLM's llama_tool_parser), OpenAI's legacy functions and Mistral
-    '{"name": "f", "parameters": {"a": 1}}': None,
-    '{"type": "function", "function": {"name": "f", "arguments": {"a": 1}}}': None,
-    '[{"name": "f", "arguments": {"a": 1}}]': None,
+    '{"name": "f", "parameters": {"a": 1}}': None,  # the form of Llama
     '{"type": "function", "name": "f", "arguments": {"a": 1}}': {"a": 1},
-    # more than one object, or none (vLLM's issue 21301 and pull request 34101)
-    '{"name": "f", "arguments": {"a": 1}}}': None,
+    # more than one object (vLLM's issue 21301 and pull request 34101)
     '{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}': None,
-    "<function=f>\n<parameter=a>\n1\n</parameter>\n</function>": None,
     # tags inside of arguments, as programs that handle calls have them
-    '{"name": "f", "arguments": {"a": "}</tool_call>"}}': {"a": "}</tool_call>"},
     '{"name": "f", "arguments": {"a": "<tool_call>{}</tool_call>"}}': {"a": "<tool_call>{}</tool_call>"},
 }
 
@@ -345,7 +312,7 @@ def test_calls_in_thoughts_are_none_and_stay_in_the_text(text, calls):
     assert message["content"].startswith(thoughts)
 
 
-@pytest.mark.parametrize("piece", ["<tool_call>{", '<tool_call>{"', '{"a": <tool_call>'])
+@pytest.mark.parametrize("piece", ["<tool_call>{", '<tool_call>{"'])
 def test_an_answer_of_nothing_but_beginnings_of_calls_is_read_at_once(piece):
     """Its time grows with its length and not with the square of it."""
     text = piece * (3_000_000 // len(piece))
