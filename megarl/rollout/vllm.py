@@ -88,10 +88,15 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
             f"but {recipe.model.path} has head_dim = {hf['head_dim']}; use 'builtin'"
         )
     if isinstance(family_of(hf).feed_forward, ClampedExperts):
-        _check_clamped_experts(hf, where)
+        _check_clamped_experts(hf, where, cpu)
+    if cpu and family_of(hf).linear_layers(hf):  # its `cpu_gdn_attention_core` would fail at the first request
+        raise UserError(
+            f"{where} engine = 'vllm' on a CPU computes gated delta nets in bfloat16 only, but rollouts on a CPU are "
+            "in float32; use 'builtin'"
+        )
 
 
-def _check_clamped_experts(hf: dict[str, Any], where: str) -> None:
+def _check_clamped_experts(hf: dict[str, Any], where: str, cpu: bool) -> None:
     """Raise `UserError` if config.json differs from what vLLM 0.32 hard-codes for models with clamped experts."""
     kinds = hf.get("layer_types")
     alternate = kinds is None or all((kind == "sliding_attention") == (i % 2 == 0) for i, kind in enumerate(kinds))
@@ -105,6 +110,11 @@ def _check_clamped_experts(hf: dict[str, Any], where: str) -> None:
                 f"{where} engine = 'vllm' always computes {hf['model_type']} with {name} = {wanted}, but config.json "
                 f"has {value}; use 'builtin'"
             )
+    if cpu and hf["moe_intermediate_size"] % 32:
+        raise UserError(
+            f"{where} engine = 'vllm' on a CPU needs clamped experts whose width (moe_intermediate_size) is a "
+            f"multiple of 32, but config.json has {hf['moe_intermediate_size']}; use 'builtin'"
+        )
 
 
 def build(recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_experts: bool) -> RolloutEngine:

@@ -39,18 +39,6 @@ def test_engines_are_started_with_the_settings_of_the_recipe(tmp_path):
     assert "--enable-fp32-lm-head" in server_arguments(tmp_path, 0, Settings.of(stage_recipe("sglang", **gpu), 0))
 
 
-@pytest.mark.parametrize(
-    ("responses", "options", "most"),
-    [(96, {}, None), (600, {}, 608), (4096, {}, 1024), (1024, {"cudagraph_capture_sizes": [8, 64]}, None)],
-)
-def test_vllm_captures_a_cuda_graph_of_every_number_of_responses_that_decode_together(
-    tmp_path, responses, options, most
-):
-    """None: vLLM's own choice, up to 512, or that of the recipe."""
-    settings = Settings("cuda", context=64, responses=responses, options=options)
-    assert engine_arguments(tmp_path, settings).get("max_cudagraph_capture_size") == most
-
-
 @on(started("qwen3_moe", "vllm", "sglang"))
 def test_an_option_of_the_recipe_reaches_the_running_engine(engine, name):
     """The fixture `engine` starts it with `OWN_OPTION`."""
@@ -104,12 +92,37 @@ def test_options_are_checked_by_the_engines_own_parser(engine, models):
 
 
 @pytest.mark.vllm
+def test_gated_delta_nets_are_refused_for_vllm_on_a_cpu(tmp_path):
+    hf = read_settings(tmp_path, "qwen3_next", head_dim=32)
+    recipe = stage_recipe("vllm", model={"path": str(tmp_path)})
+    with pytest.raises(UserError, match="engine = 'vllm' on a CPU computes gated delta nets in bfloat16 only"):
+        check_engine(recipe, 0, hf)
+
+
+@pytest.mark.sglang
+@pytest.mark.parametrize(
+    ("family", "words"),
+    [
+        ("gpt_oss", "attention with sinks"),
+        ("qwen2_moe", "shared experts with a gate"),
+    ],
+)
+def test_layers_that_sglang_computes_only_on_gpus_are_refused_on_a_cpu(tmp_path, family, words):
+    hf = read_settings(tmp_path, family)
+    tables = {"model": {"path": str(tmp_path)}}
+    check_engine(stage_recipe("sglang", **tables, actor={"backend": "cuda", "kernels": "torch"}), 0, hf)
+    with pytest.raises(UserError, match=f"engine = 'sglang' on a CPU cannot compute {words}; use 'builtin'"):
+        check_engine(stage_recipe("sglang", **tables), 0, hf)
+
+
+@pytest.mark.vllm
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"rms_norm_eps": 1e-6}, "rms_norm_eps = 1e-05, but config.json has 1e-06"),
         ({"swiglu_limit": 10.0}, "swiglu_limit = 7.0, but config.json has 10.0"),
         ({"layer_types": ["full_attention"] * 2}, "layer_types alternating, beginning with sliding_attention"),
+        ({"intermediate_size": 48}, "is a multiple of 32, but config.json has 48; use 'builtin'"),
     ],
 )
 def test_gpt_oss_models_that_vllm_would_compute_wrongly_are_refused(tmp_path, changes, words):

@@ -18,6 +18,9 @@ import numpy as np
 from megarl.data.tokenizer import end_of_sequence
 from megarl.errors import UserError
 from megarl.heartbeats import beat
+from megarl.models import family_of
+from megarl.models.attention import SinkAttention
+from megarl.models.feed_forward import MixtureOfExperts
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.tables import Recipe
 from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_table, memory_errors
@@ -67,7 +70,7 @@ _memory_errors = functools.partial(
 def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
     """Raise `UserError` if the interpreter for SGLang lacks it, or if SGLang cannot serve the recipe.
 
-    Checked are temperatures, tensor parallelism and SGLang's own options.
+    Checked are temperatures, tensor parallelism, SGLang's own options, and on a CPU the kinds of layers.
     """
     settings = Settings.of(recipe, stage)
     python = settings.python
@@ -82,7 +85,22 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
         )
     check_table(recipe, stage, TEMPERATURES)
     own = server_arguments(recipe.model.path, 0, settings) + as_arguments(dict.fromkeys(OWN, 0))
+    if recipe.actor.backend == "cpu" and (layers := _absent_on_cpus(hf)):
+        raise UserError(f"{section(recipe, stage)} engine = 'sglang' on a CPU cannot compute {layers}; use 'builtin'")
     check_options("sglang", settings.options, own, python, _PARSER, server_environment(python, {}))
+
+
+def _absent_on_cpus(hf: dict[str, Any]) -> str | None:
+    """The model's layers for which SGLang 0.5.23 has no CPU kernel, as an error names them; None if there are none."""
+    family = family_of(hf)
+    if isinstance(family.attention, SinkAttention):  # refused by its `model_hook.py`
+        return "attention with sinks"
+    feed_forward = family.feed_forward
+    if (
+        isinstance(feed_forward, MixtureOfExperts) and feed_forward.shared_gate is not None
+    ):  # its `qwen2_moe.py`, which later families use too, has only a Triton kernel for it
+        return "shared experts with a gate"
+    return None
 
 
 def build(recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_experts: bool) -> RolloutEngine:
