@@ -10,6 +10,7 @@ import numpy as np
 
 from megarl.distributed import ReplicaGroup
 from megarl.phases.rollout_worker import RolloutWorker
+from megarl.recipe.names import GROUP_ADVANTAGES
 from megarl.recipe.schedule import cut_chunks
 from megarl.rollout.engine import Completion
 from megarl.storage.rollouts import Group
@@ -17,6 +18,7 @@ from megarl.storage.run_dir import Stage
 from megarl.storage.shards import any_unfinished
 
 EVENT_SECONDS = 30.0  # between two events about the progress; less in the first minute
+SAME_REWARDS = 32  # a warning if in each of so many groups, the first of a phase, all rewards are equal
 SOLVE_RATE_BINS = 5  # share of a group's responses that is right: 0, three equal parts of (0, 1), 1
 
 
@@ -63,16 +65,20 @@ class RolloutStats:
     ) -> None:
         self.stage, self.rank, self.worker, self.on_group = stage, rank, worker, on_group
         self.start = self._logged = time.monotonic()
-        self.counts: dict[str, Any] = {
-            **dict.fromkeys(("groups", "responses", "ended", "tokens", "longest", "truncated", "unfinished"), 0),
-            "reward_sum": 0.0,
-            "solve_rates": [0] * SOLVE_RATE_BINS,
-        }
+        self.ended = self.tokens = 0  # responses that have ended, in complete groups or not, and their new tokens
+        self.groups = self.responses = 0  # complete groups and their responses
+        self.varied = 0  # groups in which rewards differ
+        self.unstopped = 0  # responses that did not end with a stop token
+        self.unfinished = 0  # groups that a later stage has to finish
+        self.longest = 0
+        self.rewards = 0.0
+        self.solve_rates = [0] * SOLVE_RATE_BINS
+        self._warned = False
 
     def step(self, ended: Sequence[Completion], scored: Sequence[Group]) -> None:
         """Count responses that ``ended``, or were interrupted, and ``scored`` groups; log an event if one is due."""
-        self.counts["ended"] += sum(completion.finish_reason != "interrupted" for completion in ended)
-        self.counts["tokens"] += sum(len(completion.tokens) for completion in ended)
+        self.ended += sum(completion.finish_reason != "interrupted" for completion in ended)
+        self.tokens += sum(len(completion.tokens) for completion in ended)
         now = time.monotonic()
         # soon at first, since a chunk may take minutes
         if now - self._logged >= min(EVENT_SECONDS, max(1.0, self._logged - self.start)):
@@ -83,40 +89,62 @@ class RolloutStats:
             self._add(group)
 
     def _add(self, group: Group) -> None:
-        counts = self.counts
+        lengths = [len(response.tokens) for response in group.responses]
         if any_unfinished(group.responses):
-            counts["unfinished"] += 1
+            self.unfinished += 1
             return
-        counts["groups"] += 1
-        counts["responses"] += len(group.responses)
-        counts["longest"] = max(counts["longest"], *(len(response.tokens) for response in group.responses))
-        counts["truncated"] += sum(response.finish_reason != "stop" for response in group.responses)
-        counts["reward_sum"] += sum(response.reward for response in group.responses)
-        counts["solve_rates"][solve_rate_bin(float(np.mean([r.correctness for r in group.responses])))] += 1
+        rewards = np.array([response.reward for response in group.responses])
+        self.groups += 1
+        self.responses += len(lengths)
+        self.longest = max(self.longest, *lengths)
+        self.unstopped += sum(response.finish_reason != "stop" for response in group.responses)
+        self.rewards += float(rewards.sum())
+        self.varied += bool((rewards != rewards[0]).any())
+        self.solve_rates[solve_rate_bin(float(np.mean([r.correctness for r in group.responses])))] += 1
 
     def log(self) -> None:
-        """Append a `rollout_progress` event to events.jsonl."""
+        """Append a `rollout_progress` event to events.jsonl, and once a warning, if it is due."""
         self.stage.log_event("rollout_progress", rank=self.rank, **self.event())
+        if not self._warned and self.equal_rewards(self.stage.run.recipe.objective.advantage):
+            self._warned = True
+            self.stage.log_event("equal_rewards", rank=self.rank, groups=self.groups, warning=self._warning())
+
+    def equal_rewards(self, advantage: str) -> bool:
+        """Whether the first groups all have equal rewards, so that the ``advantage`` of each response is 0."""
+        return advantage in GROUP_ADVANTAGES and self.groups >= SAME_REWARDS and not self.varied
+
+    def _warning(self) -> str:
+        mean = self.rewards / max(1, self.responses)
+        return (
+            f"in each of the first {self.groups} groups all responses have the same reward ({mean:.3f} on average), so "
+            "no update learns from them: `megarl samples` shows what the model answers, and the reward of each response"
+        )
 
     def event(self) -> dict[str, Any]:
         """The fields of a `rollout_progress` event.
 
-        groups, responses: complete groups and their responses. ended: responses that have ended, in complete groups or
-        not, with their new ``tokens``. truncated: those without a stop token. decoding: responses that the engine has
-        taken and not finished. decoding_tokens: their tokens so far. over_limit: responses that exceeded the limits of
-        their verifier. If there are any: unfinished, groups that a later stage has to finish, and discarded, responses
-        that the engine returned wrongly, and that are generated again.
+        decoding: responses that the engine has taken and not finished. decoding_tokens: their tokens so far.
+        over_limit: responses that exceeded the limits of their verifier. discarded: those that the engine returned
+        wrongly, and that are generated again.
         """
         seconds, engine = time.monotonic() - self.start, self.worker.engine
-        found = self.counts | {
+        return {
             "seconds": round(seconds, 3),
+            "groups": self.groups,
+            **({"unfinished": self.unfinished} if self.unfinished else {}),
+            "responses": self.responses,
+            "ended": self.ended,
             "decoding": engine.decoding,
+            "tokens": self.tokens,
             "decoding_tokens": engine.decoding_tokens,
-            "tokens_per_second": round((self.counts["tokens"] + engine.decoding_tokens) / max(1e-9, seconds), 1),
+            "tokens_per_second": round((self.tokens + engine.decoding_tokens) / max(1e-9, seconds), 1),
+            "longest": self.longest,
+            "truncated": self.unstopped,
             "over_limit": self.worker.scoring.over_limit,
-            "discarded": self.worker.discarded,
+            **({"discarded": self.worker.discarded} if self.worker.discarded else {}),
+            "reward_sum": self.rewards,
+            "solve_rates": self.solve_rates,
         }
-        return {name: value for name, value in found.items() if value or name not in ("unfinished", "discarded")}
 
 
 def solve_rate_bin(mean: float) -> int:

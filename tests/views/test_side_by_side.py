@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from megarl.estimates import mean_of_replicates
+from megarl.phases.generation import SAME_REWARDS
 from megarl.recipe.tables import Recipe
 from megarl.storage.metrics import UPDATES, LearningWatch, find
 from megarl.storage.run_dir import RunDir
@@ -100,7 +101,7 @@ def test_a_run_that_learns_nothing_says_so_on_the_screen_in_events_and_in_the_re
     settings = (
         "schedule.stages=1",
         f"schedule.updates_per_stage={UPDATES}",
-        "schedule.prompts_per_update=4",
+        f"schedule.prompts_per_update={SAME_REWARDS // UPDATES}",
         "eval.every=0",
     )
     result = megarl("train", recipe, "--run-dir", tmp_path / "run", *(w for s in settings for w in ("--set", s)))
@@ -109,6 +110,9 @@ def test_a_run_that_learns_nothing_says_so_on_the_screen_in_events_and_in_the_re
     said = f"learns nothing, updates 1 to {UPDATES}: the responses to each prompt had equal rewards, 0 on average in"
     assert said in result.stdout + result.stderr
     assert [event["kind"] for event in events(run, "learns_nothing")] == ["equal_rewards"]
+    (warning,) = events(run, "equal_rewards")
+    assert warning["groups"] == SAME_REWARDS and warning["warning"] in result.stdout + result.stderr
+    assert "0.000 on average" in warning["warning"]
     notes = (run.root / "report.html").read_text().partition('<ul class="notes">')[2].partition("</ul>")[0]
     assert said in notes
     assert json.dumps(read_run(run.root, "run").notes).count("learns nothing") == 1
