@@ -17,12 +17,18 @@ OVERLONG = 'reward.parts=[{kind="overlong", weight=2.0, buffer=5}]'
 
 @pytest.fixture(scope="module")
 def changed(recipe, tmp_path_factory):
-    """A run whose second stage has another learning rate and reward; only its first command gives `SMALL`."""
+    """A run whose second stage has another learning rate and reward; only its first command gives `SMALL`.
+
+    The learning rate of the first stage is corrected between its rollouts and its updates.
+    """
     root = tmp_path_factory.mktemp("changed") / "run"
-    train(recipe, root, *settings(*SMALL), "--until", "rollout:0")
+    train(recipe, root, *settings(*SMALL, "optimizer.lr=0.5"), "--until", "rollout:0")
     refused = train(recipe, root, *settings("reward.require_stop=false"), code=2)
     assert "reward.require_stop: True -> False" in refused.stderr  # refused, since the stage has rollouts
-    train(recipe, root, "--until", "optimize:0")
+    train(recipe, root, *settings("optimizer.lr=2e-4"), "--until", "optimize:0")
+    # unlike a learning rate, where statistics come from cannot change from a stage on
+    refused = train(recipe, root, *settings("actor.statistics_scope=lagged"), code=2)
+    assert "actor.statistics_scope" in refused.stderr
     train(recipe, root, *settings("optimizer.lr=1e-3", "reward.require_stop=false", OVERLONG))
     return RunDir.open(root)
 
@@ -35,8 +41,8 @@ def rewards_of(stage):
 def test_settings_change_from_a_stage_on(changed):
     assert recorded_overrides(changed.root)[:1] == [SMALL[0]]  # which only the first command has given
     assert [line["lr"] for line in metrics(changed)] == [2e-4, 2e-4, 1e-3, 1e-3]
-    (event,) = events(changed, "recipe_changed")
-    assert event["stage"] == 1 and "reward.require_stop: True -> False" in event["settings"]
+    before, event = events(changed, "recipe_changed")
+    assert "stage" not in before and event["stage"] == 1 and "reward.require_stop: True -> False" in event["settings"]
     first, second = (changed.stage(number).run.recipe for number in (0, 1))
     assert (first.reward.require_stop, second.reward.require_stop) == (True, False)
     assert (first.optimizer.lr, second.optimizer.lr) == (2e-4, 1e-3)

@@ -80,7 +80,7 @@ def contents(run, stage=0):
     return {path.name: path.read_bytes() for path in run.stage(stage).rollouts.iterdir()}
 
 
-def test_a_stage_trains_only_groups_with_variance(undisturbed, all_candidates, chosen):
+def test_a_stage_generates_until_enough_groups_have_variance_and_trains_only_these(undisturbed, all_candidates, chosen):
     store = RolloutStore(undisturbed.stage(0).rollouts)
     assert store.chosen == chosen
     assert [as_bytes(g) for g in store.read(chosen)] == [as_bytes(all_candidates[i]) for i in chosen]
@@ -92,26 +92,13 @@ def test_a_stage_trains_only_groups_with_variance(undisturbed, all_candidates, c
             response.reward for group in chosen[first : first + 2] for response in all_candidates[group].responses
         ]
         assert update["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
-
-
-def test_generation_ends_once_enough_groups_have_variance(undisturbed, all_candidates, chosen):
     generated = (chosen[-1] // CHUNK + 1) * CHUNK
-    assert generated < CANDIDATES
-    assert RolloutStore(undisturbed.stage(0).rollouts).group_ids == list(range(generated))
+    assert generated < CANDIDATES and store.group_ids == list(range(generated))
     with_variance = sum(len({r.reward for r in g.responses}) > 1 for g in all_candidates[:generated])
-    event = events(undisturbed, "dynamic_sampling")[0]
-    del event["crc"]
-    assert event | {"time": 0} == {
-        "time": 0, "event": "dynamic_sampling", "phase": "rollout", "stage": 0, "candidates": CANDIDATES,
-        "generated": generated, "with_variance": with_variance, "chosen": GROUPS, "filled": 0,
-    }  # fmt: skip
-
-
-def test_two_stages_have_no_candidates_in_common(undisturbed):
+    expected = {"candidates": CANDIDATES, "generated": generated, "with_variance": with_variance, "chosen": GROUPS}
+    assert events(undisturbed, "dynamic_sampling")[0].items() >= (expected | {"filled": 0}).items()
     later = RolloutStore(undisturbed.stage(1).rollouts)
-    assert undisturbed.stage(1).groups == range(CANDIDATES, 2 * CANDIDATES)
-    assert set(later.chosen) <= set(later.group_ids) <= set(undisturbed.stage(1).groups)
-    assert len(later.chosen) == GROUPS
+    assert set(later.group_ids) <= set(range(CANDIDATES, 2 * CANDIDATES)) and len(later.chosen) == GROUPS
 
 
 def kill_at_a_shard(phases, run, count, phase="rollout"):  # noqa: F811
@@ -122,16 +109,6 @@ def kill_at_a_shard(phases, run, count, phase="rollout"):  # noqa: F811
         os.kill(pid, signal.SIGKILL)
     phases.release()
     assert any(phases.wait()) and not run.stage(0).is_sealed()
-
-
-@pytest.mark.crash
-def test_two_replicas_choose_the_same_groups_after_a_kill(new_run, phases, all_candidates, chosen):  # noqa: F811
-    run = new_run("replicas", rollout__oversample=10, rollout__workers=2)
-    kill_at_a_shard(phases, run, 2)
-    phases(run, "rollout")
-    store = RolloutStore(run.stage(0).rollouts)
-    assert store.chosen == chosen
-    assert [as_bytes(g) for g in store.read(chosen)] == [as_bytes(all_candidates[i]) for i in chosen]
 
 
 def test_a_missing_chunk_below_a_chosen_group_is_generated(undisturbed, new_run, phases):  # noqa: F811

@@ -78,15 +78,6 @@ def test_a_run_equals_a_plain_loop_over_its_rollouts(undisturbed, tmp_path):
     assert sum(norm > 0.01 for norm in gradients) >= 10, gradients
 
 
-def test_evaluation_and_rollouts_of_a_stage_share_one_start_of_the_engines(undisturbed):
-    events = read_lines(undisturbed / "events.jsonl")
-    phases = [(event["phase"], event["stage"]) for event in events if event["event"] == "phase_start"]
-    assert phases == [("rollout", 0), ("optimize", 0), ("rollout", 1), ("optimize", 1), ("evaluate", 2)]
-    loads = [(event["phase"], event["stage"]) for event in events if event["event"] == "weight_drift"]
-    assert loads == [("evaluate", 0), ("evaluate", 1), ("evaluate", 2)]
-    assert [stage for stage, _ in evaluations_of(undisturbed)] == [0, 1, 2]
-
-
 def test_killed_runs_end_with_the_same_bytes(undisturbed, recipe, tmp_path):
     killed = tmp_path / "killed"
     chosen = (

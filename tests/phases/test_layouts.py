@@ -6,9 +6,6 @@ Here whole commands run in a few layouts; `tests/actor/test_layout_matrix.py` ha
 import pytest
 from safetensors.torch import load_file
 
-from megarl.errors import UserError
-from megarl.recipe.load import load_recipe
-from megarl.storage.run_dir import RunDir
 from tests.helpers import read_lines
 from tests.phases.commands import succeed, train
 
@@ -56,12 +53,3 @@ def test_two_processes_make_the_same_updates(sealed, tmp_path, objective, layout
     weights, others = (weights_of(tmp_path / run / "final") for run in ("one", "two"))
     assert weights.keys() == others.keys()
     assert max(float((weights[k] - others[k]).abs().max()) for k in weights) < 1e-3
-
-
-def test_a_run_resumes_in_another_layout_but_not_with_another_recipe(recipe, tmp_path):
-    run = RunDir.create(tmp_path, load_recipe(recipe))
-    other = load_recipe(recipe, ["actor.processes_per_node=2", "actor.expert_parallel=2"])
-    assert RunDir.create(tmp_path, other).recipe == RunDir.open(tmp_path).recipe == other != run.recipe
-    with pytest.raises(UserError, match=r"rollout\.temperature"):
-        RunDir.create(tmp_path, load_recipe(recipe, ["rollout.temperature=0.5", "actor.processes_per_node=4"]))
-    assert RunDir.open(tmp_path).recipe == other

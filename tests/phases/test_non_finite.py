@@ -1,12 +1,15 @@
 """Updates that are not finite are recorded and skipped, up to ``actor.max_skipped_updates``; then the run stops."""
 
-import json
 import math
 
 import numpy as np
 import pytest
 
-from tests.helpers import megarl
+from megarl.recipe.load import load_recipe
+from megarl.storage.policies import copy_policy
+from megarl.storage.rollouts import Group, Response, RolloutWriter, seal
+from megarl.storage.run_dir import RunDir
+from tests.helpers import megarl, read_lines
 
 STEEP = """
 from dataclasses import dataclass
@@ -32,11 +35,6 @@ class Steep(Objective):
 @pytest.fixture(scope="module")
 def poisoned(recipe, tmp_path_factory):
     """A run with a sealed stage in which update 2 and update 5 have a reward that the objective does not bear."""
-    from megarl.recipe.load import load_recipe
-    from megarl.storage.policies import copy_policy
-    from megarl.storage.rollouts import Group, Response, RolloutWriter, seal
-    from megarl.storage.run_dir import RunDir
-
     run = RunDir.create(tmp_path_factory.mktemp("poisoned"), load_recipe(recipe))
     info = copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, run.stage(0).policy)
     rng, groups = np.random.default_rng(0), []
@@ -59,8 +57,7 @@ def test_updates_that_are_not_finite_stop_the_run_or_are_skipped(poisoned, tmp_p
     settings = [f"actor.max_skipped_updates={allowed}", "objective.advantage=group_mean"]
     settings = [word for text in (*settings, f"objective.path={tmp_path}/steep.py:Steep") for word in ("--set", text)]
     result = megarl("optimize", poisoned.root, "--stage", "0", "--output", tmp_path / "run", *settings)
-    records = [json.loads(line) for line in (tmp_path / "run/non_finite.jsonl").read_text().splitlines()]
-    updates = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    records, updates = (read_lines(tmp_path / "run" / name) for name in ("non_finite.jsonl", "metrics.jsonl"))
     assert {r["tensor"] for r in records} == {"loss"}
     assert all(len(r["logprobs"]) == len(r["response_tokens"]) == 4 for r in records)
     if allowed == 0:

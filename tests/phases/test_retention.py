@@ -125,13 +125,11 @@ def test_a_removed_policy_is_exported_again_from_the_checkpoint_of_its_last_upda
 @pytest.mark.parametrize(
     ("command", "words"),
     [
-        (("stage", "pack", "{run}", 2, "{new}", "--license", "mit"), "keep_policies says; the nearest"),
         (("optimize", "{run}", "--stage", 2, "--output", "{new}"), "keep_policies says; the nearest"),
         (
             ("export", "{run}", "--stage", 2, "--update", 4, "--output", "{new}"),
             "policies after these updates of the run only: 5, 6;",
         ),
-        (("eval", "{run}", "--stage", 2, "--update", 4), "policies after these updates of the run only: 5, 6;"),
         (("what-if", "{run}", "--stage", 2, "--update", 4), "keep_policies determine which are kept"),
     ],
 )

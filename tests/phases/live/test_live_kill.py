@@ -1,6 +1,5 @@
 """SIGKILL to trainers and engines of a live stage: nothing stored is lost, nothing is trained twice."""
 
-import json
 import os
 import random
 import signal
@@ -10,7 +9,6 @@ import pytest
 from megarl.errors import STOPPED
 from megarl.storage.ledger import LEDGER, parse
 from tests.extent import EVERY
-from tests.helpers import processes_of, start_megarl, wait_until_held
 from tests.phases.live.conftest import histogram, metrics
 from tests.phases.live.test_live import groups, weights
 
@@ -79,23 +77,3 @@ def test_a_free_running_stage_with_partial_responses_trains_each_group_once_afte
     assert max(histogram(metrics(run))) <= 8
     for number, group in enumerate(groups(run)):
         assert all(0 <= number // 2 - response.versions[0] <= 8 for response in group.responses)
-
-
-def test_the_launcher_restarts_a_live_stage(recipe, tmp_path):
-    run = tmp_path / "run"
-    settings = ["schedule.kind=live", "schedule.stages=1", "schedule.sync_every=2", "schedule.lockstep=true"]
-    settings += ["run.max_restarts=2", "eval.every=0"]
-    held, arguments = tmp_path / "held", [part for s in settings for part in ("--set", s)]
-    hold = ["open .*/metrics.jsonl", 2, str(held)]
-    parent = start_megarl("train", recipe, "--run-dir", run, *arguments, hold=hold)
-    for rank in (0, 1):  # the trainer, then the engine
-        wait_until_held(parent, held)
-        (process,) = [p for p in processes_of(parent.pid, "live") if p.name() == f"live:{rank}"]
-        if rank == 0:
-            held.unlink()  # the next trainer is held too
-        process.send_signal(signal.SIGKILL)
-    held.write_text("")
-    assert parent.wait(300) == 0, parent.stderr
-    assert [json.loads(line)["update"] for line in (run / "metrics.jsonl").read_text().splitlines()] == [*range(1, 7)]
-    assert [json.loads(line)["event"] for line in (run / "events.jsonl").read_text().splitlines()].count("restart") == 2
-    assert (run / "final/model.safetensors").exists()

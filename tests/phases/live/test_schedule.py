@@ -41,9 +41,8 @@ def simulate(rule, updates, chunk, workers, seed):
     return sorted(stored.items())
 
 
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("chunk", [1, 5, 64])
-@pytest.mark.parametrize("sync_every", [1, 3, 8])
+@pytest.mark.parametrize(("workers", "chunk"), [(1, 64), (3, 1), (3, 5)])
+@pytest.mark.parametrize("sync_every", [1, 8])
 def test_free_running_stays_within_max_lag_and_never_deadlocks(sync_every, chunk, workers):
     for max_lag in (sync_every - 1, sync_every, 2 * sync_every, 64):
         trained = simulate(LagRule(sync_every, max_lag), 96, chunk, workers, seed=0)
@@ -53,8 +52,7 @@ def test_free_running_stays_within_max_lag_and_never_deadlocks(sync_every, chunk
     assert max(batch - version for batch, version in trained) >= sync_every  # engines do run ahead where they may
 
 
-@pytest.mark.parametrize("sync_every", [1, 3, 4])
-@pytest.mark.parametrize("delay", [0, 1, 2, 5])
+@pytest.mark.parametrize(("sync_every", "delay"), [(1, 5), (3, 0), (4, 2)])
 def test_delay_gives_exactly_the_lags_of_a_buffer(sync_every, delay):
     u, n = sync_every, delay
     for seed in range(3):
@@ -88,9 +86,7 @@ def test_chunks_are_cut_at_every_new_version():
         ({}, ["needs sync_every"]),
         ({"sync_every": 4}, ["needs max_lag"]),
         ({"sync_every": 5, "max_lag": 8}, ["does not divide", "nearest divisor is 4", "stages = 1"]),
-        ({"sync_every": 5, "lockstep": True, "stages": 1, "passes": 5}, ["does not divide", "nearest divisor is 4"]),
         ({"sync_every": 8, "max_lag": 6}, ["could never be generated", "at least 7", "at most 7"]),
-        ({"sync_every": 4, "delay": 2, "max_lag": 10}, ["8 to 11", "at least 11"]),
         ({"sync_every": 4, "lockstep": True, "max_lag": 2}, ["lockstep", "0 to 3", "at least 3"]),
         ({"sync_every": 4, "lockstep": True, "partial": True}, ["need a single version per batch"]),
         (
@@ -98,9 +94,6 @@ def test_chunks_are_cut_at_every_new_version():
             ["colocate", "never updates weights during generation"],
         ),
         ({"kind": "staged", "sync_every": 4}, ["sync_every", 'kind = "live"']),
-        ({"kind": "staged", "max_lag": 0}, ["max_lag", 'kind = "live"']),
-        ({"kind": "staged", "delay": 1}, ["delay", 'kind = "live"']),
-        ({"kind": "staged", "colocate": True}, ["colocate", 'kind = "live"']),
         ({"kind": "staged", "passes": 5}, ["updates of all passes", "nearest divisor is 4"]),
         ({"sync_every": 4, "max_lag": 3, "passes": 2}, ["needs lockstep or delay"]),
         ({"sync_every": 4, "lockstep": True, "passes": 3}, ["does not divide sync_every = 4", "nearest divisor is 2"]),
@@ -109,11 +102,6 @@ def test_chunks_are_cut_at_every_new_version():
 def test_contradictory_schedules_are_refused_with_a_remedy(settings, words):
     with pytest.raises(ValueError, match="(?s)" + ".*".join(words)):
         ScheduleTable(**{"kind": "live", "updates_per_stage": 96} | settings)
-
-
-def test_the_last_interval_of_the_only_stage_may_be_short():
-    schedule = ScheduleTable(kind="live", stages=1, updates_per_stage=12, sync_every=10, max_lag=11)
-    assert simulate(schedule.lag_rule, 12, chunk=4, workers=2, seed=0) is not None
 
 
 def test_passes_of_a_live_run_repeat_what_one_version_generated():
@@ -134,3 +122,5 @@ def test_lag_rules_of_lockstep_delay_and_max_lag():
     assert rule(delay=2) == LagRule(4, 11, 2)
     assert rule(delay=2, max_lag=20) == LagRule(4, 20, 2)
     assert rule(max_lag=3) == LagRule(4, 3, None)
+    short = ScheduleTable(kind="live", stages=1, updates_per_stage=12, sync_every=10, max_lag=11)
+    assert simulate(short.lag_rule, 12, chunk=4, workers=2, seed=0) is not None  # its last interval is short

@@ -33,27 +33,14 @@ def test_versions_of_tokens_are_stored(tmp_path):
     assert plain.versions.tolist() == [4] * 5
     assert as_bytes(store.read([1])[0]) == as_bytes(make_group(1))
     assert [entry.weights_hash[0] for entry in store.entries] == ["a", "b"]
+    for opens in (RolloutStore, lambda path: RolloutWriter(path, **POLICY)):  # as if the stage were not live
+        with pytest.raises(UserError, match="one behaviour policy"):
+            opens(tmp_path)
 
-
-def test_only_live_stages_have_several_policies(tmp_path):
-    with live_writer(tmp_path) as writer:
-        writer.append([make_group(0)], "a" * 64)
-        writer.append([make_group(1)], "b" * 64)
-    with pytest.raises(UserError, match="one behaviour policy"):
-        RolloutStore(tmp_path)
-    with pytest.raises(UserError, match="one behaviour policy"):
-        RolloutWriter(tmp_path, **POLICY)
     with pytest.raises(UserError, match="one behaviour policy"):
         seal(tmp_path, range(2))
     seal(tmp_path, range(2), one_policy=False)
     assert RolloutStore(tmp_path, one_policy=False).group_ids == [0, 1]
-
-
-def test_log_prob_modes_are_never_mixed(tmp_path):
-    with live_writer(tmp_path) as writer:
-        writer.append([make_group(0)], "a" * 64)
-    with pytest.raises(UserError, match="log-prob mode"):
-        RolloutWriter(tmp_path, weights_hash=None, logprob_mode="raw")
 
 
 def test_wrong_versions_are_refused(tmp_path):

@@ -94,23 +94,12 @@ def test_all_trainers_stop_if_the_first_is_asked_to_while_they_wait(monkeypatch,
     assert trainers.end() == {0: None, 1: None}
 
 
-def test_trainers_with_devices_of_their_own_train_as_soon_as_the_groups_are_stored(monkeypatch):
-    trainers = Trainers(monkeypatch, colocate=False)
-    for thread in trainers.threads:
-        thread.start()
-    trainers.until(lambda: trainers.state.decision(0) == "wait")
-    trainers.stored.set()
-    assert trainers.end() == {0: ["a group"], 1: ["a group"]} and trainers.state.round() == 0
-    assert trainers.released == []  # memory that nobody else needs would only have to be allocated again
-
-
-@pytest.mark.parametrize("fresh", [True, False])
 @pytest.mark.parametrize("colocate", [True, False])
-def test_engines_on_shared_devices_start_after_the_trainers(colocate, fresh):
-    """An engine measures the free memory when it starts, at the first start and when the stage is resumed."""
+def test_engines_on_shared_devices_start_after_the_trainers(colocate):
+    """An engine measures the free memory when it starts."""
     state = LiveState(dist.HashStore(), 1)
     worker = object.__new__(LiveRolloutWorker)
-    worker.schedule, worker.state, worker.fresh = SimpleNamespace(colocate=colocate), state, fresh
+    worker.schedule, worker.state, worker.fresh = SimpleNamespace(colocate=colocate), state, True
     worker.stage = SimpleNamespace(first_update=8)
     state.publish(10)  # which trainers do before they load the model
     assert worker._newest() == (None if colocate else 10)
