@@ -36,7 +36,7 @@ TRACKERS = (
 )
 KERNELS = ("csrc/", "megarl/kernels/", "megarl/objectives/", "tests/kernels/")
 HOSTILE = ("megarl/rewards/", "megarl/data/boxes.py", "csrc/sandbox/", "tests/rewards/", "constraints.txt")
-PRETRAINED = ("examples/smollm2/", "tests/examples/", "megarl/rollout/builtin.py", "megarl/models/families/llama.py")
+PRETRAINED = ("examples/smollm2/", "tests/examples/", "megarl/rollout/", "megarl/models/families/llama.py")
 MACHINE_CODE = ("tests/kernels/test_cuda_resources.py", "tests/kernels/test_triton_aot.py")
 GPU_TRITON = "3.7.1"  # the version that torch 2.13 pins for GPUs; the tested one is newer
 MEGATRON_NEXT = "0.19.2"  # its wheels are for Python 3.12; their compiled part, a data loader's, is not used

@@ -14,11 +14,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.data.prompts import open_prompts
 from megarl.data.tokenizer import stop_token_ids
-from megarl.errors import UserError
 from megarl.recipe.load import load_recipe
 from megarl.rollout.builtin import BuiltinEngine
 from megarl.rollout.drift import hugging_face_reference, judge
-from megarl.rollout.engine import Request, Sampling, answers
+from megarl.rollout.engine import EngineFault, Request, Sampling, answers
 from megarl.storage.policies import read_reference
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
@@ -134,7 +133,7 @@ def test_a_fault_in_one_layers_weights_is_found(run, engine, fault):
     before = AutoModelForCausalLM.from_pretrained(BASE).state_dict()
     engine._model.load_state_dict(weights | fault(weights, before))
     try:
-        with pytest.raises(UserError, match="weights are not the policy's"):
+        with pytest.raises(EngineFault, match="weights are not the policy's"):
             judge(engine.score(reference.sequences), reference, engine.precision)
     finally:
         engine._model.load_state_dict(weights)
