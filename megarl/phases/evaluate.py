@@ -19,7 +19,7 @@ from megarl.data.prompts import Prompt
 from megarl.distributed import ReplicaGroup
 from megarl.errors import STOPPED
 from megarl.estimates import summarise
-from megarl.phases.generation import missing_chunks, shared_chunks
+from megarl.phases.generation import RolloutStats, missing_chunks, shared_chunks
 from megarl.phases.rollout_worker import RolloutWorker, never, with_policy
 from megarl.phases.stop import StopRequest
 from megarl.recipe.tables import Suite
@@ -128,8 +128,11 @@ class _Evaluation:
             self.directory, weights_hash=worker.weights_hash, logprob_mode=mode, writer=self.replicas.rank
         ) as writer:
             take = shared_chunks(self.replicas, self.key, chunks, worker.stopped)
-            for groups in worker.generate(take, self.prompts.__getitem__, draws, other_seeds=_EVALUATION_SEED):
+            stats = RolloutStats(self.stage, self.replicas.rank, worker, evaluated=len(self.prompts))
+            prompt, seeds = self.prompts.__getitem__, _EVALUATION_SEED
+            for groups in worker.generate(take, prompt, draws, other_seeds=seeds, watch=stats.step):
                 writer.append([self._as_stored(group) for group in groups if group.group_id in missing])
+        stats.log()
 
     def _settings(self) -> dict[str, Any]:
         """The settings, beside policy and prompts, on which the responses and their rewards depend."""

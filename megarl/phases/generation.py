@@ -58,10 +58,16 @@ class RolloutStats:
     """Counts the responses of replica ``rank`` in one attempt at a phase; `step` watches its ``worker``.
 
     on_group: called with each group as soon as it is scored.
+    evaluated: the number of prompts of an evaluation, from which no update learns; 0 if the groups are trained.
     """
 
     def __init__(
-        self, stage: Stage, rank: int, worker: RolloutWorker, on_group: Callable[[Group], None] = lambda group: None
+        self,
+        stage: Stage,
+        rank: int,
+        worker: RolloutWorker,
+        on_group: Callable[[Group], None] = lambda group: None,
+        evaluated: int = 0,
     ) -> None:
         self.stage, self.rank, self.worker, self.on_group = stage, rank, worker, on_group
         self.start = self._logged = time.monotonic()
@@ -73,7 +79,7 @@ class RolloutStats:
         self.longest = 0
         self.rewards = 0.0
         self.solve_rates = [0] * SOLVE_RATE_BINS
-        self._warned = False
+        self.evaluated, self._warned = evaluated, bool(evaluated)
 
     def step(self, ended: Sequence[Completion], scored: Sequence[Group]) -> None:
         """Count responses that ``ended``, or were interrupted, and ``scored`` groups; log an event if one is due."""
@@ -103,8 +109,9 @@ class RolloutStats:
         self.solve_rates[solve_rate_bin(float(np.mean([r.correctness for r in group.responses])))] += 1
 
     def log(self) -> None:
-        """Append a `rollout_progress` event to events.jsonl, and once a warning, if it is due."""
-        self.stage.log_event("rollout_progress", rank=self.rank, **self.event())
+        """Append an event about the progress to events.jsonl, and once a warning, if it is due."""
+        kind = "evaluation_progress" if self.evaluated else "rollout_progress"
+        self.stage.log_event(kind, rank=self.rank, **self.event())
         if not self._warned and self.equal_rewards(self.stage.run.recipe.objective.advantage):
             self._warned = True
             self.stage.log_event("equal_rewards", rank=self.rank, groups=self.groups, warning=self._warning())
@@ -121,7 +128,7 @@ class RolloutStats:
         )
 
     def event(self) -> dict[str, Any]:
-        """The fields of a `rollout_progress` event.
+        """The fields of a `rollout_progress` or `evaluation_progress` event.
 
         decoding: responses that the engine has taken and not finished. decoding_tokens: their tokens so far.
         over_limit: responses that exceeded the limits of their verifier. discarded: those that the engine returned
@@ -131,6 +138,7 @@ class RolloutStats:
         return {
             "seconds": round(seconds, 3),
             "groups": self.groups,
+            **({"prompts": self.evaluated} if self.evaluated else {}),
             **({"unfinished": self.unfinished} if self.unfinished else {}),
             "responses": self.responses,
             "ended": self.ended,

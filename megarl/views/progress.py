@@ -139,9 +139,10 @@ def _facts(state: RunState) -> list[str]:
         facts.append(
             f"held-out {first:.3f} -> {last:.3f} +- {half:.3f}" if len(state.accuracies) > 1 else f"held-out {last:.3f}"
         )
-    if (rate := state.tokens_per_second) and (state.phase == "rollout" or find_phase(state.phase).updates):
+    generates = state.phase in ("rollout", "evaluate")
+    if (rate := state.tokens_per_second) and (generates or find_phase(state.phase).updates):
         facts.append(f"{rate:,.0f} tokens/s")
-    if state.phase in ("rollout", "live"):
+    if generates or state.phase == "live":
         facts += _responses(state)
         if over := state.of_replicas("over_limit"):
             facts.append(f"over the verifier's limits {over:.0f}")

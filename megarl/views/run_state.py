@@ -63,7 +63,7 @@ class RunState:
         self.seconds: dict[str, float] = {}  # phase -> duration of the last one that ended
         self.recent: deque[dict[str, Any]] = deque(maxlen=RATE_UPDATES)
         self._compared = 0, 0  # gradients of a what-if: done, all
-        self._replicas: dict[int, dict[str, Any]] = {}  # the last `rollout_progress` of each in the current phase
+        self._replicas: dict[int, dict[str, Any]] = {}  # each one's last progress in this phase or evaluation
         self._events = JsonTail(run_dir / "events.jsonl")
         self._metrics = JsonTail(run_dir / "metrics.jsonl", METRICS_BYTES)
         self._stored = Stored(run_dir)  # rollouts of the stage
@@ -86,7 +86,7 @@ class RunState:
         self.recent.extend(update for update in updates if isinstance(update.get("update"), int))
         if self.phase == "rollout":
             self._stored.poll()
-        if self.phase == "evaluate" or self.doing == "evaluating":
+        if self.evaluates:
             self.answered = self._being_evaluated()
         return events
 
@@ -120,18 +120,26 @@ class RunState:
             event["over_limit"] = self.of_replicas("over_limit")
             if kind == "phase_end":
                 self.seconds[str(event.get("phase"))] = float(event.get("seconds", 0.0))
-        elif kind == "rollout_progress":
-            self.doing = ""
+        elif kind in ("rollout_progress", "evaluation_progress"):
             self._replicas[event.get("rank", 0)] = event
+            if kind == "rollout_progress":
+                self.doing = ""
         elif kind == "what_if_progress":
             self._compared = event["done"], event["total"]
-        elif kind == "evaluation" and "accuracy" in event and event.get("suite", self._suite) == self._suite:
-            self.accuracies[version_of(event, self.schedule)] = event["accuracy"], half_width(event)
+        elif kind == "evaluation" and "accuracy" in event:
+            self._replicas = {}  # what follows counts from 0
+            if event.get("suite", self._suite) == self._suite:
+                self.accuracies[version_of(event, self.schedule)] = event["accuracy"], half_width(event)
 
     @property
     def _begins_by_loading(self) -> bool:
         phase = find_phase(self.phase)
         return phase.engine and not phase.actor
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether a policy is being evaluated."""
+        return self.phase == "evaluate" or self.doing == "evaluating"
 
     @property
     def updates(self) -> int:
@@ -141,10 +149,12 @@ class RunState:
     @property
     def done(self) -> tuple[int, int, str]:
         """(amount done, total, unit) of the current phase."""
-        if self.phase == "evaluate" or self.doing == "evaluating":
-            return (*self.answered[:2], "prompts")
+        # a chunk is stored as a whole, but its groups are complete one after another
+        if self.evaluates:
+            # a suite may have fewer prompts than the recipe asks for
+            prompts = max((replica.get("prompts", 0) for replica in self._replicas.values()), default=self.answered[1])
+            return max(self.answered[0], round(self.of_replicas("groups"))), prompts, "prompts"
         if self.phase == "rollout":
-            # a chunk is stored as a whole, but its groups are complete one after another
             done = max(self._stored.groups, self._groups_before + round(self.of_replicas("groups")))
             return min(done, self.candidates), self.candidates, self._unit
         if find_phase(self.phase).updates:
@@ -157,7 +167,7 @@ class RunState:
     @property
     def reward(self) -> float | None:
         """Mean reward: of the stage's responses while it is generated, else of the last updates."""
-        if self.phase == "rollout":
+        if self.phase == "rollout" and not self.evaluates:
             responses = self.of_replicas("responses")
             now = self.of_replicas("reward_sum") / responses if responses else None
             return now if self._stored.reward is None else self._stored.reward
@@ -175,14 +185,14 @@ class RunState:
     @property
     def tokens_per_second(self) -> float | None:
         """Speed of the current phase: response tokens generated since it began, or tokens of the last updates."""
-        if self.phase == "rollout":
+        if self.phase in ("rollout", "evaluate"):
             return self.of_replicas("tokens_per_second") or None
         seconds = sum(update.get("seconds", 0.0) for update in self._recent_of_stage)
         return sum(update.get("tokens", 0) for update in self._recent_of_stage) / seconds if seconds else None
 
     @property
     def seconds_left(self) -> float | None:
-        """Estimate for the current phase; None if there is nothing to estimate from."""
+        """Estimate for the current phase, or for the suite that is being evaluated; None if nothing is known."""
         done, total, _ = self.done
         if find_phase(self.phase).updates:
             pace = _mean("seconds", self.recent)
@@ -192,11 +202,13 @@ class RunState:
         if self.phase == "what_if":
             return (total - done) * (time.time() - self.phase_since) / done if done else None
         known = self.seconds.get(self.phase)
+        if self.evaluates and known is None:
+            return self._seconds_of_generation
         return None if known is None else max(0.0, self.phase_since + known - time.time())
 
     @property
     def _seconds_of_generation(self) -> float | None:
-        """Until all responses of the phase are generated, from the tokens that the replicas have reported.
+        """Until all responses of the phase, or of the suite, are generated, by the tokens that the replicas reported.
 
         Responses that are still being decoded count with the longest allowed length, because short ones end first.
         """
@@ -204,9 +216,11 @@ class RunState:
         rate = self.tokens_per_second
         if not rate or not ended + decoding:
             return None
-        table = self._recipe.rollout
-        length = (tokens + decoding * table.max_response_tokens) / (ended + decoding)
-        responses = (self.candidates - self._groups_before) * table.responses_per_prompt
+        responses = (self.candidates - self._groups_before) * self._recipe.rollout.responses_per_prompt
+        longest = self._recipe.rollout.max_response_tokens
+        if suite := next((suite for suite in self._recipe.suites if suite.name == self.answered[2]), None):
+            responses, longest = self.done[1] * suite.samples, suite.max_response_tokens
+        length = (tokens + decoding * longest) / (ended + decoding)
         left = (responses * length - tokens - self.of_replicas("decoding_tokens")) / rate
         return max(0.0, left - (time.time() - max(report["time"] for report in self._replicas.values())))
 
@@ -214,10 +228,12 @@ class RunState:
     def run_seconds_left(self) -> float | None:
         """Estimate for the whole run; None until each kind of phase has ended once."""
         left = self.seconds_left if self.phase else 0.0
+        if left is None or self.doing or (self.evaluates and "evaluate" not in self.seconds):
+            return None  # the suites that are left are not known
         if self.stage == self.schedule.stages:
             return left  # the final evaluation
         parts = ("live",) if self.schedule.kind == "live" else ("rollout", "optimize")
-        if left is None or not set(parts) <= self.seconds.keys():
+        if not set(parts) <= self.seconds.keys():
             return None
         after = parts[parts.index(self.phase) + 1 :] if self.phase in parts else parts
         whole = sum(self.seconds.values()) * (self.schedule.stages - 1 - self.stage)

@@ -90,6 +90,11 @@ def test_every_due_policy_answers_every_suite_once(whole):
 
 def test_events_agree_with_the_stored_responses(whole):
     settings = {"heldout": (16, 4, 6), "short": (4, 3, 2), "greedy": (16, 1, 6)}
+    told, last_progress = {}, {}
+    for event in read_lines(whole.events):
+        if event["event"] == "evaluation":
+            last_progress[event["update"], event["suite"]] = told
+        told = event
     for event in events(whole, "evaluation"):
         name, (prompts, samples, longest) = event["suite"], settings[event["suite"]]
         rows = table(whole, name, event["update"])
@@ -98,6 +103,9 @@ def test_events_agree_with_the_stored_responses(whole):
         correct = np.array([r["reward"] for r in rows]).reshape(prompts, samples)
         answers = np.array([r.get("answer") for r in rows], object).reshape(prompts, samples)
         assert event.items() >= summarise(correct, answers).items()
+        progress = last_progress[event["update"], name]
+        assert (progress["groups"], progress["prompts"], progress["ended"]) == (prompts, prompts, prompts * samples)
+        assert progress["reward_sum"] == correct.sum()
         (by_source,) = (value for key, value in event.items() if re.fullmatch(r"by/source/[^/]+/accuracy", key))
         assert by_source == correct.mean()
         lines = read_lines(whole.root / f"evaluations/{name}/prompts.jsonl")

@@ -19,6 +19,8 @@ from megarl.storage.metrics.summary import summary
 from megarl.storage.rollouts import Group, Response
 from megarl.storage.run_dir import RunDir
 
+DECODING = SimpleNamespace(decoding=6, decoding_tokens=7)  # an engine
+
 
 def group(number, rewards):
     def response(reward, length):
@@ -98,9 +100,25 @@ def test_equal_rewards_in_the_first_groups_are_told_if_no_update_can_learn_from_
     assert stats.equal_rewards(advantage) is warned
 
 
+@pytest.mark.parametrize(
+    ("evaluated", "expected"),
+    [(0, ["rollout_progress", "equal_rewards", "rollout_progress"]), (9, ["evaluation_progress"] * 2)],
+)
+def test_equal_rewards_are_told_once_and_not_of_an_evaluation(evaluated, expected):
+    told, worker = [], SimpleNamespace(engine=DECODING, scoring=SimpleNamespace(over_limit=0), discarded=0)
+    recipe = SimpleNamespace(objective=ObjectiveTable())
+    stage = SimpleNamespace(log_event=lambda kind, **_: told.append(kind), run=SimpleNamespace(recipe=recipe))
+    stats = RolloutStats(stage, 0, worker, evaluated=evaluated)
+    for number in range(SAME_REWARDS):
+        stats.step([], [group(number, [0.0, 0.0])])
+    stats.log()
+    stats.log()
+    assert told == expected
+
+
 def test_statistics_of_a_rollout():
-    engine, scoring = SimpleNamespace(decoding=6, decoding_tokens=7), SimpleNamespace(over_limit=1)
-    stats = RolloutStats(None, 0, SimpleNamespace(engine=engine, scoring=scoring, discarded=0))
+    scoring = SimpleNamespace(over_limit=1)
+    stats = RolloutStats(None, 0, SimpleNamespace(engine=DECODING, scoring=scoring, discarded=0))
     scored = [group(n, rewards) for n, rewards in enumerate([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0, 1.0]])]
     ended = [np.zeros(length, np.float32) for length in (3, 5, 4)]
     reasons = ("stop", "length", "interrupted")

@@ -154,6 +154,27 @@ def test_prompts_are_counted_while_suites_are_evaluated(tmp_path):
     assert describe_state(state).startswith("final evaluation, 3/20 prompts")
 
 
+@pytest.mark.parametrize(("phase", "stage"), [("rollout", 1), ("evaluate", 3)])
+def test_responses_tokens_and_time_left_are_shown_while_a_suite_is_evaluated(tmp_path, phase, stage):
+    """Two of 16 prompts have ended, of which each has one response; none is stored. The recipe asks for 20."""
+    state = RunState(tmp_path, override_recipe(make_recipe(), list(SUITES)))
+    (tmp_path / "stages/000/policies").mkdir(parents=True)
+    loaded = {"event": "weight_drift", "stage": stage, "time": time.time(), "rank": 0, "phase": "evaluate"}
+    inside = {"prompts": 16, "decoding": 14, "decoding_tokens": 28, "tokens_per_second": 8}
+    one = report(ended=2, tokens=4, groups=2, responses=2, truncated=1, reward_sum=2.0, **inside)
+    append(tmp_path / "events.jsonl", start(phase, stage), loaded, one | {"event": "evaluation_progress"})
+    state.poll()
+    assert state.done == (2, 16, "prompts") and state.reward is None and state.run_seconds_left is None
+    shown = set(describe_state(state).split(", "))
+    assert {"2/16 prompts", "8 tokens/s", "responses 2", "length 2", "truncated 50%", "decoding 14 at token 2"} <= shown
+    left = 14 * make_recipe().rollout.max_response_tokens - 28
+    assert state.seconds_left == pytest.approx(left / 8, rel=1e-2)
+    done = {"event": "evaluation", "accuracy": 0.5, "update": stage * 96, "suite": "one", "stage": stage}
+    append(tmp_path / "events.jsonl", done)
+    state.poll()
+    assert state.of_replicas("ended") == 0 and state.tokens_per_second is None
+
+
 def test_progress_of_an_optimize_phase_goes_back_when_metrics_are_cut(tmp_path, monkeypatch):
     recipe, noise = make_recipe(), random.Random(0)
     updates = [update_record(n, 96, noise) for n in range(1, 140)]
