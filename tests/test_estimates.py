@@ -22,17 +22,6 @@ def test_interval_is_wilsons_for_one_sample_per_prompt():
     assert low < 1e-6 and high > 1 - 1e-6
 
 
-def test_interval_covers_the_truth_as_often_as_it_says():
-    rng = np.random.default_rng(0)
-    for samples in (1, 4):
-        hits = 0
-        for _ in range(400):
-            difficulty = rng.beta(2, 3, 200)  # prompts differ, so samples of a prompt are correlated
-            low, high = interval((rng.random((200, samples)) < difficulty[:, None]).mean(1), samples)
-            hits += low <= 0.4 <= high
-        assert 0.91 < hits / 400 < 0.985
-
-
 @pytest.mark.parametrize("prompts", [2, 5, 12, 30])
 @pytest.mark.parametrize("difficulty", [(2, 3), (0.3, 0.3), (0.5, 4), (20, 20)])
 def test_interval_covers_the_truth_for_few_prompts_with_many_samples(prompts, difficulty):
@@ -55,13 +44,6 @@ def test_pass_at_k_agrees_with_the_closed_form_and_with_counting_all_draws():
         assert found[c, k - 1] == pytest.approx(1 - math.comb(n - c, k) / math.comb(n, k), abs=1e-15)
         draws = list(itertools.combinations(correct[c], k))
         assert found[c, k - 1] == pytest.approx(sum(map(max, draws)) / len(draws), abs=1e-15)
-
-
-def test_pass_at_k_of_many_samples_is_the_closed_form_where_factorials_would_overflow():
-    n, c = 2000, 3
-    found = pass_at(np.array([[1.0] * c + [0.0] * (n - c)]))[0]
-    for k in (1, 2, 10, 500, 1997, 1998, 2000):
-        assert found[k - 1] == pytest.approx(1 - math.comb(n - c, k) / math.comb(n, k), rel=1e-9)
 
 
 @pytest.mark.parametrize("k", [2, 8])
@@ -123,17 +105,6 @@ def test_the_sign_test_agrees_with_scipy_and_the_binomial_sum(better, worse):
     if n < 1000:
         exact = 2 * Fraction(sum(math.comb(n, k) for k in range(fewer + 1)), 2**n)
         assert sign_test(better, worse) == pytest.approx(float(min(exact, 1)), rel=1e-10)
-
-
-def test_the_paired_bootstrap_agrees_with_scipy():
-    """Expected: scipy.stats.bootstrap((b - a,), np.mean, n_resamples=200_000, method="percentile") of scipy 1.17.1."""
-    number = np.arange(40)
-    found = paired(0.25 * (number % 3), number % 7 / 6)
-    # a quantile of 10,000 resamples has a standard error of sqrt(.025 * .975 / 10000) / density: 3 % of their spread
-    spread = 0.3947957893364338 / math.sqrt(40)
-    np.testing.assert_allclose(found.ci95, [0.1145833333333333, 0.3583333333333333], atol=4 * 0.03 * spread)
-    assert found.mean == pytest.approx(0.23541666666666666)
-    assert found == paired(0.25 * (number % 3), number % 7 / 6)
 
 
 def test_the_bootstrap_agrees_with_all_possible_resamples():

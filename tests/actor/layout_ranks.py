@@ -243,14 +243,10 @@ def build_actor(name: str, layout: str, folder: Path) -> Any:
 
 
 def batches_of(actor: Any, name: str, layout: str, update: int, folder: Path) -> list[Any]:
-    samples = update_samples(folder / "rollouts", update, CASES[name].routing_replay)
-    share = layout != "one" and actor.models[0].shares_prompts
-    return micro_batches(samples, actor, share)
-
-
-def micro_batches(samples: list[Any], actor: Any, share: bool) -> list[Any]:
     from megarl.actor import packing
 
+    samples = update_samples(folder / "rollouts", update, CASES[name].routing_replay)
+    share = layout != "one" and actor.models[0].shares_prompts
     return packing.micro_batches(samples, 128, actor.device, share=share)
 
 
@@ -402,7 +398,7 @@ def offenders(recipe: Recipe, model: Path, samples: list[Any]) -> list[dict[str,
 
     Asserts that all ranks refuse the update and keep their weights.
     """
-    from megarl.actor import step
+    from megarl.actor import packing, step
     from megarl.actor.nonfinite import NonFiniteUpdate
     from megarl.phases.samples import describe
 
@@ -412,7 +408,7 @@ def offenders(recipe: Recipe, model: Path, samples: list[Any]) -> list[dict[str,
     stored[-1] = np.nan
     samples[bad] = replace(samples[bad], rollout_logprobs=stored)
     before = [p.detach().clone() for chunk in actor.models for p in chunk.parameters()]
-    batches = micro_batches(samples, actor, share=True)
+    batches = packing.micro_batches(samples, 128, actor.device, share=True)
     with pytest.raises(NonFiniteUpdate, match="not applied") as error:
         step.train_step(actor, batches, build_objective("mu_grpo", {}), lr=1e-3)
     after = [p for chunk in actor.models for p in chunk.parameters()]

@@ -55,14 +55,6 @@ def test_gradients_agree_with_finite_differences() -> None:
     )
 
 
-def test_two_tokens_by_hand() -> None:
-    hidden = torch.eye(2)
-    weight = torch.tensor([[0.0, 0.0], [2 * 1.0986123, 0.0]])  # logits at T = 2: (0, ln 3) and (0, 0)
-    logprobs, entropy = linear_logprob(hidden, weight, torch.tensor([1, 0]), temperature=2.0)
-    torch.testing.assert_close(logprobs, torch.tensor([-0.2876821, -0.6931472]))  # ln 3/4, ln 1/2
-    torch.testing.assert_close(entropy, torch.tensor([0.5623351, 0.6931472]))
-
-
 @pytest.mark.parametrize("needs", [(True, False), (False, True)])
 def test_frozen_input_costs_no_gradient(needs: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """One matrix product for each of the three chunks: the gradient of the frozen input is not computed."""
@@ -121,17 +113,6 @@ def test_default_chunk_fits_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     linear_logprob(hidden, weight, targets)[0].sum().backward()
     assert max(sizes) == 5 * PADDED * 4
     assert len(sizes) == 6
-
-
-def test_size_of_row_blocks_does_not_change_results(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The elementwise work after a matrix product runs over blocks of its rows."""
-    hidden, weight, targets = problem()
-    whole = linear_logprob(hidden, weight, targets, 0.7)
-    grads = gradients(whole, [hidden, weight], "both")
-    monkeypatch.setattr(plain_torch, "CPU_BLOCK_BYTES", 3 * PADDED * 8)
-    blocks = linear_logprob(hidden, weight, targets, 0.7)
-    torch.testing.assert_close(blocks, whole, rtol=0, atol=0)
-    torch.testing.assert_close(gradients(blocks, [hidden, weight], "both"), grads, rtol=0, atol=0)
 
 
 def test_two_numbers_per_token_are_saved_for_the_backward_pass() -> None:
