@@ -262,7 +262,7 @@ class Start:
 
 
 def find_start(stage: Stage, phase: str) -> Start:
-    """Where ``phase`` resumes: after the newest undamaged checkpoint of ``stage``, or else at its beginning. Collective.
+    """Where ``phase`` resumes: after the newest undamaged checkpoint of ``stage``, or at its beginning. Collective.
 
     Damaged checkpoints are renamed. A stage at its beginning loads the last checkpoint of the previous stage, for the
     optimizer: `UserError` if that is damaged or gone.
