@@ -57,7 +57,7 @@ _WRITER: dict[str, Any] = (
 _DATA_TYPES = {
     "torch": {"Size", "strided", *(name for name, value in vars(torch).items() if isinstance(value, torch.dtype))},
     "torch.serialization": {"_get_layout"},
-    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo", "_StoragePrefix"},
     "torch.distributed.checkpoint.metadata": {
         "_MEM_FORMAT_ENCODING",
         "BytesStorageMetadata",  # of `_UNREAD`
@@ -140,7 +140,16 @@ def save(
             with disk_errors(path):
                 (path / METRICS).write_bytes(metrics.lines)
             position = metrics.position
-        request = dist_checkpointing.save(_sharded_state(actor), str(path), async_sharded_save=True, **_WRITER)
+        # which rank writes what is the same in each checkpoint of a process: the ranks compare it at the first one, and
+        # from the third on exchange no plans
+        request = dist_checkpointing.save(
+            _sharded_state(actor),
+            str(path),
+            actor.saving.strategy,
+            async_sharded_save=True,
+            validate_access_integrity=actor.saving.call_idx < 0,
+            **_WRITER,
+        )
         _write_common(actor, update, path)
         complete = partial(_complete, actor, path, update, position)
         request.add_finalize_fn(partial(_rename, stack.pop_all(), complete, directory, keep))

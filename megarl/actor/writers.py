@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint import CheckpointException
 
 from megarl.heartbeats import beat
@@ -67,6 +68,7 @@ class Saving(AsyncCallsQueue):
         super().__init__()
         self._path, self._name, self._writer = Path(), "", None
         self._sums = ForkedResults()
+        self.strategy = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
         self._staged: Any = None  # the copy in host memory that the writer reads
 
     def start(self, request: AsyncRequest, path: Path, name: str, rank: int) -> None:

@@ -32,8 +32,10 @@ def test_resume_is_bitwise(family, tmp_path):
 
     make_hf_model(family).save_pretrained(tmp_path / "model")
     straight = build(tmp_path / "model")
-    updates(straight, range(3))
-    checkpoint.save(straight, tmp_path / "checkpoints", 3, keep=2)
+    for update in range(3):  # the third checkpoint takes the plan of the first two
+        assert straight.saving.strategy.validated_cache_reuse is (update == 2)
+        updates(straight, [update])
+        checkpoint.save(straight, tmp_path / "checkpoints", update + 1, keep=1)
     expected = updates(straight, range(3, 6))
 
     resumed = build(tmp_path / "model")
