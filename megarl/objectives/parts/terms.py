@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -19,9 +19,6 @@ from megarl.objectives.parts.metrics import Metric, fraction_metrics, loss_metri
 from megarl.objectives.parts.prefix_min import prefix_min_log_ratio
 from megarl.objectives.parts.ratios import log_ratio, sequence_log_ratio
 from megarl.objectives.parts.sequences import sequence_min
-
-if TYPE_CHECKING:
-    from megarl.objectives.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -55,8 +52,18 @@ def require(batch: TokenBatch, name: str, who: str) -> torch.Tensor:
     return tensor
 
 
+class Settings(Protocol):
+    """The settings of an objective that `make_terms` reads."""
+
+    @property
+    def aggregation(self) -> str: ...
+
+    @property
+    def dampened_below(self) -> float: ...
+
+
 def make_terms(
-    objective: Objective,
+    settings: Settings,
     batch: TokenBatch,
     loss: torch.Tensor,  # [T], any value where loss_mask is False
     kept: torch.Tensor,  # [T] bool
@@ -75,9 +82,9 @@ def make_terms(
         raise ValueError(f"make_terms got {given}, expected {list(mask.shape)}, a number for each token")
     loss, kept = torch.where(mask, loss, 0), kept & mask
     prefix = prefix_min_log_ratio(log_ratio, batch) if log_m is None else log_m
-    sums = _sums(batch, loss, kept, log_ratio, clamped, prefix, objective.dampened_below)
+    sums = _sums(batch, loss, kept, log_ratio, clamped, prefix, settings.dampened_below)
     common = token_metrics(sums, {"kept": "kept_fraction"})
-    common["loss"] = loss_metric(loss, batch, objective.aggregation)
+    common["loss"] = loss_metric(loss, batch, settings.aggregation)
     if batch.entropy is not None:
         common["entropy"] = mean_metric(batch.entropy, mask)
     histograms = {"ratio": histogram(log_ratio, mask), "prefix_min": histogram(prefix, mask)}
@@ -155,7 +162,7 @@ def sequences_of(rule: Rule, t: Token, batch: TokenBatch) -> Sequence:
     return Sequence(None, None)
 
 
-def rule_terms(objective: Objective, rule: Rule, batch: TokenBatch) -> Terms:
+def rule_terms(settings: Settings, rule: Rule, batch: TokenBatch) -> Terms:
     """`Terms` of the objective with this rule, evaluated in torch."""
     if not isinstance(rule, Rule) or not isinstance(rule.function, RuleFunction):
         raise TypeError("the method rule must return Rule(FUNCTION, (PARAMETERS...)) with a function that has @rule()")
@@ -163,7 +170,7 @@ def rule_terms(objective: Objective, rule: Rule, batch: TokenBatch) -> Terms:
     o = rule.function.function(t, sequences_of(rule, t, batch), *rule.parameters)
     if not isinstance(o, Outcome):
         raise TypeError(f"{rule.function.name} returned {o!r:.50}, expected an Outcome; is a return missing?")
-    terms = outcome_terms(objective, batch, t, log_m, o, rule.first, rule.second)
+    terms = outcome_terms(settings, batch, t, log_m, o, rule.first, rule.second)
     scalars = {n: mean_metric(x.double().expand_as(t.ratio), batch.loss_mask) for n, x in rule.scalars.items()}
     return replace(terms, metrics=terms.metrics | scalars)
 
@@ -185,7 +192,7 @@ class _Loss(torch.autograd.Function):
 
 
 def outcome_terms(
-    objective: Objective,
+    settings: Settings,
     batch: TokenBatch,
     t: Token,
     log_m: torch.Tensor,
@@ -195,7 +202,7 @@ def outcome_terms(
 ) -> Terms:
     """`Terms` of an outcome. The gradient of the loss with respect to the log-probs is its coefficient."""
     loss = _Loss.apply(batch.logprobs, o.value, o.coefficient, batch.loss_mask)
-    terms = make_terms(objective, batch, loss, o.kept, t.log_ratio, t.clamped, {}, log_m)
+    terms = make_terms(settings, batch, loss, o.kept, t.log_ratio, t.clamped, {}, log_m)
     for name, flag in ((first, o.first), (second, o.second)):
         if name is not None:
             terms = terms.flagged(name, flag, batch)
