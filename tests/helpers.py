@@ -6,7 +6,6 @@ import json
 import os
 import random
 import re
-import secrets
 import shutil
 import socket
 import subprocess
@@ -105,14 +104,6 @@ def children():
             if process.name() == SERVER_NAME or "multiprocessing.resource_tracker" in str(process.cmdline()):
                 found -= {process, *process.children(recursive=True)}
     return {process for process in found if process.is_running() and process.status() != psutil.STATUS_ZOMBIE}
-
-
-def two_free_ports():
-    """The first of two free ports, which no process gets that does not ask for them."""
-    while True:
-        port = 10000 + 2 * secrets.randbelow(5000)
-        with contextlib.suppress(OSError), socket.create_server(("", port)), socket.create_server(("", port + 1)):
-            return port
 
 
 def fork_server_of(pid):

@@ -52,7 +52,7 @@ class OnAllNodes:
         from megarl.workers.nodes import Nodes
 
         run_dir = run_dir.resolve()  # each node takes it from its own command line
-        with Nodes(node, starter) as nodes:
+        with Nodes(node, starter, run_dir) as nodes:
             if nodes.rank:
                 follow(nodes, run_dir)
             else:

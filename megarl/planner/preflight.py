@@ -43,7 +43,10 @@ def check(starter: Starter, recipe: Recipe, nodes: int = 1, optimizes: bool = Tr
     """Run `check_recipe` in a fork of the fork server, which needs the same imports, of several seconds, anyway."""
     with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
         error = Path(folder) / "error.json"
-        if code := starter.run(recipe, optimizes, _check_in_fork, str(error), recipe, nodes, optimizes):
+        code = starter.run(recipe, optimizes, _check_in_fork, str(error), recipe, nodes, optimizes)
+        if code is None:
+            check_recipe(recipe, nodes, optimizes)
+        elif code:
             said = json.loads(error.read_text()) if error.exists() else {"message": f"exit code {code}"}
             if said.get("mistake"):
                 raise UserError(said["message"])

@@ -11,7 +11,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -19,13 +19,13 @@ from megarl.distributed import PATIENCE, STORE
 from megarl.errors import STOPPED, PhaseFailed, UserError
 from megarl.heartbeats import FILE
 from megarl.phases import PHASES
-from megarl.phases.entry import ERROR_FILE, become_phase
+from megarl.phases.entry import ERROR_FILE
 from megarl.rollout import engine_module
 from megarl.storage.checked_json import read_intact_lines
 from megarl.storage.files import APPEAR_SECONDS, INTACT
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.workers.nodes import Nodes, Report
-from megarl.workers.processes import POLL_SECONDS, Call, Ended, Processes, stop_signals_noted, supervise
+from megarl.workers.processes import POLL_SECONDS, Ended, Process, Processes, stop_signals_noted, supervise
 from megarl.workers.watch import Watch, Watched
 
 NEARLY_FULL = 1 << 20  # bytes; with less free space a failure is blamed on the full disk
@@ -128,14 +128,21 @@ def _first_failure(reports: Mapping[int, Report]) -> Report | None:
 
 def _run_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path) -> Report:
     """Make one attempt at a phase on this node."""
+
+    def warn(message: str) -> None:
+        if nodes.rank == 0:  # which alone writes events, and has the other nodes' stalls from their reports
+            stage.log_event("no_progress", phase=phase, cause=message)
+        else:
+            print(f"megarl: {nodes.name()}: {message}", file=sys.stderr, flush=True)
+
     with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
         here = Here(nodes, stage, phase, processes, logs, Path(folder))
         with stop_signals_noted() as signals:  # before the start, so that a signal during it stops the processes too
-            try:
-                started = here.start()
-            except PhaseFailed as error:
-                return Report("failed", here.name(str(error)), time=time.time())
-            watch = here.watch(started)
+            started = here.start()
+            watch = here.watch(started, warn)
+            if nodes.starter.complaint:
+                warn(nodes.starter.complaint)
+                nodes.starter.complaint = ""
             ended = supervise(started, signals, watch, nodes.aborted, PHASES[phase].saves)
         return replace(here.report(ended), last_seen="\n".join(watch.describe()))
 
@@ -173,36 +180,28 @@ class Here:
         """Prefixes of the flight recorder's pipes and dumps, to which torch adds the rank (and ".pipe")."""
         return self.folder / "nccl_", self.logs / "nccl_rank_"
 
-    def name(self, cause: str, rank: int | None = None) -> str:
-        """The cause of a failure, with where it was."""
-        where = f", rank {rank}" if rank is not None else ""
-        where += f", {self.nodes.name()}" if self.nodes.count > 1 else ""
-        return f"{self.phase} of stage {self.stage.number}{where}: {cause}"
-
-    def warn(self, message: str) -> None:
-        """Say that this node makes no progress."""
-        if self.nodes.rank == 0:  # which alone writes events
-            self.stage.log_event("no_progress", phase=self.phase, cause=message)
-        else:
-            print(f"megarl: {self.nodes.name()}: {message}", file=sys.stderr, flush=True)
-
-    def watch(self, started: Processes) -> Watch:
+    def watch(self, started: Processes, warn: Callable[[str], None]) -> Watch:
         recipe, pids = self.stage.run.recipe, zip(self.ranks, started.pids, strict=True)
         watched = [Watched(rank, pid, self.file(rank, "beats"), self.log(rank)) for rank, pid in pids]
         nccl = self.nccl if recipe.actor.backend == "cuda" else None
-        return Watch(watched, recipe.run.stall_seconds, self.nodes.count == 1, self.warn, nccl)
+        return Watch(watched, recipe.run.stall_seconds, self.nodes.count == 1, warn, nccl)
 
     def start(self) -> Processes:
         """Start this node's processes of the phase."""
-        run, phase = self.stage.run, PHASES[self.phase]
-        calls: list[Call] = []
-        for rank in self.ranks:
-            environment = dict(os.environ) | {name: str(value) for name, value in self._variables(rank).items()}
-            log, end = str(self.log(rank)), str(self.file(rank, "end"))
-            calls.append((become_phase, (self.phase, str(run.root), self.stage.number, log, environment, end)))
-        ends = [self.file(rank, "end") for rank in self.ranks]
-        new = phase.engine and engine_module(self.stage.rollout.engine).NEW_INTERPRETER
-        return self.nodes.starter.start(calls, ends, run.recipe, phase.actor, new)
+        run = self.stage.run
+        specs = [
+            Process(
+                phase=self.phase,
+                run=str(run.root),
+                stage=self.stage.number,
+                log=str(self.log(rank)),
+                environment=dict(os.environ) | {name: str(value) for name, value in self._variables(rank).items()},
+                end=str(self.file(rank, "end")),
+            )
+            for rank in self.ranks
+        ]
+        new = PHASES[self.phase].engine and engine_module(self.stage.rollout.engine).NEW_INTERPRETER
+        return self.nodes.starter.start(specs, run.recipe, new)
 
     def _variables(self, rank: int) -> dict[str, object]:
         """Environment variables of a process: those of torch and the engines that tell its rank, and megarl's."""
@@ -225,10 +224,10 @@ class Here:
         """How the attempt ended."""
         if ended.stopped:  # even if all processes are done: the run must not go on to the next phase
             return Report("stopped", time=time.time())
+        where = f", {self.nodes.name()}" if self.nodes.count > 1 else ""
         if ended.stall is not None:
-            return Report(
-                "failed", self.name(ended.stall.text), primary=ended.stall.certain, stalled=True, time=time.time()
-            )
+            cause = f"{self.phase} of stage {self.stage.number}{where}: {ended.stall.text}"
+            return Report("failed", cause, primary=ended.stall.certain, stalled=True, time=time.time())
         codes = {self.ranks[index]: ended.codes[index] for index in ended.first}
         codes = {rank: code for rank, code in codes.items() if code not in (STOPPED, -signal.SIGTERM)}
         if not any(ended.codes.values()):
@@ -242,7 +241,7 @@ class Here:
         failure, code = failures[rank], codes[rank]
         cause, mistake = _explain(failure, code, self.stage.run)
         if not mistake:
-            cause = self.name(cause, rank)
+            cause = f"{self.phase} of stage {self.stage.number}, rank {rank}{where}: {cause}"
         return Report("failed", cause, mistake, _primary(code), failure.time)
 
     def _failure(self, rank: int) -> Failure:

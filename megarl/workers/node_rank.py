@@ -8,16 +8,12 @@ from dataclasses import dataclass
 
 from megarl.errors import UserError
 
-TORCHRUN_PORT = 29500  # as torchrun takes it where none is given
-# below those that Linux hands out; two jobs on a node rarely have the same
-SLURM_PORT, SLURM_PORTS = 20000, 4500
-
 
 @dataclass(frozen=True)
 class NodeRank:
     """The rank of this agent's node among ``count`` nodes, and the address and port of the store on the first node.
 
-    The port after it is that of the store for the processes of a phase.
+    ``port`` 0: the first node picks a free port and publishes it in the run directory.
     """
 
     rank: int = 0
@@ -29,9 +25,10 @@ class NodeRank:
 def find_node_rank(environ: Mapping[str, str]) -> NodeRank:
     """The rank from ``NNODES NODE_RANK MASTER_ADDR``, else from the Slurm step; a single node where neither is set.
 
-    ``MASTER_PORT`` is optional: else the port is torchrun's, or in Slurm one of the job's own.
+    ``MASTER_PORT`` is optional, for networks that let only certain ports through; the port after it is used too.
     `UserError` if variables are missing or contradict each other.
     """
+    port = _integer(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else 0
     if "NNODES" in environ:
         missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if name not in environ]
         if missing:
@@ -42,19 +39,16 @@ def find_node_rank(environ: Mapping[str, str]) -> NodeRank:
         rank, count = _integer(environ, "NODE_RANK"), _integer(environ, "NNODES")
         if not 0 <= rank < count:
             raise UserError(f"NODE_RANK = {rank}, but NNODES = {count}: ranks go from 0 to NNODES - 1")
-        address, port = environ["MASTER_ADDR"], TORCHRUN_PORT
+        node = NodeRank(rank, count, environ["MASTER_ADDR"], port)
     elif "SLURM_STEP_NODELIST" in environ:
-        rank, count = int(environ["SLURM_NODEID"]), int(environ["SLURM_STEP_NUM_NODES"])
-        tasks = int(environ["SLURM_STEP_NUM_TASKS"])
+        count, tasks = int(environ["SLURM_STEP_NUM_NODES"]), int(environ["SLURM_STEP_NUM_TASKS"])
         if tasks != count:
             raise UserError(f"{tasks} tasks on {count} nodes: start one task per node (srun --ntasks-per-node=1)")
         address = environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"])
-        port = SLURM_PORT + 2 * (int(environ["SLURM_JOB_ID"]) % SLURM_PORTS)
+        node = NodeRank(int(environ["SLURM_NODEID"]), count, address, port)
     else:
         return NodeRank()
-    if environ.get("MASTER_PORT"):
-        port = _integer(environ, "MASTER_PORT")
-    return NodeRank(rank, count, address, port) if count > 1 else NodeRank()
+    return node if node.count > 1 else NodeRank()
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:

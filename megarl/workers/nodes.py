@@ -1,29 +1,33 @@
 """The node agents of a run: one process per node, which meet in a store of torch (TCPStore) on the first node.
 
-The first agent decides which phase is next and records it in events.jsonl, where the others find it.
-In the store each agent keeps what it says (`Said`), as JSON under its rank. When an attempt at a phase
-fails on a node, or the heartbeats of its agent stop, all others kill their processes at once.
-The only node of a run listens nowhere.
+The first agent decides which phase is next and records it in events.jsonl, where the others find it. In the store they
+only wait for each other at each attempt at a phase, and say how it ended. When an attempt fails on a node, or the
+heartbeats of its agent stop, all others kill their processes of the phase at once.
 
-Only a thread waits for the store, so that whatever happens to the network,
-the main thread notices the end of its processes and a request to stop.
+Agents find the store through ``leader.json`` in the run directory: address, port, and an id drawn anew by each start,
+by which the store of another start is told apart. The only node of a run listens nowhere.
 """
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
+import secrets
 import socket
 import threading
 import time
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Literal, Self
+from pathlib import Path
+from typing import Literal, NoReturn, Self
 
 import torch.distributed as dist
 
 from megarl.errors import PhaseFailed
+from megarl.storage.files import make_directory, write_atomic
 from megarl.workers.node_rank import NodeRank
 from megarl.workers.processes import POLL_SECONDS, STALLED, Starter
 
@@ -31,7 +35,10 @@ HEARTBEAT_SECONDS = 0.1
 DEAD_AFTER_SECONDS = 15.0  # without a heartbeat; less than Slurm's KillWait, so the cause is logged before a job dies
 LEADER_LOST_SECONDS = 60.0  # without an answer of the store: more than a busy machine or network needs
 JOIN_SECONDS = 600.0  # nodes of one job start seconds apart, but may have to pull a container first
-HANGS_SECONDS = 600.0  # without CPU time of the main thread; a healthy one polls
+CONNECT_SECONDS = 15.0
+HANGS_SECONDS = 600.0  # without CPU time the main thread counts as hanging; a healthy one polls all the time
+LOOPBACK = "127.0.0.1"
+END = "end"  # in place of the address of a phase's store: the run ends
 
 
 @dataclass(frozen=True)
@@ -47,25 +54,6 @@ class Report:
     last_seen: str = ""  # the last heartbeat of each process of the node, one line each
 
 
-@dataclass(frozen=True)
-class Said:
-    """What an agent says to the others."""
-
-    host: str = field(default_factory=socket.gethostname)
-    beats: int = 0  # heartbeats
-    attempt: int = 0  # at a phase, from 1
-    report: Report | None = None  # how that ended
-    left: bool = False  # the run ends with the first agent
-    written: int = 0  # first agent: the bytes of events.jsonl that name the attempt
-    abort: str = ""  # first agent: why all must end the attempt, `STALLED` or "1"
-
-    @classmethod
-    def parse(cls, text: bytes) -> Said:
-        values = json.loads(text)
-        report = values.pop("report")
-        return cls(**values, report=report and Report(**report))
-
-
 class Nodes:
     """This agent's connection to all agents of a run.
 
@@ -73,110 +61,142 @@ class Nodes:
     the first one `reports`.
     """
 
-    def __init__(self, node: NodeRank, starter: Starter | None = None) -> None:
-        """Join the other agents; `PhaseFailed` if one does not within `JOIN_SECONDS`."""
+    def __init__(self, node: NodeRank, starter: Starter | None = None, run_dir: Path | None = None) -> None:
+        """Join the other agents. ``run_dir``: needed with several nodes, which must share it; it may not exist yet."""
         self.starter = starter or Starter()
-        self.rank, self.count, self._node = node.rank, node.count, node
-        self._place = f"{node.address}:{node.port}"
-        # of the processes of an attempt; "" on the only node
-        self.phase_store = f"{node.address}:{node.port + 1}" if node.count > 1 else ""
-        self._of_phase: dist.TCPStore | None = None
-        self._says = Said()  # the main thread replaces it
-        self._heard: dict[int, Said] = {}  # the first agent hears all, the others the first
-        self._beats = 0
+        self.rank, self.count, self._address, self._port = node.rank, node.count, node.address, node.port
+        self._attempt = 0
+        self._beats = 0  # heartbeats of this agent
         self._silent = 0  # checks since the last answer of the store
-        self.dead: dict[int, str] = {}  # rank -> message about the agent's death
+        self.dead: dict[int, str] = {}  # rank -> message about the agent's death; only the first agent notices
         self._closing = threading.Event()
+        self._store: dist.Store = dist.HashStore()
+        self._of_phase: dist.TCPStore | None = None  # the store for the processes of the current attempt
+        self.phase_store = ""  # where these find it; "" on the only node
+        if self.count > 1:
+            assert run_dir is not None
+            self._store = self._join(run_dir) if self.rank else self._open(run_dir)
+            threading.Thread(target=self._exchange, daemon=True).start()
         clock = time.pthread_getcpuclockid(threading.get_ident())
         threading.Thread(target=self._check, args=(clock,), daemon=True).start()
-        self._others = range(1) if self.rank else range(1, self.count)
-        self._store: dist.Store | None = None
-        self._exchanging = threading.Thread(target=self._exchange, daemon=True)
         if self.count > 1:
-            self._store = None if self.rank else _serve(node.port)
-            self._exchanging.start()
-            try:
-                self._wait_for_others()
-            except BaseException:
-                self._closing.set()
-                raise
+            self._wait_for_all()
 
-    def _wait_for_others(self) -> None:
-        deadline = time.monotonic() + JOIN_SECONDS
-        while missing := [rank for rank in self._others if rank not in self._heard]:
-            self._require_first()
-            if time.monotonic() > deadline and self.rank:
-                self._lose_first(f"no answer for {JOIN_SECONDS:.0f} s")
-            elif time.monotonic() > deadline:
-                raise PhaseFailed(
-                    f"node {missing[0]} of {self.count} did not join within {JOIN_SECONDS:.0f} s: see its output"
-                )
+    def _open(self, run_dir: Path) -> dist.Store:
+        """First agent: open the store and say where it is."""
+        store = _serve(self._port)
+        store.set("alive/0", "0")
+        store.set("id", identity := secrets.token_hex(8))
+        make_directory(run_dir)
+        place = {"address": self._address, "port": store.port, "id": identity}
+        write_atomic(run_dir / "leader.json", json.dumps(place))
+        return store
+
+    def _join(self, run_dir: Path) -> dist.Store:
+        """Others: connect to the store, waiting until it is there; `PhaseFailed` after `JOIN_SECONDS`."""
+        deadline, file = time.monotonic() + JOIN_SECONDS, run_dir / "leader.json"
+        while True:
+            try:
+                return _connect(**json.loads(file.read_text()))
+            except (OSError, ValueError, TypeError) as error:  # no file yet, or that of an earlier start
+                if time.monotonic() > deadline:
+                    raise PhaseFailed(
+                        f"cannot reach node 0 at the address in {file}: {error}; the run directory must lie on a file "
+                        "system that all nodes share, and MASTER_ADDR, if set, must name the first node"
+                    ) from error
             time.sleep(POLL_SECONDS)
 
-    def name(self, rank: int | None = None) -> str:
-        """Rank and host name of a node, by default this one."""
-        said = self._says if rank in (None, self.rank) else self._heard[rank or 0]
-        return f"node {self.rank if rank is None else rank} ({said.host})"
+    def _wait_for_all(self) -> None:
+        """Wait until all agents have joined; `PhaseFailed` names one that has not within `JOIN_SECONDS`."""
+        self._set(f"host/{self.rank}", socket.gethostname())
+        deadline = time.monotonic() + JOIN_SECONDS
+        for rank in range(self.count):
+            while not self._get(f"host/{rank}"):
+                if time.monotonic() > deadline:
+                    raise PhaseFailed(
+                        f"node {rank} of {self.count} did not join within {JOIN_SECONDS:.0f} s: see that node's output"
+                    )
+                time.sleep(POLL_SECONDS)
 
-    def _require_first(self) -> None:
-        if 0 in self.dead:
-            raise PhaseFailed(self.dead[0])
+    def name(self, rank: int | None = None) -> str:
+        """The name of a node, by default this one, for messages: rank and host name."""
+        if rank is None:
+            return f"node {self.rank} ({socket.gethostname()})"
+        return f"node {rank} ({self._get(f'host/{rank}')})"
+
+    def _set(self, key: str, value: str) -> None:
+        with self._needs_store():
+            self._store.set(key, value)
+
+    def _get(self, key: str) -> str:
+        """The value of a key; "" as long as it has none."""
+        with self._needs_store():
+            return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    @contextlib.contextmanager
+    def _needs_store(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError:
+            if self.rank == 0:
+                raise
+            self._lose_first()
+
+    def _lose_first(self) -> NoReturn:
+        """End this agent at once, and with it its processes: a thread calls this while the main thread may hang."""
+        cause = "it died, was stopped or hangs; see that node's output for the cause"
+        os.write(2, f"megarl: {self.name()} lost the agent of node 0: {cause}\n".encode())
+        os._exit(1)
 
     # --- attempts at phases ---
 
     def begin(self, written: int = 0) -> None:
         """First agent: begin an attempt at a phase, which the first ``written`` bytes of events.jsonl name already.
 
-        With several nodes the processes get a store of their own: torch writes keys there,
-        such as the report of an NCCL error, that the next attempt must not see.
+        With several nodes the processes get a store of their own, since torch writes keys there, such as the report of
+        an NCCL error, that the processes of the next attempt must not see.
         """
         if self.count > 1:
-            self._of_phase = None  # closes it, for its port
-            self._of_phase = _serve(self._node.port + 1)
-        self._says = replace(self._says, attempt=self._says.attempt + 1, report=None, written=written)
+            self._of_phase = None  # closes it: the next one may have the same port
+            self._of_phase = _serve(self._port and self._port + 1)
+            self.phase_store = f"{self._address}:{self._of_phase.port}"
+            self._set(f"store/{self._attempt + 1}", f"{self.phase_store} {written}")
+        self._attempt += 1
 
     def meet(self) -> int | None:
-        """Others: wait until the first agent begins an attempt; its ``written``, or None if it leaves."""
-        while (first := self._heard[0]).attempt == self._says.attempt and not first.left:
-            self._require_first()
+        """Others: wait until the first agent begins an attempt; its ``written``, or None if it ends the run instead."""
+        self._attempt += 1
+        while not (place := self._get(f"store/{self._attempt}")):
             time.sleep(POLL_SECONDS)
-        if first.left:
-            return None
-        self._says = replace(self._says, attempt=first.attempt, report=None)
-        return first.written
+        self.phase_store, _, written = place.partition(" ")
+        return None if place == END else int(written)
 
     def report(self, report: Report) -> None:
-        """Say how the attempt ended here. All abort it unless it is done."""
-        self._says = replace(self._says, report=report)
+        """Say how the attempt ended here; unless it is done, all nodes abort it."""
+        self._set(f"report/{self._attempt}/{self.rank}", json.dumps(asdict(report)))
+        if report.outcome != "done":
+            self._set(f"abort/{self._attempt}", STALLED if report.stalled else "1")
 
     def reports(self) -> dict[int, Report]:
-        """First agent: wait until the attempt has ended everywhere, {rank: report}."""
-        while len(found := self._reports()) < self.count:
-            time.sleep(POLL_SECONDS)
+        """First agent: wait until the attempt has ended on all nodes, {rank: report}; an agent that died has failed."""
+        found = {}
+        for rank in range(self.count):
+            while not (said := self._get(f"report/{self._attempt}/{rank}")) and rank not in self.dead:
+                time.sleep(POLL_SECONDS)
+            found[rank] = Report(**json.loads(said)) if said else Report("failed", self.dead[rank], primary=True)
         return found
-
-    def _reports(self) -> dict[int, Report]:
-        attempt, said = self._says.attempt, {0: self._says} | self._heard
-        found = {rank: Report("failed", cause, primary=True) for rank, cause in dict(self.dead).items()}
-        return found | {
-            rank: one.report for rank, one in said.items() if one.report and (one.left or one.attempt == attempt)
-        }
 
     def aborted(self) -> str:
         """Why this node must end the attempt at once: `STALLED`, or "1" for any other reason; "" if it need not."""
-        if self.rank:
-            first = self._heard[0]
-            return "1" if first.left or self.dead else first.abort * (first.attempt == self._says.attempt)
-        bad = [report for report in self._reports().values() if report.outcome != "done"]
-        return STALLED if any(report.stalled for report in bad) else "1" if bad else ""
+        return self._get(f"abort/{self._attempt}") or ("1" if self.dead else "")
 
     # --- threads ---
 
     def _check(self, clock: int) -> None:
         """Check that the main thread, whose CPU time ``clock`` shows, does not hang, and that the store answers.
 
-        Time is counted in checks, so that it does not pass while the whole process is suspended.
-        While the main thread hangs there are no heartbeats, so that this agent counts as dead.
+        Time is counted in checks, so that it does not pass while the whole process is suspended. The heartbeat does not
+        change while the main thread hangs, so that the other agents count this one as dead.
         """
         spent, active, number = 0.0, 0, 0  # ``active``: the check at which the main thread last used the CPU
         while not self._closing.wait(HEARTBEAT_SECONDS):
@@ -190,95 +210,93 @@ class Nodes:
             elif idle < HANGS_SECONDS + HEARTBEAT_SECONDS:
                 _print_stacks(idle)
             self._silent += 1
-            if self._heard and self._silent * HEARTBEAT_SECONDS > LEADER_LOST_SECONDS:
+            if self.rank and self._silent * HEARTBEAT_SECONDS > LEADER_LOST_SECONDS:
                 self._lose_first()
-            if self.rank and self.dead and idle > DEAD_AFTER_SECONDS:  # then the main thread cannot end the processes
-                _end_at_once(f"megarl: {self.dead[0]}\n")
 
     def _exchange(self) -> None:
-        """Tell the others what this agent says, and hear them, until it has left."""
-        quiet: dict[int, int] = {}  # rank -> checks since its last heartbeat
-        leaves = False
-        try:
-            store = self._store or _join(self._node)
-            while not leaves:
-                leaves = self._closing.wait(HEARTBEAT_SECONDS)
-                says = replace(self._says, beats=self._beats, abort="" if self.rank else self.aborted())
-                store.set(str(self.rank), json.dumps(asdict(says)))
-                for rank in self._others:
-                    if rank in self._heard or store.check([str(rank)]):
-                        said, before = Said.parse(store.get(str(rank))), self._heard.get(rank)
-                        quiet[rank] = quiet[rank] + 1 if before and before.beats == said.beats else 0
-                        self._heard[rank] = said
-                        self._note(rank, said, quiet[rank] * HEARTBEAT_SECONDS)
-                self._silent = 0
-        except PhaseFailed as error:
-            self.dead[0] = str(error)
-        except RuntimeError as error:
-            self._lose_first(error)
+        """Send heartbeats, and notice when those of others stop: the first agent of any, the others of the first.
 
-    def _note(self, rank: int, said: Said, quiet: float) -> None:
-        """Note whether another agent still takes part. quiet: seconds without a heartbeat."""
-        name = f"the agent of {self.name(rank)}"
-        if said.left and rank and not self._says.left:
-            self.dead.setdefault(rank, f"{name} has left the run")
-        elif quiet > DEAD_AFTER_SECONDS and not said.left:
-            if self.rank:
+        That its store still answers says nothing: it has a thread of its own.
+        """
+        others = range(1) if self.rank else range(1, self.count)
+        keys, number = [f"alive/{rank}" for rank in others], 0
+        last: dict[int, tuple[bytes, int]] = {}  # rank -> (heartbeat, number of the check that first saw it)
+        while not self._closing.wait(HEARTBEAT_SECONDS):
+            number += 1
+            try:
+                self._store.set(f"alive/{self.rank}", str(self._beats))
+                beats = self._store.multi_get(keys) if self._store.check(keys) else []
+            except RuntimeError:
+                if self._closing.is_set():
+                    return
                 self._lose_first()
-            self.dead.setdefault(rank, f"{name} died or hangs: no heartbeat for {DEAD_AFTER_SECONDS:.0f} s")
-
-    def _lose_first(self, error: object = None) -> None:
-        cause = "it died, was stopped or hangs; see that node's output for the cause"
-        cause = f"{self.name()} lost the agent of node 0: {cause}"
-        if not self._heard:
-            cause = f"cannot reach node 0 at {self._place}: {error}; MASTER_ADDR, if set, must name the first node"
-        self.dead.setdefault(0, cause)
+            self._silent = 0
+            for rank, beat in zip(others, beats, strict=False):  # none until all have joined
+                if last.get(rank, (b"", 0))[0] != beat:
+                    last[rank] = beat, number
+                elif (number - last[rank][1]) * HEARTBEAT_SECONDS > DEAD_AFTER_SECONDS:
+                    if self.rank:
+                        self._lose_first()
+                    silent = f"no heartbeat for {DEAD_AFTER_SECONDS:.0f} s"
+                    self.dead[rank] = f"the agent of {self.name(rank)} died or hangs: {silent}"
+                    self._store.set(f"abort/{self._attempt}", "1")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        """Leave the run, because of an ``error`` or not.
+        """Leave the run; with an ``error``, report it first.
 
         The first agent ends the run and waits until the others have left, since the store ends with it.
         """
-        if error is not None:
-            stopped = isinstance(error, KeyboardInterrupt)
-            self.report(Report("stopped" if stopped else "failed", f"{self.name()}: {error!r}", time=time.time()))
-        self._says, deadline = replace(self._says, left=True), time.monotonic() + DEAD_AFTER_SECONDS
         try:
-            while self.rank == 0 and self._somebody_stays() and time.monotonic() < deadline:
-                time.sleep(POLL_SECONDS)
+            if error is not None:
+                stopped = isinstance(error, KeyboardInterrupt)
+                self.report(Report("stopped" if stopped else "failed", f"{self.name()}: {error!r}", time=time.time()))
+            if self.rank:
+                self._closing.set()  # from then on the first agent may end
+                with self._needs_store():
+                    self._store.add("left", 1)
+            elif self.count > 1:
+                self._set(f"store/{self._attempt + 1}", END)
+                deadline = time.monotonic() + DEAD_AFTER_SECONDS
+                while self._store.add("left", 0) + len(self.dead) < self.count - 1 and time.monotonic() < deadline:
+                    time.sleep(POLL_SECONDS)
         finally:
             self._closing.set()
-            if self.count > 1 and 0 not in self.dead:
-                self._exchanging.join(DEAD_AFTER_SECONDS)  # until it has told that this agent has left
-
-    def _somebody_stays(self) -> bool:
-        return any(not said.left and rank not in self.dead for rank, said in self._heard.items())
 
 
 def _serve(port: int) -> dist.TCPStore:
-    """A store on this machine, for all who reach the port. `PhaseFailed` if the port is taken."""
+    """A store on this machine, for all who reach the port; 0: a free one. `PhaseFailed` if the port is taken."""
     try:
-        return dist.TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False)
+        return dist.TCPStore(LOOPBACK, port, is_master=True, wait_for_workers=False)
     except RuntimeError as error:
         raise PhaseFailed(
-            f"cannot listen on port {port} for the other nodes: {error}; set MASTER_PORT on all nodes to the first of "
-            "two free ports"
+            f"cannot listen on port {port} for the other nodes: {error}; set MASTER_PORT to the first of two free "
+            "ports, or unset it to have them chosen"
         ) from error
 
 
-def _join(node: NodeRank) -> dist.TCPStore:
-    """The store of the first agent; RuntimeError if it is not there within `JOIN_SECONDS`."""
-    limit = timedelta(seconds=JOIN_SECONDS)
-    store = dist.TCPStore(node.address, node.port, is_master=False, wait_for_workers=False, timeout=limit)
-    if store.add(f"joined/{node.rank}", 1) > 1:
-        raise PhaseFailed(
-            f"another agent of node {node.rank} has joined node 0 at {node.address}:{node.port}: "
-            "an earlier start has not ended, or another run has the same MASTER_PORT"
-        )
-    return store
+def _connect(address: str, port: int, id: str) -> dist.TCPStore:
+    """The store of the start with this id. OSError if nobody or another start answers there.
+
+    From a thread of its own, because torch waits without limit for the answer of whoever listens at the address.
+    """
+    found: list[dist.TCPStore] = []
+
+    def connect() -> None:
+        with contextlib.suppress(RuntimeError):
+            limit = timedelta(seconds=CONNECT_SECONDS)
+            store = dist.TCPStore(address, port, is_master=False, wait_for_workers=False, timeout=limit)
+            if store.check(["id"]) and store.get("id").decode() == id:
+                found.append(store)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(2 * CONNECT_SECONDS)
+    if not found:
+        raise ConnectionError("the store of this start does not answer there")
+    return found[0]
 
 
 def _print_stacks(idle: float) -> None:
@@ -288,8 +306,3 @@ def _print_stacks(idle: float) -> None:
     )
     os.write(2, text.encode())  # bypasses the progress display, in which the thread may hang
     faulthandler.dump_traceback(2)
-
-
-def _end_at_once(text: str) -> None:
-    os.write(2, text.encode())
-    os._exit(1)

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -27,7 +27,8 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from megarl.errors import STOP_SIGNALS, PhaseFailed
-from megarl.phases import preload
+from megarl.phases import PHASES, preload
+from megarl.phases.entry import become_phase
 from megarl.rollout.signals import kept_from_children
 from megarl.workers.watch import Stall, Watch
 
@@ -48,6 +49,18 @@ NEW: Context = multiprocessing.get_context("spawn")
 PRELOAD = "megarl.phases.preload"
 
 Call = tuple[Callable[..., object], tuple[Any, ...]]  # what a process runs
+
+
+@dataclass(frozen=True)
+class Process:
+    """How to start one process of a phase: the arguments of `become_phase`."""
+
+    phase: str
+    run: str
+    stage: int
+    log: str
+    environment: dict[str, str]
+    end: str
 
 
 class Processes:
@@ -109,10 +122,14 @@ class Starter:
     def __init__(self) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
+        self._server_failed = False
         self._imported = "", False  # backend of the recipe for which the server was started, and whether it trains
+        self.complaint = ""  # message, if the fork server did not answer; whoever shows it empties it
 
     def prepare(self, recipe: Recipe, trains: bool = True) -> None:
         """Start the fork server, unless it runs; it imports what the recipe needs. trains: with what trainers need."""
+        if self._server_failed:
+            return
         backend, trained = self._imported
         if recipe.actor.backend != backend or (trains and not trained):
             for pid in kill_server() if backend else ():
@@ -123,17 +140,25 @@ class Starter:
         try:
             with kept_from_children():  # a Ctrl-C before it can ignore one
                 forkserver.ensure_running()
+        except OSError:  # such as a recipe too long for a variable
+            self._server_failed = True
         finally:
             del os.environ[preload.ORDER]
 
-    def start(self, calls: Sequence[Call], ends: Sequence[Path], recipe: Recipe, trains: bool, new: bool) -> Processes:
-        """Start a process for each call, as a fork or as a new interpreter. ends: see `become_phase`."""
-        new = new or recipe.actor.backend != "cpu"
-        return Processes(_start(NEW, calls) if new else self._fork(calls, recipe, trains), ends)
+    def start(self, processes: Sequence[Process], recipe: Recipe, new: bool) -> Processes:
+        """Start the processes of a phase. new: as new interpreters, as they are on GPUs and without a fork server."""
+        calls: list[Call] = [(become_phase, astuple(process)) for process in processes]
+        ends = [Path(process.end) for process in processes]
+        trains = PHASES[processes[0].phase].actor
+        if not new and recipe.actor.backend == "cpu" and (forks := self._fork(calls, recipe, trains)):
+            return Processes(forks, ends)
+        return Processes(_start(NEW, calls), ends)
 
-    def run(self, recipe: Recipe, trains: bool, function: Callable[..., int], *arguments: Any) -> int:
-        """The exit code of a function, called in a fork; `PhaseFailed` without an answer."""
-        (fork,), code = self._fork([(_call, (function, *arguments))], recipe, trains), None
+    def run(self, recipe: Recipe, trains: bool, function: Callable[..., int], *arguments: Any) -> int | None:
+        """Call a function in a fork; returns its exit code, None if the fork server failed or did not answer."""
+        if not (forks := self._fork([(_call, (function, *arguments))], recipe, trains)):
+            return None
+        fork, code = forks[0], None
         try:
             fork.join(recipe.run.stall_seconds)
             code = fork.exitcode
@@ -142,12 +167,12 @@ class Starter:
                 fork.kill()
                 kill_server()
                 fork.join()
-        if code is None:
-            raise PhaseFailed(f"no answer for {recipe.run.stall_seconds:g} s")
-        return code
+        return None if code == NOT_REPORTED else code
 
     def _fork(self, calls: Sequence[Call], recipe: Recipe, trains: bool) -> list[BaseProcess]:
-        """One fork for each call; `PhaseFailed` if the server ends or does not answer in time."""
+        """One fork of the fork server for each call; none if the server has failed in this run."""
+        if self._server_failed:
+            return []
         seconds, silent = recipe.run.stall_seconds, threading.Event()
 
         def give_up() -> None:
@@ -158,10 +183,11 @@ class Starter:
         timer.start()
         try:
             self.prepare(recipe, trains)
-            return _start(FORK, calls)
-        except (OSError, EOFError) as error:  # the next attempt has another one
-            how = f"did not answer for {seconds:g} s" if silent.is_set() else f"ended ({error!r})"
-            raise PhaseFailed(f"the fork server, which starts the processes of phases, {how}") from error
+            return [] if self._server_failed else _start(FORK, calls)
+        except (OSError, EOFError):  # it was killed or hangs: a new interpreter works, or shows the error
+            self._server_failed = True
+            self.complaint = f"the fork server did not answer for {seconds:g} s" if silent.is_set() else ""
+            return []
         finally:
             timer.cancel()
 

@@ -1,6 +1,7 @@
 """The agents of several nodes, as threads of one process: no agent waits for one that has ended or hangs."""
 
 import contextlib
+import json
 import queue
 import re
 import socket
@@ -19,79 +20,70 @@ from megarl.recipe.load import load_recipe
 from megarl.storage.run_dir import RunDir
 from megarl.workers import launcher, nodes
 from megarl.workers.nodes import NodeRank, Nodes, Report
-from tests.helpers import two_free_ports
+
+# where an agent would end its process, it ends the thread
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
-@pytest.fixture
-def node():
-    """A function: rank -> the agent of that node, one of two."""
-    port = two_free_ports()
-    return lambda rank: Nodes(NodeRank(rank, 2, "127.0.0.1", port))
+def node(rank, run_dir):
+    return Nodes(NodeRank(rank, 2, "127.0.0.1"), run_dir=run_dir)
 
 
-@pytest.fixture
-def following():
-    """A function that calls another one in a thread, whose end the test waits for."""
-    threads = []
+@pytest.fixture(autouse=True)
+def lost(monkeypatch):
+    """The agents that have lost the first one, which ends their threads instead of this process."""
+    found = queue.Queue()
 
-    def start(function):
-        threads.append(threading.Thread(target=function, daemon=True))
-        threads[-1].start()
-        return threads[-1]
+    def lose_first(agent):
+        found.put(agent.rank)
+        raise SystemExit
 
-    yield start
-    for thread in threads:
-        thread.join(60)
-        assert not thread.is_alive()
-
-
-def wait_until(condition):
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    monkeypatch.setattr(Nodes, "_lose_first", lose_first)
+    return found
 
 
 @pytest.mark.parametrize(
     ("error", "outcome", "cause"),
     [(OSError("no room in /tmp"), "failed", "no room in /tmp"), (KeyboardInterrupt(), "stopped", "KeyboardInterrupt")],
 )
-@pytest.mark.parametrize("between", [False, True])
-def test_an_agent_that_fails_or_is_stopped_reports_the_cause(error, outcome, cause, between, node, following):
+def test_an_agent_that_fails_or_is_stopped_reports_the_cause(error, outcome, cause, tmp_path):
+
     def follow():
-        with contextlib.suppress(type(error)), node(1) as agents:
-            if not between:  # attempts: then it ends the next one
-                agents.meet()
+        with contextlib.suppress(type(error)), node(1, tmp_path) as agents:
+            agents.meet()
             raise error
 
-    following(follow)
-    with node(0) as agents:
+    follower = threading.Thread(target=follow)
+    follower.start()
+    with node(0, tmp_path) as agents:
         agents.begin()
-        wait_until(agents.aborted)
+        while not agents.aborted():
+            time.sleep(0.01)
         agents.report(Report("done"))
         report = agents.reports()[1]
         assert report.outcome == outcome
         assert "node 1" in report.cause and cause in report.cause
+    follower.join()
 
 
-def test_the_end_of_the_first_agent_aborts_what_it_has_begun_and_ends_the_others(node, following):
-    seen, met = [], threading.Event()
+def test_the_end_of_the_first_agent_aborts_what_it_has_begun_and_ends_the_others(tmp_path, lost):
+    seen = []
 
     def follow():
-        with node(1) as agents:
+        with node(1, tmp_path) as agents:
             assert agents.meet() is not None
-            met.set()
-            wait_until(agents.aborted)
+            while not agents.aborted():
+                time.sleep(0.01)
             agents.report(Report("aborted"))
             seen.append(agents.meet())
 
-    follower = following(follow)
-    with contextlib.suppress(OSError), node(0) as agents:
+    follower = threading.Thread(target=follow)
+    follower.start()
+    with contextlib.suppress(OSError), node(0, tmp_path) as agents:
         agents.begin()
-        met.wait(60)
         raise OSError("no space left on device")
     follower.join()
-    assert seen == [None]
+    assert seen == [None] and lost.empty()
 
 
 def test_other_agents_find_in_the_events_what_was_begun_last(recipe, tmp_path, monkeypatch):
@@ -141,36 +133,62 @@ def test_a_replica_that_waits_for_others_can_be_interrupted():
         ReplicaGroup(dist.HashStore(), 0, 2, leave).barrier("generated")
 
 
-def test_two_agents_of_one_node_are_refused(node, following):
-    """The other one is of an earlier start, or of another run with the same port."""
-    told = threading.Event()
+@pytest.fixture(params=["another start's store", "somebody who says nothing", "nobody"])
+def old_address(request):
+    """(port, id) of a leader.json that an earlier start left."""
+    if request.param == "another start's store":
+        store = nodes._serve(0)
+        store.set("id", "1f")
+        yield store.port, "2e"
+    else:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            if request.param == "nobody":
+                listener.close()
+            yield listener.getsockname()[1] if request.param != "nobody" else 1, "1f"
+
+
+def test_a_follower_ignores_an_address_that_an_earlier_start_left(tmp_path, monkeypatch, old_address):
+    monkeypatch.setattr(nodes, "CONNECT_SECONDS", 1.0)
+    port, identity = old_address
+    (tmp_path / "leader.json").write_text(json.dumps({"address": "127.0.0.1", "port": port, "id": identity}))
+    joined, tried, connect = [], threading.Event(), nodes._connect
+
+    def connected(**place):
+        try:
+            return connect(**place)
+        finally:
+            tried.set()
+
+    monkeypatch.setattr(nodes, "_connect", connected)
 
     def follow():
-        with node(1):
-            told.wait(60)
+        with node(1, tmp_path) as agents:
+            joined.append(agents.meet())
 
-    following(follow)
-    with node(0):
-        with pytest.raises(PhaseFailed, match="another agent of node 1 has joined"):
-            node(1)
-        told.set()
+    follower = threading.Thread(target=follow)
+    follower.start()
+    assert tried.wait(60)
+    with node(0, tmp_path) as agents:
+        agents.begin()
+        follower.join()
+    assert joined == [0]
 
 
-def test_the_processes_of_two_nodes_share_a_store_in_each_attempt(node, following, monkeypatch):
+def test_the_processes_of_two_nodes_share_a_store_in_each_attempt(tmp_path, monkeypatch):
     """Another one in the next attempt, which must not see what torch wrote when this one failed."""
     places = []
 
     def follow():
-        with node(1) as agents:
+        with node(1, tmp_path) as agents:
             while agents.meet() is not None:
                 places.append(agents.phase_store)
                 agents.report(Report("done"))
 
-    following(follow)
-    with node(0) as agents:
+    follower = threading.Thread(target=follow)
+    follower.start()
+    with node(0, tmp_path) as agents:
         for attempt in range(2):
             agents.begin()
-            distributed._open_store.cache_clear()
             monkeypatch.setenv("MEGARL_STORE", agents.phase_store)
             store = distributed._phase_store()
             assert not store.check(["failure"])
@@ -178,25 +196,7 @@ def test_the_processes_of_two_nodes_share_a_store_in_each_attempt(node, followin
             agents.report(Report("done"))
             assert agents.reports() == {0: Report("done"), 1: Report("done")}
             assert places[attempt] == agents.phase_store
-
-
-def test_an_attempt_begins_only_once_its_store_listens(node, following, monkeypatch):
-    """Else a process that looks for the store meets that of the attempt before, or nobody."""
-    told, serve = [], nodes._serve
-
-    def follow():
-        with node(1) as agents:
-            while agents.meet() is not None:
-                agents.report(Report("done"))
-
-    following(follow)
-    with node(0) as agents:
-        monkeypatch.setattr(nodes, "_serve", lambda port: (told.append(agents._says.attempt), serve(port))[1])
-        for _ in range(2):
-            agents.begin()
-            agents.report(Report("done"))
-            agents.reports()
-    assert told == [0, 1]
+    follower.join()
 
 
 def test_a_file_with_a_colon_in_its_path_is_no_address(tmp_path, monkeypatch):
@@ -206,8 +206,8 @@ def test_a_file_with_a_colon_in_its_path_is_no_address(tmp_path, monkeypatch):
     assert (tmp_path / "a:1/store").exists()
 
 
-def test_a_port_serves_every_attempt_and_a_taken_one_is_named():
-    port = two_free_ports()
+def test_ports_that_are_chosen_serve_every_attempt_and_a_taken_one_is_named():
+    port = nodes._serve(0).port
     for _ in range(3):
         store = nodes._serve(port)
         store.set("key", "value")
@@ -226,91 +226,62 @@ def test_the_only_node_of_a_run_listens_nowhere():
     assert now <= before
 
 
-def test_a_follower_without_a_leader_says_where_it_looked(node, monkeypatch):
-    monkeypatch.setattr(nodes, "JOIN_SECONDS", 1.0)
-    with pytest.raises(PhaseFailed, match=r"cannot reach node 0 at 127.0.0.1:\d+: .*MASTER_ADDR"):
-        node(1)
+def test_a_follower_without_a_leader_says_where_it_looked(tmp_path, monkeypatch):
+    monkeypatch.setattr(nodes, "JOIN_SECONDS", 0.0)
+    with pytest.raises(PhaseFailed, match="cannot reach node 0 at the address in .*leader.json.*all nodes share"):
+        node(1, tmp_path)
 
 
-@pytest.mark.parametrize("silent", ["the store", "the first agent"])
-def test_an_agent_that_loses_the_first_one_never_waits_for_it(silent, node, following, monkeypatch):
-    """Whatever the store does, the main thread sees its processes and signals, and ends the attempt by itself."""
-    monkeypatch.setattr(nodes, "LEADER_LOST_SECONDS", 2.0)
-    monkeypatch.setattr(nodes, "HANGS_SECONDS", 0.5)
-    monkeypatch.setattr(nodes, "DEAD_AFTER_SECONDS", 2.0 if silent == "the first agent" else 1e6)
-    answers, parse, ended = threading.Event(), nodes.Said.parse, []
-    cut = threading.Event()
-
-    def get(text):
-        if cut.is_set() and silent == "the store" and threading.current_thread() is agents[1]._exchanging:
-            answers.wait(60)
-        return parse(text)
-
-    monkeypatch.setattr(nodes.Said, "parse", get)
-    agents = {}
+def follow_until(event, run_dir):
+    """An agent that joins the first one, meets it, and then hangs like in a call to a file system."""
 
     def follow():
-        with contextlib.suppress(PhaseFailed), node(1) as agents[1]:
-            agents[1].meet()
-            cut.set()
-            asked = 0  # how often it could, while the store had been silent for a second
-            while not agents[1].aborted():
-                asked += agents[1]._silent * nodes.HEARTBEAT_SECONDS > 1
-                time.sleep(0.01)
-            agents[1].report(Report("aborted"))
-            ended.append(asked)
-            with pytest.raises(PhaseFailed, match=r"node 1 .*lost the agent of node 0"):
-                agents[1].meet()
-            ended.append("left")
+        with contextlib.suppress(SystemExit), node(1, run_dir) as agents:
+            agents.meet()
+            event.wait(60)
 
-    follower = following(follow)
-    with node(0) as agents[0]:
-        agents[0].begin()
-        if silent == "the store":
-            agents[0].report(Report("done"))
-            wait_until(lambda: ended)
-        else:
-            follower.join()  # like a call to a file system that does not respond
-        follower.join()
-        answers.set()
-    assert (ended[0] > 0) == (silent == "the store") and ended[1:] == ["left"]
+    follower = threading.Thread(target=follow, daemon=True)
+    follower.start()
+    return follower
 
 
-def test_an_agent_that_lost_the_first_one_and_hangs_is_ended(node, following, monkeypatch):
+def test_a_store_that_does_not_answer_is_noticed(tmp_path, monkeypatch, lost):
     monkeypatch.setattr(nodes, "LEADER_LOST_SECONDS", 0.3)
-    monkeypatch.setattr(nodes, "DEAD_AFTER_SECONDS", 1.0)
-    said, told = queue.Queue(), threading.Event()
-    monkeypatch.setattr(nodes, "_end_at_once", said.put)
-
-    def follow():
-        with contextlib.suppress(PhaseFailed), node(1) as agents:
-            agents._lose_first()
-            told.wait(60)
-
-    following(follow)
-    with node(0):
-        assert "lost the agent of node 0" in said.get(timeout=60)
-        told.set()
+    answers, exchange = threading.Event(), Nodes._exchange
+    monkeypatch.setattr(Nodes, "_exchange", lambda agent: (agent.rank and answers.wait(60), exchange(agent)))
+    follower = follow_until(answers, tmp_path)
+    with node(0, tmp_path):
+        assert lost.get(timeout=60) == 1
+        answers.set()
+    follower.join(60)
 
 
-def test_an_agent_whose_main_thread_hangs_counts_as_dead(node, following, monkeypatch):
+def test_an_agent_whose_main_thread_hangs_counts_as_dead(tmp_path, monkeypatch):
     monkeypatch.setattr(nodes, "HANGS_SECONDS", 0.5)
     monkeypatch.setattr(nodes, "DEAD_AFTER_SECONDS", 2.0)
     told = threading.Event()
-
-    def follow():
-        with node(1) as agents:
-            agents.meet()
-            told.wait(60)
-
-    following(follow)
-    with node(0) as agents:
+    follower = follow_until(told, tmp_path)
+    with node(0, tmp_path) as agents:
         agents.begin()
         agents.report(Report("done"))
         report = agents.reports()[1]
         assert report.outcome == "failed" and "node 1" in report.cause and "hangs" in report.cause
         assert agents.aborted()
         told.set()
+    follower.join(60)
+
+
+def test_a_first_agent_whose_main_thread_hangs_is_noticed_though_its_store_answers(tmp_path, monkeypatch, capfd, lost):
+    monkeypatch.setattr(nodes, "HANGS_SECONDS", 0.5)
+    monkeypatch.setattr(nodes, "DEAD_AFTER_SECONDS", 2.0)
+    noticed = threading.Event()
+    follower = follow_until(noticed, tmp_path)
+    with node(0, tmp_path) as agents:
+        agents.begin()
+        assert lost.get(timeout=60) == 1  # like a call to a file system that does not respond
+        noticed.set()
+    follower.join(60)
+    assert_stack_was_printed(capfd)
 
 
 def test_the_agent_of_a_single_node_prints_its_stack_when_it_hangs(monkeypatch, capfd):
@@ -337,8 +308,6 @@ def test_a_suspended_agent_does_not_count_as_hanging(monkeypatch):
     printed, steps = [], iter([False, False, *[False] * int(nodes.HANGS_SECONDS / nodes.HEARTBEAT_SECONDS), True])
     monkeypatch.setattr(nodes, "_print_stacks", printed.append)
     monkeypatch.setattr(nodes, "time", SimpleNamespace(clock_gettime=lambda clock: 1.0))
-    agent = SimpleNamespace(
-        rank=0, dead={}, _heard={}, _beats=0, _silent=0, _closing=SimpleNamespace(wait=lambda seconds: next(steps))
-    )
+    agent = SimpleNamespace(rank=0, _beats=0, _silent=0, _closing=SimpleNamespace(wait=lambda seconds: next(steps)))
     Nodes._check(agent, 0)
     assert printed == [nodes.HANGS_SECONDS]

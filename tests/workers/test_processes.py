@@ -12,12 +12,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from megarl.errors import PhaseFailed
+from megarl.errors import UserError
 from megarl.linux import state_of
 from megarl.phases import preload
 from megarl.phases.entry import become
 from megarl.planner.preflight import check
-from megarl.recipe.load import load_recipe
+from megarl.recipe.load import load_recipe, override_recipe
 from megarl.storage.policies import copy_policy
 from megarl.storage.run_dir import RunDir
 from megarl.workers import launcher, processes
@@ -137,24 +137,6 @@ def test_a_stop_signal_ends_the_run_even_if_the_phase_was_just_done(tmp_path, co
     assert here.report(ended).outcome == outcome
 
 
-def test_a_stall_on_another_node_is_printed_to_its_stderr(tmp_path, capsys):
-    """It writes no events, and the first node's come only once the attempt has ended everywhere."""
-    nodes = SimpleNamespace(rank=1, count=2, name=lambda: "node 1 (b)", starter=None)
-    launcher.Here(nodes, None, "optimize", 1, tmp_path, tmp_path).warn("no progress for 20 s")
-    assert capsys.readouterr().err == "megarl: node 1 (b): no progress for 20 s\n"
-
-
-def test_an_attempt_without_a_fork_server_has_failed_on_its_node(stage, tmp_path):
-    def start(*_):
-        raise PhaseFailed("the fork server ended")
-
-    nodes = SimpleNamespace(rank=1, count=2, name=lambda: "node 1 (b)", starter=SimpleNamespace(start=start))
-    nodes.phase_store = "127.0.0.1:1"
-    report = launcher._run_here(nodes, stage, "evaluate", 1, tmp_path)
-    assert (report.outcome, report.mistake) == ("failed", False)
-    assert report.cause == "evaluate of stage 0, node 1 (b): the fork server ended"
-
-
 def test_kill_ends_whole_sessions():
     script = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid); sys.stdin.read()"
     parent = subprocess.Popen(
@@ -192,13 +174,15 @@ def server(monkeypatch):
     processes.kill_server()
 
 
-def test_a_fork_server_that_ends_is_named_and_the_next_attempt_has_another_one(stage, monkeypatch, server):
+def test_without_a_fork_server_a_phase_starts_in_new_interpreters(stage, monkeypatch, server):
+    monkeypatch.setattr(preload, "order", lambda *_: "no JSON")  # the server fails
     with Nodes(NodeRank()) as nodes:
-        with monkeypatch.context() as patch:
-            patch.setattr(preload, "order", lambda *_: "no JSON")  # the server fails
-            with pytest.raises(PhaseFailed, match="the fork server.* ended"):
-                check(nodes.starter, stage.run.recipe)
         check(nodes.starter, stage.run.recipe)
+        with pytest.raises(UserError, match="torch sees 0"):
+            check(nodes.starter, override_recipe(stage.run.recipe, ["actor.backend=cuda"]))
+        run_phase(nodes, stage, "evaluate", 1)
+        assert nodes.starter._server_failed
+    assert stage.evaluation()["prompts"] == 16
 
 
 def test_forks_and_new_interpreters_give_the_same_evaluation(stage, monkeypatch):
@@ -268,19 +252,17 @@ def end_with(go, code, end):
     sys.exit(code)
 
 
-def test_a_fork_server_that_is_stopped_fails_the_attempt_after_the_recipes_time(recipe, tmp_path, server):
-    """The phase is started again, as after a crash, with another one."""
-    run = RunDir.create(tmp_path / "run", load_recipe(recipe, ["run.stall_seconds=6", "run.max_restarts=1"]))
-    copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, run.stage(0).policy)
+def test_a_fork_server_that_was_stopped_before_the_first_phase_is_given_up_after_the_recipes_time(stage, server):
+    """The check of the recipe and the phase do without it, and the phase's events say so."""
+    recipe = override_recipe(stage.run.recipe, ["run.stall_seconds=6"])
     with Nodes(NodeRank()) as nodes:
-        nodes.starter.prepare(run.recipe)
-        (stopped := server()).suspend()
-        run_phase(nodes, run.stage(0), "evaluate", 1)
-    assert not stopped.is_running()
-    (event,) = events(run, "restart")
-    cause = "the fork server, which starts the processes of phases, did not answer for 6 s"
-    assert event["cause"] == f"evaluate of stage 0: {cause}"
-    assert run.stage(0).evaluation()["prompts"] == 16
+        nodes.starter.prepare(recipe)
+        server().suspend()
+        check(nodes.starter, recipe)
+        assert fork_server_of(os.getpid()) is None
+        run_phase(nodes, stage, "evaluate", 1)
+    (event,) = events(stage.run, "no_progress")
+    assert event["cause"] == "the fork server did not answer for 6 s"
 
 
 READY_TO_FORK = """

@@ -41,8 +41,8 @@ from megarl.storage.metrics import NOTHING, Position, agrees
 from megarl.storage.policies import CONFIG_FILE, INFO_FILE, check_policy
 from megarl.storage.run_dir import RunDir, Stage, recipes
 
-# logs, files of and for other programs, scratch, and the file that only says where a tracker is
-_NOT_SEALED = ("logs", "tensorboard", "wandb", "rehearsal", "trackers.json")
+# logs, files of and for other programs, scratch, and files that only say where a server or a tracker is
+_NOT_SEALED = ("logs", "tensorboard", "wandb", "rehearsal", "trackers.json", "leader.json")
 
 
 def damages(path: Path) -> Iterator[str]:
