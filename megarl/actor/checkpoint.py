@@ -12,7 +12,7 @@ import io
 import pickle
 import shutil
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import asdict, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,9 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, StorageMeta
 
@@ -33,6 +35,7 @@ from megarl.actor.writers import ForkedResults
 from megarl.errors import UserError
 from megarl.heartbeats import beat
 from megarl.objectives import objective_class
+from megarl.recipe.layout import Layout
 from megarl.storage.checkpoints import (
     METRICS,
     Damaged,
@@ -143,7 +146,7 @@ def save(
         # which rank writes what is the same in each checkpoint of a process: the ranks compare it at the first one, and
         # from the third on exchange no plans
         request = dist_checkpointing.save(
-            _sharded_state(actor),
+            _sharded_state(actor) | {"random": _random_state()},
             str(path),
             actor.saving.strategy,
             async_sharded_save=True,
@@ -166,6 +169,7 @@ def _write_common(actor: Actor, update: int, path: Path) -> None:
         "adam_step": adam_step(actor.optimizer),
         "skipped_updates": actor.skipped_updates,
         "lagged": _shared_statistics(actor),
+        "layout": _layout(actor),
         "lora": _adapters(actor),
     }
     if dist.get_rank() == 0:
@@ -221,10 +225,10 @@ def verify(path: Path) -> str | None:
 
 
 def load(actor: Actor, path: Path) -> int:
-    """Restore model and optimizer in place; returns the stage's update after which it was saved.
+    """Restore model, optimizer and random state in place; returns the stage's update after which it was saved.
 
-    The checkpoint may come from another layout. There is no random state in it: updates draw no random numbers, unless
-    ``[megatron]`` has a dropout. `UserError` if the checkpoint does not fit the model.
+    The checkpoint may come from another layout. Then the random state, which belongs to a rank, is not restored; this
+    changes nothing, since updates draw no random numbers. `UserError` if the checkpoint does not fit the model.
     """
     common, state = _load_data(actor, path)
     for index, model in enumerate(actor.models):
@@ -236,6 +240,8 @@ def load(actor: Actor, path: Path) -> int:
         if result.unexpected_keys:
             raise UserError(f"{path} does not fit the model, which has no {result.unexpected_keys[0]}")
     set_adam_step(actor.optimizer, common["adam_step"])
+    if "random" in state:
+        _restore_random_state(state["random"])
     actor.skipped_updates = common["skipped_updates"]
     actor.lagged = _restore_statistics(actor, common["lagged"])
     return common["update"]
@@ -251,9 +257,12 @@ def _load_data(actor: Actor, path: Path) -> tuple[dict[str, Any], dict[str, Any]
     except pickle.UnpicklingError as error:
         raise UserError(f"{path / _COMMON} {_NO_DATA}") from error
     _check_adapters(actor, common, path)
+    state = _sharded_state(actor)
+    if common["layout"] == _layout(actor):
+        state["random"] = _random_state()
     FileSystemReader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
     try:
-        return common, dist_checkpointing.load(_sharded_state(actor), str(path))
+        return common, dist_checkpointing.load(state, str(path))
     except CheckpointException as error:
         if any(isinstance(cause, pickle.UnpicklingError) for cause, _ in error.failures.values()):
             raise UserError(f"{path} {_NO_DATA}") from error
@@ -300,6 +309,32 @@ def _sharded_state(actor: Actor) -> dict[str, Any]:
 
 def _is_extra(key: str) -> bool:
     return "_extra_state" in key
+
+
+def _layout(actor: Actor) -> dict[str, int]:
+    """Everything that determines which rank holds which part of the state."""
+    return asdict(Layout.of(actor.recipe, dist.get_world_size()))
+
+
+def _random_state() -> dict[str, ShardedTensor]:
+    """The states of this rank's random generators, each as this rank's row of a tensor [ranks, state]."""
+    states = {f"tracker.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
+    states["cpu"] = torch.get_rng_state()
+    if torch.cuda.is_available():
+        states["cuda"] = torch.cuda.get_rng_state()
+    offset = (0, dist.get_rank(), dist.get_world_size())
+    return {
+        name: ShardedTensor.from_rank_offsets(f"random.{name}", state.cpu().clone(), offset, prepend_axis_num=1)
+        for name, state in states.items()
+    }
+
+
+def _restore_random_state(state: dict[str, torch.Tensor]) -> None:
+    torch.set_rng_state(state["cpu"])
+    tracked = {name.removeprefix("tracker."): value for name, value in state.items() if name.startswith("tracker.")}
+    get_cuda_rng_tracker().set_states(tracked)
+    if "cuda" in state:
+        torch.cuda.set_rng_state(state["cuda"])
 
 
 def _shared_statistics(actor: Actor) -> dict[str, Any] | None:

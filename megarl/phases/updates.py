@@ -264,8 +264,8 @@ class Start:
 def find_start(stage: Stage, phase: str) -> Start:
     """Where ``phase`` resumes: after the newest undamaged checkpoint of ``stage``, or at its beginning. Collective.
 
-    Damaged checkpoints are renamed. A stage at its beginning loads the last checkpoint of the previous stage, for the
-    optimizer: `UserError` if that is damaged or gone.
+    Damaged checkpoints are renamed. A stage at its beginning loads the last checkpoint of the previous stage, for
+    optimizer and random state: `UserError` if that is damaged or gone.
     """
     first, total = dist.get_rank() == 0, stage.run.recipe.schedule.updates_per_stage
     if first:

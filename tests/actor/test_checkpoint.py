@@ -195,7 +195,7 @@ def test_a_planted_pickle_does_not_run(saved, tmp_path):
     marker, file = tmp_path / "ran", path / ".metadata"
     before = file.read_bytes()
     metadata = pickle.loads(before)  # an entry of this type makes torch unpickle its bytes
-    metadata.state_dict_metadata[next(iter(metadata.state_dict_metadata))] = BytesStorageMetadata()
+    metadata.state_dict_metadata["random.cpu"] = BytesStorageMetadata()
     for planted in (Payload(marker), metadata):
         file.write_bytes(pickle.dumps(planted))
         with pytest.raises(UserError, match=r"\.metadata.* was not loaded"):

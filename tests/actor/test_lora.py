@@ -181,7 +181,7 @@ def test_adapter_checkpoint_resumes_bit_for_bit_and_other_adapters_are_refused(t
     path = checkpoint.save(straight, tmp_path / "checkpoints", 2, keep=1)
     trained = sum(p.numel() for p in straight.models[0].parameters() if p.requires_grad)
     stored = sum(file.stat().st_size for file in path.glob("*.distcp"))
-    assert 3 * 4 * trained < stored < 3 * 4 * trained + 150_000  # float32 with two moments; and headers
+    assert 3 * 4 * trained < stored < 3 * 4 * trained + 150_000  # float32 with two moments; and headers, random state
     expected = updates(straight, range(2, 4))
 
     resumed = build(tmp_path / "in", {})
