@@ -67,7 +67,7 @@ def sweep(path: Path, output: Path, jobs: int, as_json: bool = False) -> str:
     _say(_count(plan))
     failed: dict[str, BaseException] = {}
     if missing := [job for job in plan.all if not job.is_done()]:
-        with Workers(min(jobs, len(missing)), plan.output / "logs") as workers:
+        with Workers(jobs, plan.output / "logs") as workers:
             _check(workers, missing)
             failed = _make(workers, missing)
     with _exclusive(plan.output):  # of several sweeps at once, the last to write includes the runs of all

@@ -88,11 +88,11 @@ def _point(finished: FinishedRun) -> Point:
 def _row(point: Point, suite: str, runs: list[FinishedRun], reference: dict[str, FinishedRun]) -> Row:
     last = [_Result.of(f, suite) for f in runs]
     with_start = [(_Result.of(f, suite, first=True), _Result.of(f, suite)) for f in runs]
-    with_start = [(before, after) for before, after in with_start if before.event["update"] < after.event["update"]]
+    with_start = [(before, after) for before, after in with_start if before.update < after.update]
     gain = _differences(with_start) if len(with_start) == len(runs) else None
     pairs = [(reference[f.job.replicate], f) for f in runs if f.job.replicate in reference]
     differences = [(_Result.of(a, suite), _Result.of(b, suite)) for a, b in pairs if suite in a.run.suites]
-    accuracy = _estimate([result.event["accuracy"] for result in last], _over_prompts(last))
+    accuracy = _estimate([result.accuracy for result in last], _over_prompts(last))
     low, high = accuracy.ci95  # Student's of two replicates is wider than what is possible
     accuracy = Estimate(accuracy.mean, [max(low, 0.0), min(high, 1.0)])
     return Row(point, suite, len(runs), accuracy, gain, _differences(differences))
@@ -111,13 +111,21 @@ class _Result:
         """The last policy of the run, or the first."""
         return cls(finished.job.directory, suite, finished.run.suites[suite][0 if first else -1])
 
+    @property
+    def update(self) -> int:
+        return int(self.event["update"])
+
+    @property
+    def accuracy(self) -> float:
+        return float(self.event["accuracy"])
+
 
 def _scores(results: list[_Result]) -> list[np.ndarray]:
     """Of each policy [prompts, samples] of 1 for right and 0; `UserError` unless their prompts are the same."""
     suites = [SuiteResponses.of(result.root, result.suite) for result in results]
     for other in suites[1:]:
         check_same_prompts(suites[0], other)
-    return [Side(str(r.root), r.root, r.event["update"]).correct(r.suite)[1] for r in results]
+    return [Side(str(r.root), r.root, r.update).correct(r.suite)[1] for r in results]
 
 
 def _estimate(values: list[float], over_prompts: Interval) -> Estimate:
@@ -136,7 +144,7 @@ def _differences(pairs: list[tuple[_Result, _Result]]) -> Estimate | None:
     """The mean difference over (one policy, another one) of each replicate."""
     if not pairs:
         return None
-    values = [second.event["accuracy"] - first.event["accuracy"] for first, second in pairs]
+    values = [second.accuracy - first.accuracy for first, second in pairs]
     return _estimate(values, _difference_over_prompts(pairs))
 
 

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
-from concurrent.futures.process import BrokenProcessPool
-from functools import cache
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 from megarl.commands.one_phase import optimize_branch
@@ -27,9 +25,7 @@ from megarl.storage.files import make_directory
 from megarl.storage.run_dir import RunDir
 from megarl.workers.node_rank import NodeRank
 from megarl.workers.nodes import Nodes
-from megarl.workers.processes import Starter
 
-ASK_SECONDS = 5.0  # between two requests to stop; a worker that has just got its job does not hear the first
 POLL_SECONDS = 2.0  # how often to look whether rollouts that another sweep generates are ready
 
 # a job with the error that ended it: `Busy` if another process works on the run, KeyboardInterrupt if it was stopped
@@ -39,26 +35,26 @@ Ended = tuple[Job, BaseException | None]
 class Workers:
     """A pool of worker processes; leaving the context stops them.
 
-    number: of workers. logs: the directory for what the runs print.
+    number: of workers at most. logs: the directory for what the runs print.
     """
 
     def __init__(self, number: int, logs: Path) -> None:
-        make_directory(logs)
         self._number, self._logs = number, logs
-        self._pool = ProcessPoolExecutor(number, multiprocessing.get_context("fork"), _begin, (os.getpid(),))
-        self._busy: dict[Future[BaseException | None], Job] = {}
+        self._processes: dict[Connection, ForkProcess] = {}
+        self._busy: dict[Connection, Job] = {}  # what a worker works on
+        make_directory(logs)
 
     def __enter__(self) -> Workers:
         return self
 
     def __exit__(self, *_: object) -> None:
         """Ask workers that are busy to save and stop, as Ctrl-C does, and wait for all."""
-        left = set(self._busy)
-        while left:
-            for process in multiprocessing.active_children():
+        for connection, process in self._processes.items():
+            if connection in self._busy:
                 process.terminate()
-            left = wait(left, ASK_SECONDS).not_done
-        self._pool.shutdown()
+            connection.close()  # no more orders
+        for process in self._processes.values():
+            process.join()
 
     def check(self, jobs: list[Job]) -> Iterator[Ended]:
         """Make for each run the checks that a run begins with."""
@@ -71,62 +67,88 @@ class Workers:
     def _process(
         self, order: Callable[[Nodes, Job], None], jobs: list[Job], is_possible: Callable[[Job], bool]
     ) -> Iterator[Ended]:
-        """Carry out ``order`` for every job and yield each job when it ends; `PhaseFailed` if a worker was killed.
+        """Give ``order`` for every job to the workers and yield each job when it ends.
 
         Jobs that are still not possible when all others have ended are left out.
         """
         waiting, elsewhere = list(jobs), list[Job]()
         while True:
-            for job in [job for job in waiting if is_possible(job)][: self._number - len(self._busy)]:
-                waiting.remove(job)
-                self._busy[self._pool.submit(_attempt, order, job, self._logs)] = job
+            while len(self._processes) < min(self._number, len(waiting)):
+                self._start()
+            for connection in [each for each in self._processes if each not in self._busy]:
+                if (job := next(filter(is_possible, waiting), None)) is not None:
+                    waiting.remove(job)
+                    self._busy[connection] = job
+                    connection.send((order, job))
             if not self._busy:
                 if not (waiting and any(base.until is not None and not base.is_done() for base in elsewhere)):
                     return
                 time.sleep(POLL_SECONDS)
-            for future in wait(self._busy, return_when=FIRST_COMPLETED).done:
-                job = self._busy.pop(future)
-                try:
-                    error = future.result()
-                except BrokenProcessPool as broken:
-                    raise PhaseFailed(f"a process of the sweep was killed, maybe while it made {job.name}") from broken
+            ready = wait(list(self._busy))
+            for connection in [each for each in self._busy if each in ready]:
+                job, error = self._busy.pop(connection), self._receive(connection)
                 if isinstance(error, Busy):
                     elsewhere.append(job)
                 yield job, error
 
+    def _start(self) -> None:
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        others = [ours, *self._processes]
+        self._processes[ours] = context.Process(target=_work, args=(theirs, others, os.getpid(), self._logs))
+        self._processes[ours].start()
+        theirs.close()
 
-def _begin(parent: int) -> None:
-    """Make a fork a worker. Between two jobs it ignores that it should stop: the pool ends it then."""
+    def _receive(self, connection: Connection) -> BaseException | None:
+        """The error with which a job has ended, also if the worker itself has ended."""
+        try:
+            error: BaseException | None = connection.recv()
+        except EOFError:
+            process = self._processes.pop(connection)
+            process.join()
+            return PhaseFailed(f"its process ended with exit code {process.exitcode}")
+        return error
+
+
+def _work(orders: Connection, others: list[Connection], parent: int, logs: Path) -> None:
+    """The main function of a worker: carry out orders until the sweep closes the connection.
+
+    others: connections inherited from the sweep, to be closed.
+    """
     die_with_parent(parent)
     os.setsid()  # Ctrl-C reaches only the sweep, which then stops its workers
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for connection in others:
+        connection.close()
+    try:
+        with Nodes(NodeRank()) as nodes:
+            while True:
+                order, job = orders.recv()
+                _print_to(logs / f"{job.name.replace('/', ',')}.log")
+                error = _attempt(order, nodes, job)
+                orders.send(error)
+                if isinstance(error, KeyboardInterrupt):
+                    return
+    except (EOFError, KeyboardInterrupt, BrokenPipeError):
+        return
 
 
-@cache
-def _starter() -> Starter:
-    """The starter of this worker's runs, which share its fork server."""
-    return Starter()
-
-
-def _attempt(order: Callable[[Nodes, Job], None], job: Job, logs: Path) -> BaseException | None:
-    """Carry out an order, with the output in a log; returns the error with which it ended."""
-    output = os.open(logs / f"{job.name.replace('/', ',')}.log", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
+def _print_to(log: Path) -> None:
+    output = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o666)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
         os.dup2(output, stream.fileno())
     os.close(output)
+
+
+def _attempt(order: Callable[[Nodes, Job], None], nodes: Nodes, job: Job) -> BaseException | None:
     try:
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
-        with Nodes(NodeRank(), _starter()) as nodes:
-            order(nodes, job)
+        order(nodes, job)
     except (Busy, KeyboardInterrupt) as error:
         return error
     except Exception as error:
         cause = error if isinstance(error, UserError | PhaseFailed) else PhaseFailed(repr(error))
         print(cause, flush=True)
         return cause
-    finally:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     return None
 
 

@@ -25,9 +25,7 @@ from tests.helpers import (
     megarl,
     metrics,
     processes_with_files_in,
-    read_lines,
     start_megarl,
-    wait_for,
     wait_until_held,
     wait_until_nobody_works_on,
 )
@@ -185,18 +183,6 @@ def test_the_table_has_means_and_paired_intervals_over_seeds(swept):
         (point, f"seed_{seed}", update) for point in ("grpo", "mu_grpo") for seed in (3, 4) for update in ("0", "4")
     }
     assert "Difference from grpo on" in (output / "figure.html").read_text()
-
-
-def test_an_interrupted_sweep_saves_and_stops(recipe, tmp_path):
-    text = SWEEP.format(recipe=recipe).replace("updates_per_stage = 4", "updates_per_stage = 64")
-    (tmp_path / "sweep.toml").write_text(text.replace("[3, 4]", "[3]"))
-    command = start_megarl("sweep", tmp_path / "sweep.toml", "--jobs", "2")
-    wait_for(command, lambda: list(tmp_path.glob("sweep/*/seed_3/metrics.jsonl")))
-    command.send_signal(signal.SIGINT)
-    assert command.wait() == 130, command.stderr
-    assert not processes_with_files_in(tmp_path / "sweep")
-    stopped = [e for path in tmp_path.glob("sweep/*/seed_3/events.jsonl") for e in read_lines(path)]
-    assert "phase_stopped" in [event["event"] for event in stopped]
 
 
 def test_a_failed_run_does_not_stop_the_others_and_is_still_to_do(swept):
