@@ -35,6 +35,13 @@ class LiveState:
         key = f"update/{update}"
         return cast(Decision, self._store.get(key).decode()) if self._store.check([key]) else None
 
+    def ask_stop(self) -> None:
+        """Trainer: report that it was asked to stop."""
+        self._store.set("stop", "1")
+
+    def stop_asked(self) -> bool:
+        return self._store.check(["stop"])
+
     def give(self, update: int) -> None:
         """Trainer: announce that it has given back the memory that it can do without while it waits for an update."""
         self._store.add(f"given/{update}", 1)

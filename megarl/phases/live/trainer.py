@@ -149,6 +149,8 @@ class LiveBatches:
         while decision != "train" or self._missing(update):  # what another node stored becomes visible late
             if decision == "stop":
                 return None
+            if self.stop.asked:
+                self.state.ask_stop()
             if decision == "wait" and self.schedule.colocate and not given:
                 release(self.actor.device)
                 self.state.give(update)
@@ -191,7 +193,6 @@ class LiveBatches:
     def _decision(self, update: int) -> Decision | None:
         """What all trainers do next: train an update, wait for its groups, or stop. The first one decides.
 
-        All processes of a phase are asked to stop together; a trainer that alone was asked stops after an update.
         On shared devices trainers and engines take turns. The engines' turn begins once no stored groups are left to
         train and all trainers have given back the memory that they can do without.
         """
@@ -200,7 +201,7 @@ class LiveBatches:
             return decided
         missing, rest = self._missing(update), not self.schedule.colocate or self.state.all_rest()
         decision: Decision = "wait" if missing or not rest else "train"
-        if self.stop.asked:
+        if self.stop.asked or self.state.stop_asked():
             decision = "stop"
         if decision != decided:
             self.state.decide(update, decision)

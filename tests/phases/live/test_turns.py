@@ -84,13 +84,14 @@ def test_engines_begin_once_all_trainers_have_released_memory_and_trainers_once_
     assert trainers.end() == {0: ["a group"], 1: ["a group"]}
 
 
+@pytest.mark.parametrize("asked", [0, 1])
 @pytest.mark.parametrize("colocate", [True, False])
-def test_all_trainers_stop_if_the_first_is_asked_to_while_they_wait(monkeypatch, colocate):
+def test_all_trainers_stop_if_one_is_asked_to_while_they_wait(monkeypatch, colocate, asked):
     trainers = Trainers(monkeypatch, colocate)
     for thread in trainers.threads:
         thread.start()
     trainers.until(lambda: trainers.state.decision(0) == "wait")
-    trainers.batches[0].stop.asked = True
+    trainers.batches[asked].stop.asked = True
     assert trainers.end() == {0: None, 1: None}
 
 
