@@ -158,7 +158,7 @@ def test_prompts_are_counted_while_suites_are_evaluated(tmp_path):
 def test_responses_tokens_and_time_left_are_shown_while_a_suite_is_evaluated(tmp_path, phase, stage):
     """Two of 16 prompts have ended, of which each has one response; none is stored. The recipe asks for 20."""
     state = RunState(tmp_path, override_recipe(make_recipe(), list(SUITES)))
-    (tmp_path / "stages/000/policies").mkdir(parents=True)
+    (tmp_path / f"evaluations/one/update_{stage * 96:06d}").mkdir(parents=True)
     loaded = {"event": "weight_drift", "stage": stage, "time": time.time(), "rank": 0, "phase": "evaluate"}
     inside = {"prompts": 16, "decoding": 14, "decoding_tokens": 28, "tokens_per_second": 8}
     one = report(ended=2, tokens=4, groups=2, responses=2, truncated=1, reward_sum=2.0, **inside)
