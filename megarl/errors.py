@@ -30,6 +30,11 @@ class PhaseFailed(Exception):
     """A process of a phase failed; the message names the process, the cause and the log file. Exit code 1."""
 
 
+def how_to_install(extra: str) -> str:
+    """The command that installs one of megarl's extras, for messages."""
+    return f"pip install 'WHEEL[{extra}]' with a wheel of megarl, or '.[{extra}]' in a clone"
+
+
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The known word that ``word`` was probably meant to be; None if it resembles none of them."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.4)

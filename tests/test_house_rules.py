@@ -8,6 +8,7 @@ import re
 import subprocess
 import token
 import tokenize
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -101,15 +102,28 @@ def tracked_texts() -> Iterator[tuple[str, str]]:
 STRANGERS = re.compile(
     r"""(?:pip3?|uv) +(?:install|add|download)\b[^\n`|#&;]*?(?<! of)[ '"](?:megarl|apex)(?![\w/.-])"""
 )
+PIECES = re.compile(r"""["'] *\n\s*(?:rf|fr|f|r)?["']""")  # between two pieces of a message, on two lines of Python
+NAMED = re.compile(r"""pip3? +install +(?:-\S+ +)*['"]?([a-z][\w-]*)""")
 
 
 def test_no_text_tells_anybody_to_install_a_package_of_somebody_else() -> None:
-    for command in ("pip install 'megarl[sql]', or", "python -m pip install -U megarl==1", "uv add apex"):
-        assert STRANGERS.search(command), command
+    split = '"pip install "\n    f"megarl for {it}"'
+    for command in ("pip install 'megarl[sql]', or", "python -m pip install -U megarl==1", "uv add apex", split):
+        assert STRANGERS.search(PIECES.sub("", command)), command
     for command in ("pip install '.[vllm]' in a clone of megarl", "pip install megarl-core"):
         assert not STRANGERS.search(command), command
     texts = {name: text for name, text in tracked_texts() if name != "tests/test_house_rules.py"}
-    assert [f"{name}: {found[0]}" for name, text in texts.items() if (found := STRANGERS.search(text))] == []
+    found = {name: STRANGERS.search(PIECES.sub("", text)) for name, text in texts.items()}
+    assert [f"{name}: {command[0]}" for name, command in found.items() if command] == []
+
+
+def test_messages_name_the_extra_and_not_the_packages_that_it_installs() -> None:
+    """A package that is installed by name may be of a version that megarl does not know."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    packages = {re.split(r"[^\w-]", line)[0] for extra in extras.keys() - {"dev"} for line in extras[extra]}
+    assert NAMED.findall("pip install -U 'duckdb>=2'") == ["duckdb"] and "duckdb" in packages
+    texts = {path: PIECES.sub("", path.read_text()) for path in PACKAGE}
+    assert [(path, name) for path, text in texts.items() for name in NAMED.findall(text) if name in packages] == []
 
 
 def source_of(module: str) -> Path | None:

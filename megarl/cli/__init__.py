@@ -22,7 +22,7 @@ from megarl.cli.recipes import add_recipes
 from megarl.cli.runs import add_runs
 from megarl.cli.stages import add_stages
 from megarl.cli.training import add_training
-from megarl.errors import PhaseFailed, UserError, print_notes
+from megarl.errors import PhaseFailed, UserError, how_to_install, print_notes
 from megarl.foreign import escape
 
 # errors of files and directories that a retry would meet again
@@ -88,10 +88,8 @@ def _missing_extra(error: ModuleNotFoundError) -> str | None:
         package = re.split(r"[^\w-]", requirement)[0].replace("-", "_")
         extra = re.search(r"extra == ['\"]([\w-]+)", requirement)
         if extra and package in (module, f"{module}_core"):
-            return (
-                f"this needs the package {module}, which the extra {extra[1]} of megarl installs: pip install "
-                f"'WHEEL[{extra[1]}]' with megarl's wheel, or '.[{extra[1]}]' in a clone"
-            )
+            remedy = how_to_install(extra[1])
+            return f"this needs the package {module}, which the extra {extra[1]} of megarl installs: {remedy}"
     return None
 
 

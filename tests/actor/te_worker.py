@@ -19,7 +19,9 @@ from tests.actor.test_step import make_samples
 from tests.extent import few
 
 KINDS = ("torch", "transformer_engine")
-COMPOSITIONS = few(("", " lora", " replay", " lora replay"), "", " lora replay")  # of models with experts
+REPLAYS = {"": "none", " actor": "actor", " replay": "engine"}
+# of models with experts
+COMPOSITIONS = few(("", " lora", " actor", " lora actor", " replay", " lora replay"), "", " lora replay")
 STEADY = {"eps": 1e-3}  # Adam's default turns the rounding of a gradient near 0 into a step of full size
 RESUMED = ("qwen3_moe", "deepseek_v3", "gpt_oss")  # families whose checkpoints are loaded into the other kind of layers
 # every size is a multiple of 16, as fp8 needs it
@@ -72,12 +74,13 @@ def compared(family: str, folder: Path, device: torch.device) -> dict[str, Any]:
         actors = {kind: (table | {"layers": kind}, {}) for kind in KINDS}
         actors["fp8"] = (table | {"layers": KINDS[1]}, FP8)
         for kind, (own, megatron) in actors.items():
-            for replay in (False, True):
-                composition = f"{lora}{' replay' if replay else ''}"
+            for replay in REPLAYS:
+                composition = f"{lora}{replay}"
                 if composition not in (COMPOSITIONS if hf["num_experts"] else tables):
                     continue
                 name = f"{kind}{composition}"
-                actor, losses = trained(folder / "model", own, megatron, hf if replay else None, device, result, name)
+                table_of_actor = own | {"routing_replay": REPLAYS[replay]}
+                actor, losses = trained(folder / "model", table_of_actor, megatron, hf, device, result, name)
                 result["losses"][name] = losses
                 if kind == KINDS[1] and not lora and not replay:
                     result["names"] = [key for key, _ in actor.models[0].named_parameters()]
@@ -93,15 +96,19 @@ def compared(family: str, folder: Path, device: torch.device) -> dict[str, Any]:
 
 
 def trained(
-    model: Path, table: Any, megatron: Any, replayed: Any, device: torch.device, result: Any, name: str
+    model: Path, table: Any, megatron: Any, hf: Any, device: torch.device, result: Any, name: str
 ) -> tuple[Any, list[float]]:
-    """An actor after two updates, and their losses. replayed: the model's settings, to replay experts."""
+    """An actor after two updates, and their losses. table, hf: settings of the actor and of the model."""
     from transformer_engine.pytorch.fp8 import FP8GlobalStateManager as State
 
+    from megarl.actor.frozen import FrozenPolicy
     from megarl.actor.step import Actor
 
-    replay = {"routing_replay": "engine" if replayed else "none"}
-    actor = Actor.build(make_recipe(model, actor=table | replay, megatron=megatron, optimizer=STEADY), model, device)
+    recipe = make_recipe(model, actor=table, megatron=megatron, optimizer=STEADY)
+    actor = Actor.build(recipe, model, device)
+    if table["routing_replay"] == "actor":
+        actor.frozen.append(FrozenPolicy.build(("routed_experts",), recipe, model))
+    replayed = hf if table["routing_replay"] == "engine" else None
     State.products, losses = 0, []
     State.rounded_to = torch.bfloat16  # finer than 8 bits, so that a fault is larger than the rounding
     for _ in range(2):

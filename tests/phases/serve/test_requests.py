@@ -64,7 +64,7 @@ def test_wrong_values_of_honoured_fields_are_refused():
     for name, wrong in (
         *((name, [0, 1.5, "5", True]) for name in ("max_tokens", "max_completion_tokens")),
         ("temperature", [0, 0.5, "1", math.nan]),
-        ("stream", [1, "yes"]),
+        *((name, [1, "yes"]) for name in ("stream", "logprobs", "return_token_ids")),
         ("stream_options", [True, {"include_usage": True}]),
         ("chat_template_kwargs", [{"enable_thinking": False}, 5]),
         ("tools", [5, [5], [{"type": "custom", "custom": {"name": "f"}}]]),
@@ -204,7 +204,7 @@ def test_an_answer_that_was_cut_off_says_so_even_with_a_call(reason):
     """vLLM's pull request 47963."""
     message = answer(f"{CALL} and <tool_call>{{", FUNCTIONS)
     completion = Completion(0, 0, np.ones(3, np.int32), np.zeros(3), reason, None, 0)
-    found = _completion("m", LastAnswer(message, completion, 2))
+    found = _completion("m", LastAnswer(message, completion, [1, 2]), {}, str)
     choice = ChatCompletion.model_validate(found).choices[0]
     assert choice.finish_reason == ("tool_calls" if reason == "stop" else "length") and choice.message.tool_calls
 
@@ -255,6 +255,26 @@ def test_answers_are_objects_of_the_official_client(served):
         (model,) = client.models.list().data
         Model.model_validate(model.model_dump())
     assert "tool_calls" in reasons and len(reasons) > 1
+
+
+def test_a_client_that_asks_gets_the_sampled_tokens_and_their_logprobs(served):
+    plain = served.send({"messages": ASKED}).json()
+    asked = {"messages": ASKED, "logprobs": True, "return_token_ids": True}
+    whole = served.send(asked).json()  # of the same answer
+    ((prompt, sampled),) = served.answered
+    (choice,) = whole["choices"]
+    assert (whole["prompt_token_ids"], choice["token_ids"]) == (prompt, sampled.tokens.tolist())
+    tokens = ChatCompletion.model_validate(whole).choices[0].logprobs.content
+    assert [one.logprob for one in tokens] == sampled.logprobs.tolist()
+    assert "".join(one.token for one in tokens) == choice["message"]["content"]
+    stream = served.send(asked | {"stream": True}).text
+    first, last, *_ = [json.loads(line[len("data: ") :]) for line in stream.split("\n\n")[:-2]]
+    ChatCompletionChunk.model_validate(first)
+    assert first["prompt_token_ids"] == prompt
+    assert [first["choices"][0][key] for key in ("token_ids", "logprobs")] == [choice["token_ids"], choice["logprobs"]]
+    for other in (plain, last):
+        assert "prompt_token_ids" not in other and "token_ids" not in other["choices"][0]
+        assert other["choices"][0]["logprobs"] is None
 
 
 CALLS = {  # what the model writes -> the arguments that clients get; None: it is no call and stays in the text
