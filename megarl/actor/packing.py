@@ -15,6 +15,11 @@ the stem. Prompts with different recorded experts are different prompts.
 Sequences are packed whole where they cannot share (`megarl.recipe.megatron.shares_prompts`), and where that would save
 less than a 32nd of the update's tokens.
 
+Micro-batches are balanced by their tokens, though what attention computes grows with the square of a length: balanced
+by operations, 512 responses of log-normal lengths up to 32k tokens on 4 to 16 replicas of Qwen3-30B-A3B took at most
+.8 % less, where ranks wait for each other at every micro-batch. For the longest responses are placed first, each into
+another micro-batch.
+
 Every rank computes the same assignment from all lengths, so the ranks agree without communication.
 """
 

@@ -105,7 +105,7 @@ def _duckdb() -> Any:
         import duckdb
     except ImportError as error:
         remedy = how_to_install("sql")
-        raise UserError(f"megarl sql needs DuckDB, which the extra sql of megarl installs: {remedy}") from error
+        raise UserError(f"SQL needs DuckDB, which the extra sql of megarl installs: {remedy}") from error
     return duckdb
 
 
