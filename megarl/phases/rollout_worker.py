@@ -225,7 +225,8 @@ def with_policy(
     start, run = time.perf_counter(), stage.run
     if worker is None:
         run.check_prompts()
-        path = run.under_one_path(policy, replicas.rank)
+        # a live run removes policies while its engines run, and would leave a link to nothing
+        path = policy if place["phase"] == "live" else run.under_one_path(policy, replicas.rank)
         worker = RolloutWorker.build(run.recipe, stage.number, path, for_training)
     else:
         worker.load(policy)
