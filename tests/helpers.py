@@ -74,16 +74,17 @@ def start_megarl(*arguments, env=None, hold=None, mutant=None, cwd=ROOT):
 
 
 def free_ports(count):
-    """Ports for servers that are started later: the kernel gives them to no other process that asks for any port."""
+    """Ports for servers that are started later: the kernel gives them to no other process that asks for any port.
+
+    They follow each other.
+    """
     lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
-    with contextlib.ExitStack() as probes:
-        found = []
-        while len(found) < count:
-            with contextlib.suppress(OSError):  # somebody listens there
-                port = random.SystemRandom().randrange(1024, lowest)
+    while True:
+        first = random.SystemRandom().randrange(1024, lowest - count)
+        with contextlib.suppress(OSError), contextlib.ExitStack() as probes:  # somebody listens there
+            for port in range(first, first + count):
                 probes.enter_context(socket.create_server(("127.0.0.1", port)))
-                found.append(port)
-    return found
+            return list(range(first, first + count))
 
 
 def mount_tmpfs(path, options):

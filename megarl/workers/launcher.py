@@ -14,18 +14,19 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from megarl.distributed import PATIENCE, STORE
 from megarl.errors import STOPPED, PhaseFailed, UserError
 from megarl.heartbeats import FILE
 from megarl.phases import PHASES
-from megarl.phases.entry import ERROR_FILE
+from megarl.phases.entry import ERROR_FILE, become_phase
 from megarl.rollout import engine_module
 from megarl.storage.checked_json import read_intact_lines
 from megarl.storage.files import APPEAR_SECONDS, INTACT
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.workers.nodes import Nodes, Report
-from megarl.workers.processes import POLL_SECONDS, Ended, Process, Processes, stop_signals_noted, supervise
+from megarl.workers.processes import POLL_SECONDS, Call, Ended, Processes, stop_signals_noted, supervise
 from megarl.workers.watch import Watch, Watched
 
 NEARLY_FULL = 1 << 20  # bytes; with less free space a failure is blamed on the full disk
@@ -45,7 +46,7 @@ def run_phase(nodes: Nodes, stage: Stage, phase: str, processes: int) -> None:
     for attempt in itertools.count():
         logs = _logs(stage, phase, attempt)
         logs.mkdir(parents=True)
-        nodes.begin(run.events.stat().st_size)
+        nodes.begin(_last_start(run.events) | {"attempt": attempt} if nodes.count > 1 else {})
         nodes.report(_run_here(nodes, stage, phase, processes, logs))
         reports = nodes.reports()
         seconds = round(time.monotonic() - start, 3)
@@ -72,42 +73,35 @@ def _logs(stage: Stage, phase: str, attempt: int) -> Path:
 
 def follow(nodes: Nodes, run_dir: Path) -> None:
     """Make the attempts at phases that the first agent begins, until it ends the run; for the agents of other nodes."""
-    while (written := nodes.meet()) is not None:
+    while (start := nodes.meet()) is not None:
+        attempt = start.pop("attempt")
         try:
-            _wait_for(run_dir / "events.jsonl", written)
-            stage, phase, processes, logs = _begun(RunDir.open(run_dir))
+            _wait_for(start, run_dir / "events.jsonl")
+            run = RunDir.open(run_dir)
         except (UserError, OSError, ValueError) as error:
             cause = f"{nodes.name()}: {error}; the run directory must lie on a file system that all nodes share"
             nodes.report(Report("failed", cause, mistake=True, time=time.time()))
         else:
-            nodes.report(_run_here(nodes, stage, phase, processes, logs))
+            stage, phase = run.stage(start["stage"]), start["phase"]
+            nodes.report(_run_here(nodes, stage, phase, start["processes"], _logs(stage, phase, attempt)))
 
 
-def _wait_for(events: Path, written: int) -> None:
-    """Wait until this node sees what the first one has written; `UserError` after `APPEAR_SECONDS`."""
-    deadline = time.monotonic() + APPEAR_SECONDS
-    while _size(events) < written:
-        if time.monotonic() > deadline:
-            raise UserError(f"{events} lacks what node 0 wrote {APPEAR_SECONDS:.0f} s ago")
-        time.sleep(POLL_SECONDS)
-
-
-def _size(file: Path) -> int:
-    """Bytes of a file, -1 if there is none. NFS looks anew only when a file is opened."""
+def _last_start(events: Path) -> dict[str, Any]:
+    """The last ``phase_start`` in events.jsonl; {} if there is none."""
     try:
-        with open(file, "rb") as opened:
-            return os.fstat(opened.fileno()).st_size
+        found = read_intact_lines(events)[0]
     except FileNotFoundError:
-        return -1
+        return {}
+    return next((event for event in reversed(found) if event.get("event") == "phase_start"), {})
 
 
-def _begun(run: RunDir) -> tuple[Stage, str, int, Path]:
-    """The attempt that was begun last, as events.jsonl has it: stage, phase, processes on each node, folder of logs."""
-    events = read_intact_lines(run.events)[0]
-    index = max(index for index, event in enumerate(events) if event.get("event") == "phase_start")
-    start, attempt = events[index], sum(event.get("event") == "restart" for event in events[index:])
-    stage, phase = run.stage(start["stage"]), start["phase"]
-    return stage, phase, start["processes"], _logs(stage, phase, attempt)
+def _wait_for(start: dict[str, Any], events: Path) -> None:
+    """Wait until this node sees that the first one has begun this phase; `UserError` after `APPEAR_SECONDS`."""
+    deadline = time.monotonic() + APPEAR_SECONDS
+    while _last_start(events) != start:
+        if time.monotonic() > deadline:
+            raise UserError(f"{events} lacks the {start['phase']} that node 0 began {APPEAR_SECONDS:.0f} s ago")
+        time.sleep(POLL_SECONDS)
 
 
 def _first_failure(reports: Mapping[int, Report]) -> Report | None:
@@ -175,42 +169,29 @@ class Here:
         """The file for a rank's ``error``, its heartbeats (``beats``) or its exit code (``end``)."""
         return self.folder / f"rank_{rank:04d}.{kind}"
 
-    @property
-    def nccl(self) -> tuple[Path, Path]:
-        """Prefixes of the flight recorder's pipes and dumps, to which torch adds the rank (and ".pipe")."""
-        return self.folder / "nccl_", self.logs / "nccl_rank_"
-
     def watch(self, started: Processes, warn: Callable[[str], None]) -> Watch:
-        recipe, pids = self.stage.run.recipe, zip(self.ranks, started.pids, strict=True)
+        pids = zip(self.ranks, started.pids, strict=True)
         watched = [Watched(rank, pid, self.file(rank, "beats"), self.log(rank)) for rank, pid in pids]
-        nccl = self.nccl if recipe.actor.backend == "cuda" else None
-        return Watch(watched, recipe.run.stall_seconds, self.nodes.count == 1, warn, nccl)
+        return Watch(watched, self.stage.run.recipe.run.stall_seconds, self.nodes.count == 1, warn)
 
     def start(self) -> Processes:
         """Start this node's processes of the phase."""
-        run = self.stage.run
-        specs = [
-            Process(
-                phase=self.phase,
-                run=str(run.root),
-                stage=self.stage.number,
-                log=str(self.log(rank)),
-                environment=dict(os.environ) | {name: str(value) for name, value in self._variables(rank).items()},
-                end=str(self.file(rank, "end")),
-            )
-            for rank in self.ranks
-        ]
-        new = PHASES[self.phase].engine and engine_module(self.stage.rollout.engine).NEW_INTERPRETER
-        return self.nodes.starter.start(specs, run.recipe, new)
+        run, ends = self.stage.run, [self.file(rank, "end") for rank in self.ranks]
+        calls: list[Call] = []
+        for rank, end in zip(self.ranks, ends, strict=True):
+            environment = dict(os.environ) | {name: str(value) for name, value in self._variables(rank).items()}
+            arguments = (self.phase, str(run.root), self.stage.number, str(self.log(rank)), environment, str(end))
+            calls.append((become_phase, arguments))
+        of_phase = PHASES[self.phase]
+        new = of_phase.engine and engine_module(self.stage.rollout.engine).NEW_INTERPRETER
+        return self.nodes.starter.start(calls, ends, run.recipe, of_phase.actor, new)
 
     def _variables(self, rank: int) -> dict[str, object]:
         """Environment variables of a process: those of torch and the engines that tell its rank, and megarl's."""
-        actor, local = self.stage.run.recipe.actor, rank % self.processes
-        trains_on_gpu = PHASES[self.phase].actor and local < actor.processes_per_node and actor.backend == "cuda"
         return {
             "RANK": rank,
             "WORLD_SIZE": self.nodes.count * self.processes,
-            "LOCAL_RANK": local,
+            "LOCAL_RANK": rank % self.processes,
             "LOCAL_WORLD_SIZE": self.processes,
             "GROUP_RANK": self.nodes.rank,
             "GROUP_WORLD_SIZE": self.nodes.count,
@@ -218,7 +199,7 @@ class Here:
             FILE: self.file(rank, "beats"),
             PATIENCE: 2 * self.stage.run.recipe.run.stall_seconds,
             STORE: self.nodes.phase_store or self.folder / "store",
-        } | (_flight_recorder(*self.nccl) if trains_on_gpu else {})
+        }
 
     def report(self, ended: Ended) -> Report:
         """How the attempt ended."""
@@ -259,23 +240,6 @@ class Failure:
     message: str | None = None  # None if it was killed or could not write the file
     mistake: bool = False  # the error is a `UserError`
     time: float = field(default_factory=time.time)
-
-
-def _flight_recorder(pipes: Path, dumps: Path) -> dict[str, object]:
-    """Variables of torch's flight recorder, which records NCCL's last collectives and dumps them on demand or failure.
-
-    Names are those of torch 2.11 to 2.13; where two mean the same, the first is the newer one. Variables that the user
-    has set are left out, so that they keep their values.
-    """
-    values = {
-        "TORCH_FR_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_TRACE_BUFFER_SIZE": "2000",
-        "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-        "TORCH_FR_DUMP_TEMP_FILE": dumps,
-        "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": dumps,
-        "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": pipes,
-    }
-    return {name: value for name, value in values.items() if name not in os.environ}
 
 
 def _primary(code: int) -> bool:

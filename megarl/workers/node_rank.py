@@ -8,27 +8,34 @@ from dataclasses import dataclass
 
 from megarl.errors import UserError
 
+PORT = 29500  # as torchrun's
+FIRST_OF_SLURM = 15000  # and so many ports, two for each job: all below those that Linux gives to whoever asks for any
+
 
 @dataclass(frozen=True)
 class NodeRank:
-    """The rank of this agent's node among ``count`` nodes, and the address and port of the store on the first node.
-
-    ``port`` 0: the first node picks a free port and publishes it in the run directory.
-    """
+    """The rank of this agent's node among ``count`` nodes, and the address and port of the store on the first node."""
 
     rank: int = 0
     count: int = 1
     address: str = "127.0.0.1"
-    port: int = 0
+    port: int = PORT
 
 
 def find_node_rank(environ: Mapping[str, str]) -> NodeRank:
     """The rank from ``NNODES NODE_RANK MASTER_ADDR``, else from the Slurm step; a single node where neither is set.
 
-    ``MASTER_PORT`` is optional, for networks that let only certain ports through; the port after it is used too.
-    `UserError` if variables are missing or contradict each other.
+    Without ``MASTER_PORT`` the port is torchrun's, or in a Slurm job one that follows from the job's number, so that
+    jobs that share a node have different ones. The port after it is used too. `UserError` if variables are missing or
+    contradict each other.
     """
-    port = _integer(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else 0
+    port = PORT
+    if "SLURM_JOB_ID" in environ:
+        port = FIRST_OF_SLURM + 2 * int(environ["SLURM_JOB_ID"]) % FIRST_OF_SLURM
+    if environ.get("MASTER_PORT"):
+        port = _integer(environ, "MASTER_PORT")
+    if not 1 <= port < 65535:
+        raise UserError(f"MASTER_PORT = {port}: expected a port from 1 to 65534 that all nodes know, and the next one")
     if "NNODES" in environ:
         missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if name not in environ]
         if missing:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -27,8 +27,7 @@ from typing import TYPE_CHECKING, Any
 import psutil
 
 from megarl.errors import STOP_SIGNALS, PhaseFailed
-from megarl.phases import PHASES, preload
-from megarl.phases.entry import become_phase
+from megarl.phases import preload
 from megarl.rollout.signals import kept_from_children
 from megarl.workers.watch import Stall, Watch
 
@@ -37,7 +36,6 @@ if TYPE_CHECKING:
 
 POLL_SECONDS = 0.05
 SECOND_CTRL_C_SECONDS = 1.0  # SIGINTs at least so far apart are two presses of Ctrl-C; terminals may repeat a signal
-ABANDON_SECONDS = 1.0  # from SIGKILL until the fork server, which may hang and so not report ends, is killed too
 SHUTDOWN_SECONDS = 30.0  # from the request to stop to SIGKILL; overridden by MEGARL_SHUTDOWN_SECONDS
 STALLED = "stalled"  # why a phase is aborted on all nodes if a process of one of them stalled
 SESSION_SECONDS = 120.0  # until a killed process must have ended; freeing a lot of GPU memory takes a while
@@ -48,19 +46,7 @@ FORK: Context = multiprocessing.get_context("forkserver")
 NEW: Context = multiprocessing.get_context("spawn")
 PRELOAD = "megarl.phases.preload"
 
-Call = tuple[Callable[..., object], tuple[Any, ...]]  # what a process runs
-
-
-@dataclass(frozen=True)
-class Process:
-    """How to start one process of a phase: the arguments of `become_phase`."""
-
-    phase: str
-    run: str
-    stage: int
-    log: str
-    environment: dict[str, str]
-    end: str
+Call = tuple[Callable[..., object], tuple[Any, ...]]  # what a process runs, such as `become_phase` with its arguments
 
 
 class Processes:
@@ -87,17 +73,21 @@ class Processes:
             return int(self._ends[index].read_text())
         return -signal.SIGKILL
 
-    def signal(self, index: int, number: int, group: bool) -> None:
-        """Send a signal to a process, or with ``group`` to its process group; nothing if the process has ended."""
-        if index not in self._codes:
-            _signal(self.pids[index], number, group)
+    def signal(self, number: int) -> None:
+        """Send a signal to the processes that have not ended."""
+        for index, pid in enumerate(self.pids):
+            if index not in self._codes:
+                _signal(pid, number)
 
-    def abandon(self) -> None:
-        """Kill the fork server, if there is one: it may hang too and never report that its forks have ended."""
+    def kill(self) -> None:
+        """Kill the processes that have not ended, their process groups, and the fork server, which may hang too."""
+        for index, pid in enumerate(self.pids):
+            if index not in self._codes:
+                _signal(pid, signal.SIGKILL, group=True)
         kill_server()
 
 
-def _signal(pid: int, number: int, group: bool) -> None:
+def _signal(pid: int, number: int, group: bool = False) -> None:
     with contextlib.suppress(ProcessLookupError):
         if group:
             with contextlib.suppress(ProcessLookupError):  # it does not lead a process group yet
@@ -145,14 +135,14 @@ class Starter:
         finally:
             del os.environ[preload.ORDER]
 
-    def start(self, processes: Sequence[Process], recipe: Recipe, new: bool) -> Processes:
-        """Start the processes of a phase. new: as new interpreters, as they are on GPUs and without a fork server."""
-        calls: list[Call] = [(become_phase, astuple(process)) for process in processes]
-        ends = [Path(process.end) for process in processes]
-        trains = PHASES[processes[0].phase].actor
-        if not new and recipe.actor.backend == "cpu" and (forks := self._fork(calls, recipe, trains)):
-            return Processes(forks, ends)
-        return Processes(_start(NEW, calls), ends)
+    def start(self, calls: Sequence[Call], ends: Sequence[Path], recipe: Recipe, trains: bool, new: bool) -> Processes:
+        """Start the processes of a phase.
+
+        ends: the files to which they write their exit codes.
+        new: as new interpreters, as they are on GPUs and without a fork server.
+        """
+        fork = not new and recipe.actor.backend == "cpu"
+        return Processes((fork and self._fork(calls, recipe, trains)) or _start(NEW, calls), ends)
 
     def run(self, recipe: Recipe, trains: bool, function: Callable[..., int], *arguments: Any) -> int | None:
         """Call a function in a fork; returns its exit code, None if the fork server failed or did not answer."""
@@ -245,41 +235,31 @@ def supervise(
     while len(codes) < count and not (_failed(codes) or stop_signals or stall or reason):
         codes = processes.poll(POLL_SECONDS)
         stall, reason = watch.check(codes) if watch else None, aborted()
-    patience = float(os.environ.get("MEGARL_SHUTDOWN_SECONDS", SHUTDOWN_SECONDS))
     if watch and reason == STALLED:
         stall = stall or watch.stopped()  # the other node may only have waited for this one
-    if killed := bool(stall or reason):
-        patience, notes = 0.0, watch.dump() if watch and (stall or reason == STALLED) else []
-        stall = stall and replace(stall, text="\n".join([stall.text, *notes]))
-    elif _failed(codes):
-        codes = processes.poll(POLL_SECONDS)  # others may have ended for the same reason
-    elif stop_signals:
-        print("stopping, saving" if saves else "stopping", file=sys.stderr, flush=True)
+    if watch and (stall or reason == STALLED):
+        watch.dump()
+    kill_at = time.monotonic()
+    if not (stall or reason):
+        kill_at += float(os.environ.get("MEGARL_SHUTDOWN_SECONDS", SHUTDOWN_SECONDS))
+        if _failed(codes):
+            codes = processes.poll(POLL_SECONDS)  # others may have ended for the same reason
+        elif stop_signals:
+            print("stopping, saving" if saves else "stopping", file=sys.stderr, flush=True)
+        if len(codes) < count:
+            processes.signal(signal.SIGTERM)
     first = frozenset(_failed(codes))
-    if not killed and len(codes) < count:
-        for index in range(count):
-            processes.signal(index, signal.SIGTERM, group=False)
-    kill_at = time.monotonic() + patience
-    abandon_at = kill_at + (0.0 if stall else ABANDON_SECONDS)  # at a stall, the fork server may be what hangs
     while len(codes) < count:
         if time.monotonic() >= kill_at or _second_ctrl_c(stop_signals) or aborted():
-            kill(processes)
-        if time.monotonic() >= abandon_at:
-            processes.abandon()
+            processes.kill()
         codes = processes.poll(POLL_SECONDS)
     end_sessions(processes.pids)
-    return Ended(dict(codes), frozenset(_failed(codes)) if killed else first, bool(stop_signals), stall)
+    return Ended(dict(codes), frozenset(_failed(codes)) if stall or reason else first, bool(stop_signals), stall)
 
 
 def _second_ctrl_c(stop_signals: Sequence[tuple[int, float]]) -> bool:
     times = [at for number, at in stop_signals if number == signal.SIGINT]
     return bool(times) and times[-1] - times[0] > SECOND_CTRL_C_SECONDS
-
-
-def kill(processes: Processes) -> None:
-    """Send SIGKILL to all processes and their process groups."""
-    for index in range(len(processes.pids)):
-        processes.signal(index, signal.SIGKILL, group=True)
 
 
 def _failed(codes: dict[int, int]) -> list[int]:

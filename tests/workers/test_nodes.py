@@ -1,9 +1,7 @@
 """The agents of several nodes, as threads of one process: no agent waits for one that has ended or hangs."""
 
 import contextlib
-import json
 import queue
-import re
 import socket
 import threading
 import time
@@ -20,13 +18,17 @@ from megarl.recipe.load import load_recipe
 from megarl.storage.run_dir import RunDir
 from megarl.workers import launcher, nodes
 from megarl.workers.nodes import NodeRank, Nodes, Report
+from tests.helpers import free_ports
 
 # where an agent would end its process, it ends the thread
 pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 
 
-def node(rank, run_dir):
-    return Nodes(NodeRank(rank, 2, "127.0.0.1"), run_dir=run_dir)
+@pytest.fixture
+def node(tmp_path):
+    """A function: rank -> the agent of one of two nodes."""
+    port = free_ports(2)[0]
+    return lambda rank, run_dir=tmp_path: Nodes(NodeRank(rank, 2, "127.0.0.1", port), run_dir=run_dir)
 
 
 @pytest.fixture(autouse=True)
@@ -46,17 +48,17 @@ def lost(monkeypatch):
     ("error", "outcome", "cause"),
     [(OSError("no room in /tmp"), "failed", "no room in /tmp"), (KeyboardInterrupt(), "stopped", "KeyboardInterrupt")],
 )
-def test_an_agent_that_fails_or_is_stopped_reports_the_cause(error, outcome, cause, tmp_path):
+def test_an_agent_that_fails_or_is_stopped_reports_the_cause(error, outcome, cause, node):
 
     def follow():
-        with contextlib.suppress(type(error)), node(1, tmp_path) as agents:
+        with contextlib.suppress(type(error)), node(1) as agents:
             agents.meet()
             raise error
 
     follower = threading.Thread(target=follow)
     follower.start()
-    with node(0, tmp_path) as agents:
-        agents.begin()
+    with node(0) as agents:
+        agents.begin({})
         while not agents.aborted():
             time.sleep(0.01)
         agents.report(Report("done"))
@@ -66,11 +68,11 @@ def test_an_agent_that_fails_or_is_stopped_reports_the_cause(error, outcome, cau
     follower.join()
 
 
-def test_the_end_of_the_first_agent_aborts_what_it_has_begun_and_ends_the_others(tmp_path, lost):
+def test_the_end_of_the_first_agent_aborts_what_it_has_begun_and_ends_the_others(node, lost):
     seen = []
 
     def follow():
-        with node(1, tmp_path) as agents:
+        with node(1) as agents:
             assert agents.meet() is not None
             while not agents.aborted():
                 time.sleep(0.01)
@@ -79,43 +81,40 @@ def test_the_end_of_the_first_agent_aborts_what_it_has_begun_and_ends_the_others
 
     follower = threading.Thread(target=follow)
     follower.start()
-    with contextlib.suppress(OSError), node(0, tmp_path) as agents:
-        agents.begin()
+    with contextlib.suppress(OSError), node(0) as agents:
+        agents.begin({})
         raise OSError("no space left on device")
     follower.join()
     assert seen == [None] and lost.empty()
 
 
-def test_other_agents_find_in_the_events_what_was_begun_last(recipe, tmp_path, monkeypatch):
-    run = RunDir.create(tmp_path / "run", load_recipe(recipe))
-    monkeypatch.setattr(launcher, "APPEAR_SECONDS", 0)
-    nodes = SimpleNamespace(name=lambda: "node 1", meet=iter([9, None]).__next__, report=(reports := []).append)
-    launcher.follow(nodes, run.root)  # the events of another file system, which has none
-    assert reports[0].mistake and "all nodes share" in reports[0].cause
-    run.stage(0).log_event("phase_start", phase="rollout", nodes=2, processes=3)
-    run.stage(0).log_event("restart", phase="rollout", attempt=1, cause="killed")
-    run.stage(1).log_event("phase_start", phase="optimize", nodes=2, processes=4)
-    assert launcher._begun(run) == (run.stage(1), "optimize", 4, run.logs / "001_optimize/attempt_0")
-    for attempt in (1, 2):
-        run.stage(1).log_event("no_progress", phase="optimize", cause="stopped")
-        run.stage(1).log_event("restart", phase="optimize", attempt=attempt, cause="stopped")
-    assert launcher._begun(run) == (run.stage(1), "optimize", 4, run.logs / "001_optimize/attempt_2")
-
-
-def test_an_agent_waits_until_it_sees_what_the_first_one_wrote(recipe, tmp_path, monkeypatch):
-    """On some shared file systems it becomes visible late; the events would name the attempt before."""
+def test_other_agents_make_the_attempts_that_the_events_name(recipe, tmp_path, monkeypatch):
+    """On some shared file systems it becomes visible late what the first agent wrote."""
     run, seen = RunDir.create(tmp_path / "run", load_recipe(recipe)), []
-    events = run.root / "events.jsonl"
-    run.stage(0).log_event("phase_start", phase="rollout", nodes=2, processes=1)
-    before = events.read_bytes()
-    run.stage(0).log_event("restart", phase="rollout", attempt=1, cause="killed")
-    after = events.read_bytes()
-    events.write_bytes(before)
-    monkeypatch.setattr(launcher.time, "sleep", lambda _: events.write_bytes(after))
-    monkeypatch.setattr(launcher, "_run_here", lambda *where: seen.append(where[-1].name))
-    nodes = SimpleNamespace(meet=iter([len(after), None]).__next__, report=lambda _: None)
+    run.stage(0).log_event("phase_start", phase="rollout", nodes=2, processes=3)
+    before = run.events.read_bytes()
+    run.stage(1).log_event("phase_start", phase="optimize", nodes=2, processes=4)
+    after, start = run.events.read_bytes(), launcher._last_start(run.events)
+    run.events.write_bytes(before)
+    monkeypatch.setattr(launcher.time, "sleep", lambda _: run.events.write_bytes(after))
+    monkeypatch.setattr(launcher, "_run_here", lambda nodes, *attempt: seen.append(attempt))
+    met = iter([start | {"attempt": 0}, start | {"attempt": 1}, None])
+    nodes = SimpleNamespace(meet=met.__next__, report=lambda _: None, name=lambda: "node 1")
     launcher.follow(nodes, run.root)
-    assert seen == ["attempt_1"]
+    logs = [run.logs / f"001_optimize/attempt_{attempt}" for attempt in (0, 1)]
+    assert seen == [(run.stage(1), "optimize", 4, folder) for folder in logs]
+
+
+@pytest.mark.parametrize("other", [False, True])
+def test_an_agent_with_another_run_or_file_system_refuses(other, recipe, tmp_path, monkeypatch):
+    run = RunDir.create(tmp_path / "run", load_recipe(recipe))
+    if other:
+        run.stage(0).log_event("phase_start", phase="rollout", nodes=2, processes=3)
+    monkeypatch.setattr(launcher, "APPEAR_SECONDS", 0)
+    met = iter([{"event": "phase_start", "stage": 0, "phase": "rollout", "time": 1.0, "attempt": 0}, None])
+    nodes = SimpleNamespace(meet=met.__next__, report=(reports := []).append, name=lambda: "node 1")
+    launcher.follow(nodes, run.root)
+    assert reports[0].mistake and "lacks the rollout" in reports[0].cause and "all nodes share" in reports[0].cause
 
 
 def test_a_replica_that_waits_for_others_can_be_interrupted():
@@ -133,63 +132,41 @@ def test_a_replica_that_waits_for_others_can_be_interrupted():
         ReplicaGroup(dist.HashStore(), 0, 2, leave).barrier("generated")
 
 
-@pytest.fixture(params=["another start's store", "somebody who says nothing", "nobody"])
-def old_address(request):
-    """(port, id) of a leader.json that an earlier start left."""
-    if request.param == "another start's store":
-        store = nodes._serve(0)
-        store.set("id", "1f")
-        yield store.port, "2e"
-    else:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            if request.param == "nobody":
-                listener.close()
-            yield listener.getsockname()[1] if request.param != "nobody" else 1, "1f"
+def test_an_agent_of_another_run_is_not_heard(tmp_path, node, monkeypatch):
+    monkeypatch.setattr(nodes, "JOIN_SECONDS", 0.5)
+    failed = queue.Queue()
+
+    def join(rank):
+        with pytest.raises(PhaseFailed) as failure:
+            node(rank, tmp_path / f"run {rank}")
+        failed.put(str(failure.value))
+
+    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    said = sorted(failed.get() for _ in threads)
+    assert [text[:6] for text in said] == ["node 0", "node 1"] and all("did not join at" in text for text in said)
 
 
-def test_a_follower_ignores_an_address_that_an_earlier_start_left(tmp_path, monkeypatch, old_address):
-    monkeypatch.setattr(nodes, "CONNECT_SECONDS", 1.0)
-    port, identity = old_address
-    (tmp_path / "leader.json").write_text(json.dumps({"address": "127.0.0.1", "port": port, "id": identity}))
-    joined, tried, connect = [], threading.Event(), nodes._connect
-
-    def connected(**place):
-        try:
-            return connect(**place)
-        finally:
-            tried.set()
-
-    monkeypatch.setattr(nodes, "_connect", connected)
-
-    def follow():
-        with node(1, tmp_path) as agents:
-            joined.append(agents.meet())
-
-    follower = threading.Thread(target=follow)
-    follower.start()
-    assert tried.wait(60)
-    with node(0, tmp_path) as agents:
-        agents.begin()
-        follower.join()
-    assert joined == [0]
-
-
-def test_the_processes_of_two_nodes_share_a_store_in_each_attempt(tmp_path, monkeypatch):
+def test_the_processes_of_two_nodes_share_a_store_in_each_attempt(node, monkeypatch):
     """Another one in the next attempt, which must not see what torch wrote when this one failed."""
     places = []
 
     def follow():
-        with node(1, tmp_path) as agents:
+        with node(1) as agents:
             while agents.meet() is not None:
                 places.append(agents.phase_store)
                 agents.report(Report("done"))
 
     follower = threading.Thread(target=follow)
     follower.start()
-    with node(0, tmp_path) as agents:
+    with node(0) as agents:
         for attempt in range(2):
-            agents.begin()
+            agents.begin({})
             monkeypatch.setenv("MEGARL_STORE", agents.phase_store)
+            distributed._open_store.cache_clear()  # in a run each attempt has processes of its own
             store = distributed._phase_store()
             assert not store.check(["failure"])
             store.set("failure", "an error of NCCL")
@@ -206,8 +183,8 @@ def test_a_file_with_a_colon_in_its_path_is_no_address(tmp_path, monkeypatch):
     assert (tmp_path / "a:1/store").exists()
 
 
-def test_ports_that_are_chosen_serve_every_attempt_and_a_taken_one_is_named():
-    port = nodes._serve(0).port
+def test_a_port_serves_every_attempt_and_a_taken_one_is_named():
+    (port,) = free_ports(1)
     for _ in range(3):
         store = nodes._serve(port)
         store.set("key", "value")
@@ -219,95 +196,80 @@ def test_ports_that_are_chosen_serve_every_attempt_and_a_taken_one_is_named():
 def test_the_only_node_of_a_run_listens_nowhere():
     before = {connection.laddr for connection in psutil.Process().net_connections() if connection.status == "LISTEN"}
     with Nodes(NodeRank()) as agents:
-        agents.begin()
+        agents.begin({})
         agents.report(Report("done"))
         assert agents.reports() == {0: Report("done")} and agents.phase_store == ""
         now = {connection.laddr for connection in psutil.Process().net_connections() if connection.status == "LISTEN"}
     assert now <= before
 
 
-def test_a_follower_without_a_leader_says_where_it_looked(tmp_path, monkeypatch):
-    monkeypatch.setattr(nodes, "JOIN_SECONDS", 0.0)
-    with pytest.raises(PhaseFailed, match="cannot reach node 0 at the address in .*leader.json.*all nodes share"):
-        node(1, tmp_path)
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_follower_without_a_leader_says_where_it_looked(silent, tmp_path, monkeypatch):
+    """silent: somebody else listens there and says nothing."""
+    monkeypatch.setattr(nodes, "JOIN_SECONDS", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        if not silent:
+            listener.close()
+        with pytest.raises(PhaseFailed, match=f"node 0 of 2 did not join at 127.0.0.1:{port}"):
+            Nodes(NodeRank(1, 2, "127.0.0.1", port), run_dir=tmp_path)
 
 
-def follow_until(event, run_dir):
-    """An agent that joins the first one, meets it, and then hangs like in a call to a file system."""
+@pytest.fixture
+def follower(node):
+    """The agent of another node, which has met the first one at an attempt; an event that lets it end."""
+    over = threading.Event()
 
     def follow():
-        with contextlib.suppress(SystemExit), node(1, run_dir) as agents:
+        with contextlib.suppress(SystemExit), node(1) as agents:
             agents.meet()
-            event.wait(60)
+            while not over.wait(0.01):
+                agents.aborted()
 
-    follower = threading.Thread(target=follow, daemon=True)
-    follower.start()
-    return follower
+    thread = threading.Thread(target=follow)
+    thread.start()
+    yield over
+    over.set()
+    thread.join()
 
 
-def test_a_store_that_does_not_answer_is_noticed(tmp_path, monkeypatch, lost):
+def test_a_store_that_does_not_answer_is_noticed(node, monkeypatch, lost, follower):
     monkeypatch.setattr(nodes, "LEADER_LOST_SECONDS", 0.3)
-    answers, exchange = threading.Event(), Nodes._exchange
-    monkeypatch.setattr(Nodes, "_exchange", lambda agent: (agent.rank and answers.wait(60), exchange(agent)))
-    follower = follow_until(answers, tmp_path)
-    with node(0, tmp_path):
+    monkeypatch.setattr(nodes, "POLL_SECONDS", 0.0)  # the waits for an answer do not count while all is well
+    with node(0) as agents:
+        agents.begin({})
+        hangs, get = threading.Event(), dist.PrefixStore.get
+        monkeypatch.setattr(dist.PrefixStore, "get", lambda *of: hangs.wait(60) and get(*of))
+        monkeypatch.setattr(nodes, "POLL_SECONDS", 0.05)
         assert lost.get(timeout=60) == 1
-        answers.set()
-    follower.join(60)
+        hangs.set()
 
 
-def test_an_agent_whose_main_thread_hangs_counts_as_dead(tmp_path, monkeypatch):
-    monkeypatch.setattr(nodes, "HANGS_SECONDS", 0.5)
+def test_an_agent_that_falls_silent_counts_as_dead(node, monkeypatch):
     monkeypatch.setattr(nodes, "DEAD_AFTER_SECONDS", 2.0)
-    told = threading.Event()
-    follower = follow_until(told, tmp_path)
-    with node(0, tmp_path) as agents:
-        agents.begin()
+    stopped, silent = threading.Event(), Nodes._exchange
+
+    def exchange(agent, *arguments):
+        if agent.rank:
+            monkeypatch.setattr(agent, "_closing", SimpleNamespace(wait=lambda seconds: stopped.wait(seconds)))
+        silent(agent, *arguments)
+
+    monkeypatch.setattr(Nodes, "_exchange", exchange)
+    ended = threading.Event()
+
+    def follow():
+        agents = node(1)
+        agents.meet()
+        stopped.set()
+        ended.wait(60)
+
+    thread = threading.Thread(target=follow)
+    thread.start()
+    with node(0) as agents:
+        agents.begin({})
         agents.report(Report("done"))
         report = agents.reports()[1]
-        assert report.outcome == "failed" and "node 1" in report.cause and "hangs" in report.cause
+        assert report.outcome == "failed" and report.primary and "node 1" in report.cause and "hangs" in report.cause
         assert agents.aborted()
-        told.set()
-    follower.join(60)
-
-
-def test_a_first_agent_whose_main_thread_hangs_is_noticed_though_its_store_answers(tmp_path, monkeypatch, capfd, lost):
-    monkeypatch.setattr(nodes, "HANGS_SECONDS", 0.5)
-    monkeypatch.setattr(nodes, "DEAD_AFTER_SECONDS", 2.0)
-    noticed = threading.Event()
-    follower = follow_until(noticed, tmp_path)
-    with node(0, tmp_path) as agents:
-        agents.begin()
-        assert lost.get(timeout=60) == 1  # like a call to a file system that does not respond
-        noticed.set()
-    follower.join(60)
-    assert_stack_was_printed(capfd)
-
-
-def test_the_agent_of_a_single_node_prints_its_stack_when_it_hangs(monkeypatch, capfd):
-    monkeypatch.setattr(nodes, "HANGS_SECONDS", 1.5)
-    printed, print_stacks = threading.Event(), nodes._print_stacks
-    monkeypatch.setattr(nodes, "_print_stacks", lambda idle: (print_stacks(idle), printed.set()))
-    with Nodes(NodeRank(0, 1, "127.0.0.1")):
-        assert printed.wait(60)
-        assert_stack_was_printed(capfd)
-        deadline = time.monotonic() + 3
-        while time.monotonic() < deadline:
-            time.sleep(0.01)
-    assert "no progress" not in capfd.readouterr().err
-
-
-def assert_stack_was_printed(capfd):
-    said = capfd.readouterr().err
-    assert "megarl: no progress for" in said and "file system" in said
-    assert re.search(r'test_nodes.py", line \d+ in test_', said), said
-
-
-def test_a_suspended_agent_does_not_count_as_hanging(monkeypatch):
-    """While the process is suspended no check takes place, however much time passes."""
-    printed, steps = [], iter([False, False, *[False] * int(nodes.HANGS_SECONDS / nodes.HEARTBEAT_SECONDS), True])
-    monkeypatch.setattr(nodes, "_print_stacks", printed.append)
-    monkeypatch.setattr(nodes, "time", SimpleNamespace(clock_gettime=lambda clock: 1.0))
-    agent = SimpleNamespace(rank=0, _beats=0, _silent=0, _closing=SimpleNamespace(wait=lambda seconds: next(steps)))
-    Nodes._check(agent, 0)
-    assert printed == [nodes.HANGS_SECONDS]
+        ended.set()
+    thread.join()

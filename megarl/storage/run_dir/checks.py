@@ -42,7 +42,7 @@ from megarl.storage.policies import CONFIG_FILE, INFO_FILE, check_policy
 from megarl.storage.run_dir import RunDir, Stage, recipes
 
 # logs, files of and for other programs, scratch, and files that only say where a server or a tracker is
-_NOT_SEALED = ("logs", "tensorboard", "wandb", "rehearsal", "trackers.json", "leader.json")
+_NOT_SEALED = ("logs", "tensorboard", "wandb", "rehearsal", "trackers.json")
 
 
 def damages(path: Path) -> Iterator[str]:
