@@ -1,12 +1,9 @@
 """Stalled processes are found within their limit: SIGSTOP to each kind of process, SIGKILL to checkpoint writers."""
 
 import json
-import os
 import subprocess
 import sys
-import threading
 from types import SimpleNamespace
-from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -223,40 +220,3 @@ def test_the_dump_waits_until_stacks_are_complete(tmp_path, monkeypatch):
         finally:
             process.kill()
     assert log.read_text() == "File\nFile\nend\n" and now < 5
-
-
-def test_the_dump_does_not_wait_for_processes_that_cannot_write_stacks(tmp_path, monkeypatch):
-    with subprocess.Popen(["sleep", "1000"]) as process:
-        watch = Watch([Watched(0, process.pid, tmp_path / "beats", tmp_path / "log")], 1.0, True, print)
-        try:
-            with monkeypatch.context() as patch:
-                patch.setattr("megarl.workers.watch.time.sleep", Mock(side_effect=AssertionError))
-                assert watch.dump() == []
-        finally:
-            process.kill()
-
-
-def test_the_dump_asks_nccls_flight_recorder_through_its_pipes(tmp_path):
-    """The thread acts as torch does: any byte in the pipe "pipe_<rank>.pipe" asks for a dump to "nccl_rank_<rank>"."""
-    os.mkfifo(tmp_path / "pipe_3.pipe")
-    pipe = os.open(tmp_path / "pipe_3.pipe", os.O_RDONLY | os.O_NONBLOCK)
-    asked = threading.Event()
-
-    def monitor():
-        while not asked.is_set():
-            try:
-                if os.read(pipe, 100):
-                    asked.set()
-                    (tmp_path / "nccl_rank_3").write_bytes(b"dump")
-            except BlockingIOError:  # a writer has it open
-                pass
-
-    thread = threading.Thread(target=monitor)
-    thread.start()
-    try:
-        watch = Watch([], 1.0, True, print, nccl=(tmp_path / "pipe_", tmp_path / "nccl_rank_"))
-        assert watch.dump() == [f"  NCCL's flight recorder wrote {tmp_path / 'nccl_rank_3'}"]
-    finally:
-        asked.set()
-        thread.join()
-        os.close(pipe)

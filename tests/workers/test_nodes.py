@@ -215,34 +215,26 @@ def test_a_follower_without_a_leader_says_where_it_looked(silent, tmp_path, monk
             Nodes(NodeRank(1, 2, "127.0.0.1", port), run_dir=tmp_path)
 
 
-@pytest.fixture
-def follower(node):
-    """The agent of another node, which has met the first one at an attempt; an event that lets it end."""
-    over = threading.Event()
+def test_a_store_that_does_not_answer_is_noticed(node, monkeypatch, lost):
+    monkeypatch.setattr(nodes, "LEADER_LOST_SECONDS", 1.0)
+    monkeypatch.setattr(nodes, "DEAD_AFTER_SECONDS", 1.0)
+    met, answers, get = threading.Event(), threading.Event(), dist.PrefixStore.get
 
     def follow():
         with contextlib.suppress(SystemExit), node(1) as agents:
             agents.meet()
-            while not over.wait(0.01):
-                agents.aborted()
+            monkeypatch.setattr(dist.PrefixStore, "get", lambda *of: answers.wait(60) and get(*of))
+            met.set()
+            agents.meet()  # waits for an attempt that never begins
 
-    thread = threading.Thread(target=follow)
-    thread.start()
-    yield over
-    over.set()
-    thread.join()
-
-
-def test_a_store_that_does_not_answer_is_noticed(node, monkeypatch, lost, follower):
-    monkeypatch.setattr(nodes, "LEADER_LOST_SECONDS", 0.3)
-    monkeypatch.setattr(nodes, "POLL_SECONDS", 0.0)  # the waits for an answer do not count while all is well
+    follower = threading.Thread(target=follow)
+    follower.start()
     with node(0) as agents:
         agents.begin({})
-        hangs, get = threading.Event(), dist.PrefixStore.get
-        monkeypatch.setattr(dist.PrefixStore, "get", lambda *of: hangs.wait(60) and get(*of))
-        monkeypatch.setattr(nodes, "POLL_SECONDS", 0.05)
+        assert met.wait(60)
         assert lost.get(timeout=60) == 1
-        hangs.set()
+        follower.join()
+        answers.set()
 
 
 def test_an_agent_that_falls_silent_counts_as_dead(node, monkeypatch):

@@ -23,7 +23,7 @@ from megarl.storage.run_dir import RunDir
 from megarl.workers import launcher, processes
 from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
-from megarl.workers.processes import kill, stop_signals_noted, supervise
+from megarl.workers.processes import stop_signals_noted, supervise
 from megarl.workers.watch import Stall, Watch, Watched
 from tests.helpers import ROOT, events, fork_server_of
 from tests.zygote import new_fork_server
@@ -56,11 +56,13 @@ class Scripts:
         time.sleep(seconds)
         return {i: p.returncode for i, p in enumerate(self.started) if p.poll() is not None}
 
-    def signal(self, index, number, group):
-        if self.started[index].poll() is None:
-            processes._signal(self.pids[index], number, group)
+    def signal(self, number, group=False):
+        for process in self.started:
+            if process.poll() is None:
+                processes._signal(process.pid, number, group)
 
-    def abandon(self): ...
+    def kill(self):
+        self.signal(signal.SIGKILL, group=True)
 
 
 def test_supervise_returns_when_all_processes_are_done():
@@ -85,7 +87,7 @@ def test_processes_that_an_ended_phase_left_are_waited_for(script, code):
     """Otherwise they could still hold the GPUs when the phase is started again."""
     scripts = Scripts(script)
     left = int(scripts.started[0].stdout.readline())
-    watch = SimpleNamespace(check=lambda _: Stall("stalled", certain=True), dump=list)
+    watch = SimpleNamespace(check=lambda _: Stall("stalled", certain=True), dump=lambda: None)
     assert supervise(scripts, watch=watch if script == "stands" else None).codes == {0: code}
     assert not processes._lives_in(left, scripts.pids)
 
@@ -135,19 +137,6 @@ def test_a_stop_signal_ends_the_run_even_if_the_phase_was_just_done(tmp_path, co
     ended = processes.Ended({0: code}, frozenset({0} if code else ()), stopped)
     here = launcher.Here(SimpleNamespace(rank=0, count=1), None, "optimize", 1, tmp_path, tmp_path)
     assert here.report(ended).outcome == outcome
-
-
-def test_kill_ends_whole_sessions():
-    script = "import subprocess, sys; print(subprocess.Popen(['sleep', '600']).pid); sys.stdin.read()"
-    parent = subprocess.Popen(
-        [sys.executable, "-u", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-    )
-    child = psutil.Process(int(parent.stdout.readline()))
-    started = Scripts()
-    started.started, started.pids = [parent], [parent.pid]
-    kill(started)
-    child.wait(60)
-    assert parent.wait() == -signal.SIGKILL
 
 
 @pytest.fixture
