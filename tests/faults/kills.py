@@ -1,11 +1,11 @@
 """Kills whole runs at random moments, as often as asked for: ``python -m tests.faults.kills 1000 0``.
 
-Staged runs (evaluations, rollouts, updates) and live ones (deterministic, with a delay) learn from rewards that differ.
-Each start is held at a random file operation of one of its processes, or runs for a random time. Then its parent, its
-fork server, the held process, a rank, a process below a rank (a checkpoint's writer, a verifier) or all of them are
-killed, or the parent is asked to stop. After some such starts the run finishes undisturbed. It must then have every
-update and evaluation exactly once, and the same bytes as a run that was never disturbed. A start that does not end
-within `PATIENCE_SECONDS` counts as hanging.
+Staged runs (evaluations, rollouts, updates), on one node and on two, and live ones (deterministic, with a delay) learn
+from rewards that differ. Each start is held at a random file operation of one of its processes, or runs for a random
+time. Then its parent, its fork server, the held process, a rank, a process below a rank (a checkpoint's writer, a
+verifier) or all of them, on two nodes those of one, are killed, or the parent is asked to stop. After some such starts
+the run finishes undisturbed. It must then have every update and evaluation exactly once, and the same bytes as a run
+that was never disturbed. A start that does not end within `PATIENCE_SECONDS` counts as hanging.
 """
 
 from __future__ import annotations
@@ -23,25 +23,27 @@ import tempfile
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from megarl.phases.preload import SERVER_NAME
 from tests.helpers import (
-    megarl,
+    free_ports,
     read_lines,
     start_megarl,
     wait_until_nobody_works_on,
     write_laboratory,
 )
 from tests.phases.test_kill import TIMES, assert_same_run
+from tests.zygote import Command
 
 PATIENCE_SECONDS = 600.0
 SECONDS = 6.0  # mean time after which a start is killed if it is not held before
 STARTS = 30  # at most this many starts of a run are disturbed
 STAGED = ("schedule.stages=3",)
 LIVE = ("schedule.kind=live", "schedule.delay=1", "schedule.sync_every=2", "schedule.stages=3", "eval.every=2")
-KINDS = {"staged": STAGED, "live": LIVE}
+KINDS = {"staged": STAGED, "live": LIVE, "two nodes": STAGED}
 # name: (pattern of the file operations that may be held, how many of them a start has at most)
 OPERATIONS = {
     "any file": ("(open|replace) .*/run/", 60),
@@ -72,13 +74,15 @@ class Run:
             pattern, most = OPERATIONS[rng.choice(list(OPERATIONS))]
             hold = [pattern, rng.randint(1, most), str(held)]
         held.unlink(missing_ok=True)
-        restarts = ["--set", f"run.max_restarts={0 if hold else rng.randint(0, 1)}"]
-        command = start_megarl(*self.arguments, *restarts, hold=hold)
-        while command.poll(0.002) is None and not (reached := held.exists() and held.read_text()):
+        agents = self.start("--set", f"run.max_restarts={0 if hold else rng.randint(0, 1)}", hold=hold)
+        while not (any_ended(agents) or (reached := held.exists() and held.read_text())):
             if time.monotonic() > end:
                 break
         victims: Victims = []
-        if command.poll() is None:
+        if not any_ended(agents):
+            command = rng.choice(agents)
+            if reached:
+                command = next((one for one in agents if int(reached) in [p.pid for p in tree(one.pid)]), command)
             with contextlib.suppress(psutil.NoSuchProcess):  # the process has just ended
                 victims = held_victims(command.pid, int(reached)) if reached else any_victims(command.pid, hold is None)
         if not victims:
@@ -90,13 +94,23 @@ class Run:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
         deadline = time.monotonic() + PATIENCE_SECONDS
-        while command.poll(0.05) is None and time.monotonic() < deadline:
+        while any(agent.poll(0.05) is None for agent in agents) and time.monotonic() < deadline:
             # now the parent is held too, since each process counts its operations by itself: it would wait for ever
             if held.exists():
-                command.kill()
-        command.wait(0.0)
+                for agent in agents:
+                    agent.kill()
+        for agent in agents:
+            agent.wait(0.0)
         wait_until_nobody_works_on(self.directory)
         return phase, name
+
+    def start(self, *settings: str, hold: list[Any] | None = None) -> list[Command]:
+        """The command on each node."""
+        if self.kind != "two nodes":
+            return [start_megarl(*self.arguments, *settings, hold=hold)]
+        shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(2)[0])}
+        of_nodes = [{**os.environ, **shared, "NODE_RANK": str(rank)} for rank in (0, 1)]
+        return [start_megarl(*self.arguments, *settings, env=environment, hold=hold) for environment in of_nodes]
 
     def phase(self) -> str:
         """The kind of the run and, from its events, the phase under way."""
@@ -106,15 +120,19 @@ class Run:
         return f"{self.kind}: start"
 
     def finish(self) -> None:
-        result = megarl(*self.arguments, timeout=PATIENCE_SECONDS)
-        assert result.returncode == 0, result.stderr
+        for agent in self.start():
+            assert agent.wait(PATIENCE_SECONDS) == 0, agent.stderr
 
     def compare(self, whole: Path) -> None:
         """Raise AssertionError if anything differs from the undisturbed run ``whole``."""
         updates = [update["update"] for update in read_lines(self.directory / "metrics.jsonl")]
         assert updates == list(range(1, len(updates) + 1)), updates
         assert evaluations(self.directory) == evaluations(whole), evaluations(self.directory)
-        (assert_same_run if self.kind == "staged" else assert_same_live_run)(whole, self.directory)
+        (assert_same_live_run if self.kind == "live" else assert_same_run)(whole, self.directory)
+
+
+def any_ended(agents: list[Command]) -> bool:
+    return any(agent.poll(0.002) is not None for agent in agents)
 
 
 def assert_same_live_run(whole: Path, run: Path) -> None:

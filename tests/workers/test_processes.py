@@ -32,6 +32,7 @@ SCRIPTS = {
     "done": "pass",
     "fails": "import sys; sys.exit(1)",
     "waits": "import signal as s, sys; s.signal(s.SIGTERM, lambda *_: sys.exit(143)); print('ready'); s.pause()",
+    "pauses": "import signal as s; s.signal(s.SIGUSR1, s.SIG_IGN); print('ready')\nwhile True: s.pause()",
     "ignores": "import signal as s; s.signal(s.SIGTERM, s.SIG_IGN); print('ready')\nwhile True: s.pause()",
     # these two have a child in a process group of its own, like an engine's server, which takes a moment to end
     "leaves": "import subprocess as s; print(s.Popen(['sleep', '1'], process_group=0).pid); raise SystemExit(1)",
@@ -49,7 +50,7 @@ class Scripts:
         ]
         self.pids = [process.pid for process in self.started]
         for name, process in zip(names, self.started, strict=True):
-            if name in ("waits", "ignores"):
+            if name in ("waits", "pauses", "ignores"):
                 process.stdout.readline()
 
     def poll(self, seconds):
@@ -93,9 +94,10 @@ def test_processes_that_an_ended_phase_left_are_waited_for(script, code):
 
 
 @pytest.mark.parametrize("stopped", [True, False])
-def test_a_stall_that_another_node_notices_first_is_that_of_the_process_stopped_here(stopped, tmp_path):
+def test_a_stall_that_another_node_notices_first_is_that_of_the_process_stopped_here(stopped, tmp_path, monkeypatch):
     """The ranks of the other node wait for it, and may come to their limit before it comes to its own."""
-    scripts = Scripts("waits")
+    monkeypatch.setattr("megarl.workers.watch.DUMP_SECONDS", 0.0)
+    scripts = Scripts("pauses")
     process = psutil.Process(scripts.pids[0])
     name = process.name()
     while stopped and process.status() != psutil.STATUS_STOPPED:
