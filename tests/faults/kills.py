@@ -36,6 +36,7 @@ from tests.helpers import (
     write_laboratory,
 )
 from tests.phases.test_kill import TIMES, assert_same_run
+from tests.phases.test_two_nodes import assert_same_rollouts
 from tests.zygote import Command
 
 PATIENCE_SECONDS = 600.0
@@ -128,7 +129,12 @@ class Run:
         updates = [update["update"] for update in read_lines(self.directory / "metrics.jsonl")]
         assert updates == list(range(1, len(updates) + 1)), updates
         assert evaluations(self.directory) == evaluations(whole), evaluations(self.directory)
-        (assert_same_live_run if self.kind == "live" else assert_same_run)(whole, self.directory)
+        if self.kind == "two nodes":
+            assert_same_run(whole, self.directory, files="no rollouts")
+            for stage in whole.glob("stages/*"):
+                assert_same_rollouts(whole, self.directory, stage.name)
+        else:
+            (assert_same_live_run if self.kind == "live" else assert_same_run)(whole, self.directory)
 
 
 def any_ended(agents: list[Command]) -> bool:

@@ -112,12 +112,13 @@ def evaluations_of(run):
     return [(event["stage"], event["accuracy"]) for event in events]
 
 
-def assert_same_run(undisturbed, killed):
+def assert_same_run(undisturbed, killed, files="stages/*/rollouts/**/*"):
+    """files: those that must have the same bytes, besides weights and metrics."""
     assert evaluations_of(killed) == evaluations_of(undisturbed)
     assert metrics_of(killed) == metrics_of(undisturbed)
     for policy in [*undisturbed.glob("stages/*/policy"), undisturbed / "final"]:
         assert_same_weights(policy, killed / policy.relative_to(undisturbed))
-    for path in sorted(path for path in undisturbed.glob("stages/*/rollouts/**/*") if path.is_file()):
+    for path in sorted(path for path in undisturbed.glob(files) if path.is_file()):
         assert path.read_bytes() == (killed / path.relative_to(undisturbed)).read_bytes(), path.name
     temporary = [p for p in killed.rglob(".*.tmp") if "logs" not in p.parts]
     assert not temporary
