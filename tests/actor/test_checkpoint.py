@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
+from megarl.actor import checkpoint, parallel, writers
 from megarl.errors import UserError
 from tests.actor.conftest import make_hf_model, make_recipe
 from tests.actor.layout_ranks import join
@@ -28,8 +33,6 @@ def weights(actor):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_tied"])
 def test_resume_is_bitwise(family, tmp_path):
-    from megarl.actor import checkpoint
-
     make_hf_model(family).save_pretrained(tmp_path / "model")
     straight = build(tmp_path / "model")
     for update in range(3):  # the third checkpoint takes the plan of the first two
@@ -47,10 +50,6 @@ def test_resume_is_bitwise(family, tmp_path):
 
 def test_the_copy_that_the_writer_reads_is_not_reused(tmp_path, monkeypatch):
     """Forks share pinned memory, and torch gives it to the next upload once no tensor refers to it."""
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-
-    from megarl.actor import checkpoint, writers
-
     rank, copies = os.getpid(), []
 
     def reuse(memory):
@@ -88,8 +87,6 @@ def test_the_copy_that_the_writer_reads_is_not_reused(tmp_path, monkeypatch):
 
 
 def test_only_the_newest_complete_checkpoints_are_kept(tmp_path):
-    from megarl.actor import checkpoint
-
     make_hf_model("qwen3").save_pretrained(tmp_path / "model")
     actor, directory = build(tmp_path / "model"), tmp_path / "checkpoints"
     (directory / ".update_000004.9-9.tmp").mkdir(parents=True)  # a killed save
@@ -104,8 +101,6 @@ def test_only_the_newest_complete_checkpoints_are_kept(tmp_path):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     """An actor after two updates, and the path of its checkpoint."""
-    from megarl.actor import checkpoint
-
     folder = tmp_path_factory.mktemp("saved")
     make_hf_model("qwen3").save_pretrained(folder / "model")
     actor = build(folder / "model")
@@ -114,8 +109,6 @@ def saved(tmp_path_factory):
 
 
 def test_manifest_lists_every_file_and_verify_names_a_damaged_one(saved):
-    from megarl.actor import checkpoint
-
     _, path = saved
     manifest = json.loads((path / "manifest.json").read_text())
     assert set(manifest["files"]) | {"manifest.json"} == {file.name for file in path.iterdir()}
@@ -146,10 +139,6 @@ def save_of_two(rank, model, folder):
 
     torch's writer raises a misleading RuntimeError on top of the error; ``fail`` does so too.
     """
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    from megarl.actor import checkpoint, parallel
-
     join(rank, 2, folder)
     parallel.build_groups(make_recipe(model))
     for error, message in ERRORS:
@@ -187,10 +176,6 @@ class Payload:
 
 def test_a_planted_pickle_does_not_run(saved, tmp_path):
     """Checksums do not prevent this: whoever plants a pickle can write a manifest that fits it."""
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-
-    from megarl.actor import checkpoint
-
     actor, path = saved
     marker, file = tmp_path / "ran", path / ".metadata"
     before = file.read_bytes()
@@ -208,8 +193,6 @@ def test_a_planted_pickle_does_not_run(saved, tmp_path):
 
 
 def test_a_planted_pickle_among_what_ranks_have_in_common_does_not_run(saved, tmp_path, monkeypatch):
-    from megarl.actor import checkpoint
-
     actor, _ = saved
     monkeypatch.setattr(checkpoint, "_shared_statistics", lambda _: Payload(tmp_path / "ran"))
     path = checkpoint.save(actor, tmp_path / "checkpoints", 3, keep=2)
@@ -220,11 +203,6 @@ def test_a_planted_pickle_among_what_ranks_have_in_common_does_not_run(saved, tm
 
 def test_a_pickle_in_the_place_of_what_ranks_have_in_common_is_not_read(saved, tmp_path):
     """Megatron-Core 0.19 writes one among the tensors, and unpickles it if there is no common.pt."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
-
-    from megarl.actor import checkpoint
-
     actor, path = saved
     path = Path(shutil.copytree(path, tmp_path / "update_000002"))
     torch.save(Payload(tmp_path / "ran"), planted := io.BytesIO())

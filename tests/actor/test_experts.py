@@ -2,8 +2,15 @@
 
 import pytest
 import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megarl.actor.experts import GroupedExperts, grouped_linear
+from megarl.actor.model import transformer_config
 from tests.actor.conftest import SHAPE, make_recipe
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -17,14 +24,6 @@ KINDS = {"plain": HF, "biases": HF | dict(model_type="gpt_oss", swiglu_limit=0.1
 
 def build_experts(count, kind="plain"):
     """`GroupedExperts` and a SequentialMLP with the same weights and, if the kind has them, biases."""
-    from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-    from megatron.core.transformer.mlp import MLPSubmodules
-    from megatron.core.transformer.moe.experts import SequentialMLP
-    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-
-    from megarl.actor.experts import GroupedExperts
-    from megarl.actor.model import transformer_config
-
     config = transformer_config(KINDS[kind] | {"num_experts": count}, make_recipe())
     groups = get_default_pg_collection()
     grouped = GroupedExperts(count, config, groups)
@@ -108,8 +107,6 @@ def test_checkpoint_has_one_tensor_per_expert_like_sequential_mlp(kind):
     metadata = {"singleton_local_shards": True, "dp_cp_group": torch.distributed.group.WORLD}
 
     def shards(experts):
-        from megatron.core.dist_checkpointing.dict_utils import nested_values
-
         state = experts.sharded_state_dict("layer.experts.", (), metadata)
         built = [v.build() if hasattr(v, "build") else v for v in state.values()]
         return {s.key: s for s in nested_values(built) if not s.key.endswith("_extra_state")}
@@ -127,8 +124,6 @@ def test_checkpoint_has_one_tensor_per_expert_like_sequential_mlp(kind):
 @pytest.mark.parametrize(("inputs", "outputs"), [(32, 24), (12, 20), (7, 5)])
 def test_grouped_linear_supports_any_width(dtype, inputs, outputs):
     """Also rows whose size is not a multiple of 16 bytes, which `grouped_mm` needs."""
-    from megarl.actor.experts import grouped_linear
-
     torch.manual_seed(0)
     tokens = torch.randn(9, inputs).to(dtype).requires_grad_()
     weight = torch.randn(3, outputs, inputs).to(dtype).requires_grad_()

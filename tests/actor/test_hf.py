@@ -5,17 +5,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megarl.actor import hf
+from megarl.actor.hf import load_hf
+from megarl.actor.model import build_model
+from megarl.actor.packing import Sample, pack
 from megarl.errors import UserError
+from megarl.models.hf_config import read_hf_config
 from tests.actor.conftest import FAMILIES, make_hf_model, make_recipe
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def load_models(path, megatron=None):
-    from megarl.actor.hf import load_hf
-    from megarl.actor.model import build_model
-    from megarl.models.hf_config import read_hf_config
-
     models = build_model(read_hf_config(path), make_recipe(path, megatron=megatron or {}))
     load_hf(models, path)
     return models
@@ -23,8 +24,6 @@ def load_models(path, megatron=None):
 
 def packed_logits(model, sequences):
     """{index of a sequence: its logits}, from one packed forward pass."""
-    from megarl.actor.packing import Sample, pack
-
     samples = [Sample(s[:1], s[1:], np.zeros(len(s) - 1, np.float32), 0.0) for s in sequences]
     batch = pack(samples, range(len(samples)), torch.device("cpu"))
     with torch.no_grad():
@@ -35,8 +34,6 @@ def packed_logits(model, sequences):
 
 
 def export_hf(*arguments, **options):
-    from megarl.actor import hf
-
     return hf.export_hf(*arguments, **options)
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.storage.policies import weight_files
 from tests.actor import hf_worker
@@ -37,8 +38,6 @@ CASES = [(layout, name) for layout in hf_worker.TAKEN for name in hf_worker.fami
 
 def make_model(directory, name):
     """Write a random model, with fused experts or one tensor per expert, as one file or as several with an index."""
-    from transformers import AutoConfig
-
     model_type, settings, dtype, file_bytes = MODELS[name]
     torch.manual_seed(0)
     config = {"model_type": model_type} | SHAPES | settings
@@ -147,8 +146,6 @@ def test_loading_and_exporting_need_at_most_the_largest_tensor_and_a_block(root,
 
 def test_exports_of_many_files_load_into_transformers(root):
     """Transformers reads the same weights from the export of four ranks, by its index, as from the original."""
-    from transformers import AutoModelForCausalLM
-
     models = [
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).state_dict()
         for path in (root / "models/qwen3_moe_fused", root / "exports/TP2 EP2 ETP2/qwen3_moe_fused")

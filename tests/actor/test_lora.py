@@ -9,9 +9,14 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from megarl.actor import checkpoint, lora, reference
+from megarl.actor.hf import export_hf
+from megarl.actor.model import build_model
+from megarl.actor.peft import export_adapters
+from megarl.actor.step import Actor
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
-from megarl.models.lora import check_exported_alone
+from megarl.models.lora import check_exported_alone, matrices
 from megarl.storage.checked_json import read_checked
 from megarl.storage.policies import read_info, weight_files
 from megarl.storage.tensor_files import TensorFiles
@@ -31,24 +36,17 @@ def every_target(family):
 
 
 def build(path, lora, recompute="none", **tables):
-    from megarl.actor.step import Actor
-
     table = {"lora": {"rank": 4, "alpha": 6.0, **lora}, "recompute": recompute}
     return Actor.build(make_recipe(path, actor=table, **tables), path, CPU)
 
 
 def exported(actor, folder, like):
-    from megarl.actor.hf import export_hf
-
     export_hf(actor.models, folder, like, 1)
     return load_file(folder / "model.safetensors")
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe_qk_norm", "qwen3_next", "deepseek_v3", "qwen3_5_moe"])
 def test_base_plus_exported_adapters_is_the_merged_export(family, tmp_path):
-    from megarl.actor.hf import export_hf
-    from megarl.actor.peft import export_adapters
-
     make_hf_model(family).save_pretrained(tmp_path / "in")
     actor = build(tmp_path / "in", {"targets": every_target(family)})
     for adapter in actor.models[0].adapters.values():
@@ -112,8 +110,6 @@ def test_vllm_loads_names_scale_and_values_of_exported_adapters(family, tmp_path
     from vllm.lora.lora_model import LoRAModel
     from vllm.lora.peft_helper import PEFTHelper
 
-    from megarl.actor.peft import export_adapters
-
     make_hf_model(family).save_pretrained(tmp_path / "in")
     actor = build(tmp_path / "in", {})
     export_adapters(actor.models, tmp_path / "adapters", actor.recipe.actor.lora, tmp_path / "in", actor.base, 0)
@@ -128,10 +124,10 @@ def test_vllm_loads_names_scale_and_values_of_exported_adapters(family, tmp_path
     assert len(tensors) == 2 * len(found)
     with TensorFiles.of(weight_files(tmp_path / "in")) as base:
         assert all(base.stored_name(f"{name}.weight") for name in found)
-    for name, lora in found.items():
-        assert lora.scaling == 6 / 4
-        assert torch.equal(lora.lora_a, tensors[f"base_model.model.{name}.lora_A.weight"])
-        assert torch.equal(lora.lora_b, tensors[f"base_model.model.{name}.lora_B.weight"])
+    for name, adapter in found.items():
+        assert adapter.scaling == 6 / 4
+        assert torch.equal(adapter.lora_a, tensors[f"base_model.model.{name}.lora_A.weight"])
+        assert torch.equal(adapter.lora_b, tensors[f"base_model.model.{name}.lora_B.weight"])
 
 
 def stored_tensors(folder):
@@ -141,8 +137,6 @@ def stored_tensors(folder):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "deepseek_v3_moonlight", "qwen3_next", "gpt_oss"])
 def test_merged_export_has_the_actors_log_probs_in_transformers(family, tmp_path):
-    from megarl.actor import reference
-
     make_hf_model(family).save_pretrained(tmp_path / "in")
     actor = build(tmp_path / "in", {"targets": every_target(family)})
     text = [[(7 * i + 3) % 67 for i in range(20)]]
@@ -173,8 +167,6 @@ def test_only_adapters_have_gradient_buffers_and_optimizer_state(tmp_path):
 
 
 def test_adapter_checkpoint_resumes_bit_for_bit_and_other_adapters_are_refused(tmp_path):
-    from megarl.actor import checkpoint
-
     make_hf_model("qwen3_moe").save_pretrained(tmp_path / "in")
     straight = build(tmp_path / "in", {})
     updates(straight, range(2))
@@ -206,10 +198,6 @@ def test_adapter_checkpoint_resumes_bit_for_bit_and_other_adapters_are_refused(t
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_matrix_has_an_adapter_of_its_size(family, tmp_path):
     """`megarl.models.lora.matrices`, which the checks of a recipe use, agrees with what Megatron builds."""
-    from megarl.actor import lora
-    from megarl.actor.model import build_model
-    from megarl.models.lora import matrices
-
     table = {"rank": 1, "targets": every_target(family)}
     hf, recipe = read_settings(tmp_path, family), make_recipe(actor={"lora": table})
     models = build_model(hf, recipe)
@@ -226,8 +214,6 @@ def test_every_matrix_has_an_adapter_of_its_size(family, tmp_path):
 
 def test_merged_export_keeps_in_the_mean_what_is_below_the_rounding_of_a_weight(tmp_path):
     """The base is bfloat16, and the adapters add about a tenth of a unit in the last place to its weights."""
-    from megarl.actor.peft import export_adapters
-
     make_hf_model("qwen3").bfloat16().save_pretrained(tmp_path / "in")
     actor = build(tmp_path / "in", {})
     for adapter in actor.models[0].adapters.values():

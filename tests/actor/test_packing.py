@@ -8,6 +8,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.actor.packing import Sample, assign, assign_groups, micro_batches, pack, packed_length
+from megarl.batch import ContextShard
 from megarl.recipe.megatron import shares_prompts, token_alignment
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -19,8 +21,6 @@ pytestmark = pytest.mark.usefixtures("one_rank")
     budget=st.integers(10, 200),
 )
 def test_assignment_has_every_sample_once_within_the_budget(lengths, replicas, budget):
-    from megarl.actor.packing import assign
-
     bins = assign(lengths, replicas, budget)
     assert len(bins) == replicas
     assert len({len(part) for part in bins}) == 1
@@ -31,8 +31,6 @@ def test_assignment_has_every_sample_once_within_the_budget(lengths, replicas, b
 
 
 def test_as_few_micro_batches_as_the_budget_allows():
-    from megarl.actor.packing import assign
-
     assert assign([5, 5, 5, 5], 1, 20) == [[[0, 1, 2, 3]]]
     assert [len(part) for part in assign([5, 5, 5, 5], 1, 10)] == [2]
     assert assign([100, 5], 1, 10) == [[[0], [1]]]
@@ -40,8 +38,6 @@ def test_as_few_micro_batches_as_the_budget_allows():
 
 
 def test_pack_has_every_token_once_in_order():
-    from megarl.actor.packing import Sample, pack
-
     samples = [
         Sample(np.array([10, 11]), np.array([20, 21, 22]), np.array([-1, -2, -3], np.float32), 0.5),
         Sample(np.array([12]), np.array([23]), np.array([-4], np.float32), -0.5, trained=False),
@@ -66,8 +62,6 @@ def test_pack_has_every_token_once_in_order():
 
 
 def group(prompt, *responses, **fields):
-    from megarl.actor.packing import Sample
-
     return [
         Sample(np.array(prompt), np.array(r), np.arange(len(r), dtype=np.float32), float(len(r)), **fields)
         for r in responses
@@ -75,8 +69,6 @@ def group(prompt, *responses, **fields):
 
 
 def test_responses_that_share_a_prompt_begin_with_its_last_token():
-    from megarl.actor.packing import pack
-
     samples = [*group([10, 11, 12, 13], [20, 21, 22], [30, 31]), *group([14, 15], [40]), *group([16], [50, 51])]
     batch = pack(samples, [7, 3, 5, 4], torch.device("cpu"), tokens=12, share=True)
     assert batch.tokens.tolist() == [[15, 16, 50, 13, 30, 13, 20, 21, 14, 10, 11, 12]]
@@ -93,8 +85,6 @@ def test_responses_that_share_a_prompt_begin_with_its_last_token():
 
 
 def test_prompts_with_different_recorded_experts_are_not_shared():
-    from megarl.actor.packing import pack
-
     samples = group([10, 11, 12], [20, 21], [30, 31], [40, 41])
     experts = [np.full((4, 2, 2), -1, np.int8) for _ in samples]
     experts[1][2:] = 3  # of tokens that each response has for itself
@@ -115,8 +105,6 @@ def test_prompts_with_different_recorded_experts_are_not_shared():
 def test_groups_are_assigned_within_the_budget_and_never_cost_more_than_single_samples(
     prompts, responses, replicas, budget, seed
 ):
-    from megarl.actor.packing import assign_groups, packed_length
-
     rng = np.random.default_rng(seed)
     samples = [
         sample
@@ -138,16 +126,12 @@ def test_groups_are_assigned_within_the_budget_and_never_cost_more_than_single_s
 
 def test_a_micro_batch_attends_to_four_times_as_many_keys_as_it_may_have_tokens():
     """A layer gathers a copy of them for each response."""
-    from megarl.actor.packing import assign_groups
-
     samples = group([7] * 101, *[[1]] * 64)
     (bins,) = assign_groups(samples, 1, 200, 1, share=True)  # the group has 164 tokens, and 6464 keys
     assert all(101 * len(bin) <= 4 * 200 for bin in bins) and len(bins) == 10
 
 
 def test_a_group_stays_together_unless_replicas_would_be_idle():
-    from megarl.actor.packing import assign_groups
-
     samples = [s for n in range(4) for s in group([n] * 50, [1] * 10, [2] * 10)]
     whole = [[[0, 1], [2, 3], [4, 5], [6, 7]]]
     assert assign_groups(samples, 1, 70, 1, share=True) == whole
@@ -179,8 +163,6 @@ def test_prompts_are_shared_only_where_nothing_depends_on_their_number(settings,
 
 
 def test_filler_reaches_the_length_in_sequences_no_longer_than_the_longest_sample():
-    from megarl.actor.packing import Sample, pack
-
     samples = [Sample(np.array([10, 11]), np.array([20, 21]), np.zeros(2, np.float32), 1.0)]
     batch = pack(samples, [0], torch.device("cpu"), tokens=4)
     assert batch.tokens.tolist() == [[10, 11, 20, 0]]
@@ -194,8 +176,6 @@ def test_filler_reaches_the_length_in_sequences_no_longer_than_the_longest_sampl
 
 
 def test_micro_batches_for_fp8_are_padded_to_its_alignment():
-    from megarl.actor.packing import Sample, micro_batches
-
     samples = [Sample(np.array([10]), np.arange(20, 21 + n), np.zeros(n + 1, np.float32), 1.0) for n in (3, 9, 14, 30)]
     align = token_alignment({"fp8": "hybrid", "fp8_recipe": "mxfp8"})
     assert (align, token_alignment({"fp8": "e4m3"}), token_alignment({"fp8_recipe": "mxfp8"})) == (32, 16, 1)
@@ -212,9 +192,6 @@ def test_micro_batches_for_fp8_are_padded_to_its_alignment():
 )
 def test_context_shards_hold_every_token_once_at_its_place(lengths, size, multiple, seed):
     """All ranks' zigzag chunks together are the unsharded micro-batch."""
-    from megarl.actor.packing import Sample, pack, packed_length
-    from megarl.batch import ContextShard
-
     rng = np.random.default_rng(seed)
     samples = []
     for index, length in enumerate(lengths):
@@ -258,9 +235,6 @@ def test_context_shards_hold_every_token_once_at_its_place(lengths, size, multip
 )
 def test_context_shards_of_shared_prompts_hold_every_response_and_attend_to_all_before(prompts, size, seed):
     """At its place in each shard, a response's token attends to the tokens of its own whole sequence, in order."""
-    from megarl.actor.packing import pack, packed_length
-    from megarl.batch import ContextShard
-
     rng, samples = np.random.default_rng(seed), []
     for number, length in enumerate(prompts):
         prompt = 100 * number + np.arange(length)

@@ -1,11 +1,14 @@
 """Metrics of experts, against routers evaluated by hand on the hidden states of transformers' model."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from megarl.actor.packing import micro_batches
+from megarl.actor.step import train_step
 from megarl.objectives import build_objective
 from tests.actor.conftest import make_hf_model
 from tests.actor.test_step import CPU, build, make_samples, trained
@@ -36,9 +39,6 @@ def by_hand(model, samples, top_k, sigmoid=False):
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("name", ["mu_grpo", "m2po"])  # the second makes another forward pass first
 def test_loads_and_entropies_are_those_of_the_trained_tokens(name, recompute, tmp_path):
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
     model = make_hf_model("qwen3_moe")
     model.save_pretrained(tmp_path)
     actor, samples = build(tmp_path, actor={"recompute": recompute}), make_samples()
@@ -60,9 +60,6 @@ def test_loads_and_entropies_are_those_of_the_trained_tokens(name, recompute, tm
 
 
 def test_the_entropy_of_a_router_with_sigmoid_scores_is_that_of_their_shares(tmp_path):
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
     model = make_hf_model("deepseek_v3")
     model.save_pretrained(tmp_path)
     actor, samples = build(tmp_path), make_samples()
@@ -73,11 +70,6 @@ def test_the_entropy_of_a_router_with_sigmoid_scores_is_that_of_their_shares(tmp
 
 
 def test_trained_tokens_differ_if_at_least_one_of_their_experts_does(tmp_path):
-    from dataclasses import replace
-
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
     model = make_hf_model("qwen3_moe")
     model.save_pretrained(tmp_path)
     actor, samples = build(tmp_path, actor={"routing_replay": "engine"}), make_samples()

@@ -4,6 +4,11 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.actor import checkpoint
+from megarl.actor.frozen import FrozenPolicy
+from megarl.actor.packing import micro_batches
+from megarl.actor.schedule import collect, run_micro_batches
+from megarl.actor.step import train_step
 from megarl.batch import TokenBatch
 from megarl.objectives import build_objective
 from tests.actor.conftest import make_hf_model
@@ -15,9 +20,6 @@ BATCH_LEVEL = [("m2po", {"m2_threshold": 0.3}), ("m2po", {"variant": "released",
 
 def make_updates(path, name, fields, budget, scope, updates=1, seed=0):
     """Metrics of the last of ``updates`` updates, and the actor after it."""
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
     actor, objective = build(path, actor={"statistics_scope": scope}), build_objective(name, fields)
     for update in range(updates):
         batches = micro_batches(make_samples(12, seed=seed + update), budget, CPU)
@@ -51,11 +53,6 @@ def test_micro_statistics_depend_on_micro_batches(model_dir, name, fields):
 
 
 def test_lagged_statistics_are_those_of_the_update_before_and_survive_a_checkpoint(model_dir, tmp_path, monkeypatch):
-    from megarl.actor import checkpoint
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.schedule import collect, run_micro_batches
-    from megarl.actor.step import train_step
-
     name, fields = BATCH_LEVEL[0]
     _, exact = make_updates(model_dir, name, fields, 24, "exact")
     _, lagged = make_updates(model_dir, name, fields, 24, "lagged")
@@ -87,10 +84,6 @@ def test_lagged_statistics_are_those_of_the_update_before_and_survive_a_checkpoi
 
 def test_kl_to_a_frozen_reference(model_dir, tmp_path):
     """It is 0 while the policy is the reference, and then positive, by as much as the log-probs have changed."""
-    from megarl.actor.frozen import FrozenPolicy
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
     objective = build_objective("reinforce", {"kl": {"coefficient": 0.1}})
     actor = build(model_dir)
     actor.frozen = [FrozenPolicy.build(("ref_logprobs",), actor.recipe, model_dir)]
@@ -105,10 +98,6 @@ def test_kl_to_a_frozen_reference(model_dir, tmp_path):
 
 
 def test_truncated_importance_uses_the_actors_log_probs_of_the_behaviour_policy(model_dir):
-    from megarl.actor.frozen import FrozenPolicy
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
     objective = build_objective("reinforce", {"truncated_importance": {"maximum": 1e6}})
     actor = build(model_dir)
     actor.frozen = [FrozenPolicy.build(("old_logprobs",), actor.recipe, model_dir)]

@@ -8,7 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from megarl.actor import packing, step
+from megarl.actor.hf import export_hf
+from megarl.actor.nonfinite import NonFiniteUpdate
+from megarl.actor.packing import Sample, micro_batches
+from megarl.actor.step import Actor, train_step
 from megarl.batch import TokenBatch
 from megarl.objectives import build_objective
 from tests.actor.conftest import FAMILIES, make_hf_model, make_recipe
@@ -20,8 +26,6 @@ SAME_PARAMETERS = ("qwen3_moe_unnormalised", "llama_rope_scaling", "olmoe_normal
 
 
 def make_samples(count=7, seed=0):
-    from megarl.actor.packing import Sample
-
     rng = np.random.default_rng(seed)
     samples = []
     for i in range(count):
@@ -35,16 +39,11 @@ def make_samples(count=7, seed=0):
 
 
 def build(path, **tables):
-    from megarl.actor.step import Actor
-
     return Actor.build(make_recipe(path, **tables), path, CPU)
 
 
 def updates(actor, numbers):
     """The metrics of updates, each with samples of its own."""
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
     objective = build_objective("mu_grpo", {})
     return [train_step(actor, micro_batches(make_samples(seed=n), 64, CPU), objective, lr=1e-2) for n in numbers]
 
@@ -107,12 +106,6 @@ def reference_update(model, samples, objective, recipe, lr):
     ],
 )
 def test_update_equals_plain_torch(family, name, fields, budget, tmp_path):
-    from safetensors.torch import load_file
-
-    from megarl.actor.hf import export_hf
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
     model = make_hf_model(family)
     model.save_pretrained(tmp_path / "in")
     tables = {"rollout": {"temperature": 0.8}, "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-4}}
@@ -137,9 +130,6 @@ def test_update_equals_plain_torch(family, name, fields, budget, tmp_path):
 
 def test_tokens_of_tools_are_read_by_the_model_but_have_no_loss(tmp_path):
     """Other log-probs of tokens that the policy did not sample change nothing; other tokens in their place do."""
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
     make_hf_model("qwen3").save_pretrained(tmp_path)
     samples = make_samples()
     noise = [np.where(trained(s), s.rollout_logprobs, -9).astype(np.float32) for s in samples]
@@ -157,9 +147,6 @@ def test_tokens_of_tools_are_read_by_the_model_but_have_no_loss(tmp_path):
 
 
 def test_the_learning_rate_follows_the_effective_sample_size(tmp_path):
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
     make_hf_model("qwen3").save_pretrained(tmp_path)
     batches, objective = micro_batches(make_samples(), 30, CPU), build_objective("reinforce", {})
     plain = train_step(build(tmp_path), batches, objective, lr=1e-3)
@@ -171,11 +158,6 @@ def test_the_learning_rate_follows_the_effective_sample_size(tmp_path):
 
 @pytest.mark.parametrize("tensor", ["rollout_logprobs", "advantages", "logprobs"])
 def test_non_finite_updates_are_not_applied(tensor, tmp_path):
-    from megarl.actor.hf import export_hf
-    from megarl.actor.nonfinite import NonFiniteUpdate
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
     make_hf_model("qwen3").save_pretrained(tmp_path / "in")
     actor, objective = build(tmp_path / "in"), build_objective("reinforce", {})
     samples = make_samples()
@@ -211,10 +193,6 @@ def test_non_finite_updates_are_not_applied(tensor, tmp_path):
 
 
 def test_a_gradient_that_is_not_finite_by_itself_is_named_by_its_parameter(tmp_path):
-    from megarl.actor.nonfinite import NonFiniteUpdate
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
     make_hf_model("qwen3").save_pretrained(tmp_path)
     actor = build(tmp_path)
     name, broken = list(actor.models[0].named_parameters())[3]
@@ -232,8 +210,6 @@ def test_a_gradient_that_is_not_finite_by_itself_is_named_by_its_parameter(tmp_p
 def test_every_trained_parameter_is_read_in_a_call_of_its_module(family, adapters, tmp_path):
     """Megatron's DDP waits for a gathered weight only before the call of the module that owns it, so an actor that read
     one without a call would compute with a weight of before the update."""
-    from megarl.actor import packing, step
-
     make_hf_model(family).save_pretrained(tmp_path)
     actor = build(tmp_path, **({"actor": {"lora": {"rank": 2}}} if adapters else {}))
     (model,) = actor.models

@@ -6,6 +6,7 @@ from importlib import import_module
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from megarl.data.tokenizer import end_of_sequence
 from megarl.errors import UserError
@@ -109,8 +110,6 @@ def test_errors_name_a_missing_setting(tmp_path, name):
 
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_defaults_are_those_of_transformers(model_type):
-    from transformers import AutoConfig
-
     theirs = AutoConfig.for_model(model_type).to_dict()
     theirs |= theirs.get("text_config", {})
     rope = theirs["rope_parameters"]
@@ -127,7 +126,6 @@ def test_defaults_are_those_of_transformers(model_type):
 @pytest.mark.parametrize("name", MODELS)
 def test_tensor_names_are_those_of_transformers(tmp_path, name):
     import torch
-    from transformers import AutoConfig
 
     tied = name in ("llama", "qwen3_moe")
     hf = read_settings(tmp_path, name, tie_word_embeddings=tied)
