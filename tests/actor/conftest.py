@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from megarl.models import FAMILIES as MODEL_TYPES
 from megarl.recipe.load import parse_recipe
 
 SHAPE = dict(
@@ -129,18 +130,6 @@ FAMILIES = {
     "deepseek_v3_moonlight": DEEPSEEK
     | dict(q_lora_rank=None, n_group=1, topk_group=1, rope_parameters=None, rms_norm_eps=1e-5),
 }
-MODEL_TYPES = {  # name in FAMILIES: its model_type, where that is not the same
-    "qwen3_moe_unnormalised": "qwen3_moe",
-    "qwen3_tied": "qwen3",
-    "llama_rope_scaling": "llama",
-    "olmoe_normalised": "olmoe",
-    "glm4_moe_qk_norm": "glm4_moe",
-    "deepseek_v3_moonlight": "deepseek_v3",
-    "gpt_oss_all_windows": "gpt_oss",
-    "qwen3_next_dense": "qwen3_next",
-}
-
-
 VISION = dict(
     depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=4, num_position_embeddings=16,
     out_hidden_size=32,
@@ -148,8 +137,9 @@ VISION = dict(
 
 
 def config_settings(family: str, **changes):
-    """The settings of a tiny model, as in its config.json."""
-    settings = SHAPE | {"model_type": MODEL_TYPES.get(family, family)} | FAMILIES[family] | changes
+    """The settings of a tiny model, as in its config.json. The name of a family begins with its model_type."""
+    model_type = max((name for name in MODEL_TYPES if family.startswith(name)), key=len)
+    settings = SHAPE | {"model_type": model_type} | FAMILIES[family] | changes
     if family != "qwen3_5_moe":
         return settings
     outside = {key: settings.pop(key) for key in ("model_type", "quantization_config") if key in settings}
@@ -171,12 +161,10 @@ def make_hf_model(family: str, **changes):
         if "norm" in name:
             usual = float(parameter[0])  # 1, or 0 where the norm multiplies by its weight plus one
             torch.nn.init.uniform_(parameter, usual - 0.5, usual + 0.5)
-        elif name.endswith(("bias", "A_log")):
+        elif name.endswith(("bias", "A_log", "sinks")):
             torch.nn.init.normal_(parameter)
         elif "conv1d" in name:
             torch.nn.init.normal_(parameter, std=0.5)
-        elif name.endswith("sinks"):
-            torch.nn.init.normal_(parameter)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.3)

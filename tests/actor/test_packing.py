@@ -15,21 +15,6 @@ from megarl.recipe.megatron import shares_prompts, token_alignment
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-@given(
-    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
-    replicas=st.integers(1, 4),
-    budget=st.integers(10, 200),
-)
-def test_assignment_has_every_sample_once_within_the_budget(lengths, replicas, budget):
-    bins = assign(lengths, replicas, budget)
-    assert len(bins) == replicas
-    assert len({len(part) for part in bins}) == 1
-    assert sorted(i for part in bins for bin in part for i in bin) == list(range(len(lengths)))
-    for part in bins:
-        for bin in part:
-            assert sum(lengths[i] for i in bin) <= budget or len(bin) == 1
-
-
 def test_as_few_micro_batches_as_the_budget_allows():
     assert assign([5, 5, 5, 5], 1, 20) == [[[0, 1, 2, 3]]]
     assert [len(part) for part in assign([5, 5, 5, 5], 1, 10)] == [2]
@@ -114,14 +99,14 @@ def test_groups_are_assigned_within_the_budget_and_never_cost_more_than_single_s
 
     def in_turn(share, assigned):
         bins = assign_groups(samples, replicas, budget, 1, share=assigned)
-        assert len(bins) == replicas
+        assert len(bins) == replicas and len({len(replica) for replica in bins}) == 1
         assert sorted(i for replica in bins for bin in replica for i in bin) == list(range(len(samples)))
         sizes = [[packed_length([samples[i] for i in bin], 1, None, share) for bin in replica] for replica in bins]
         for replica, lengths in zip(bins, sizes, strict=True):
             assert all(size <= budget or len(bin) == 1 for bin, size in zip(replica, lengths, strict=True))
         return sum(max(at_once) for at_once in zip(*sizes, strict=True))
 
-    assert in_turn(True, True) <= in_turn(False, False)
+    assert in_turn(True, True) <= in_turn(False, False)  # which assigns them one by one
 
 
 def test_a_micro_batch_attends_to_four_times_as_many_keys_as_it_may_have_tokens():
@@ -185,79 +170,49 @@ def test_micro_batches_for_fp8_are_padded_to_its_alignment():
 
 
 @given(
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=10),
-    size=st.sampled_from([2, 4]),
-    multiple=st.sampled_from([1, 2]),
-    seed=st.integers(0, 100),
-)
-def test_context_shards_hold_every_token_once_at_its_place(lengths, size, multiple, seed):
-    """All ranks' zigzag chunks together are the unsharded micro-batch."""
-    rng = np.random.default_rng(seed)
-    samples = []
-    for index, length in enumerate(lengths):
-        prompt = rng.integers(1, length + 1)
-        response, logprobs = rng.integers(2, 99, length + 1 - prompt), rng.normal(size=length + 1 - prompt)
-        experts = rng.integers(-1, 99, (length, 2, 3)).astype(np.int8) if index != 2 else None
-        prompt_tokens, logprobs = rng.integers(2, 99, prompt), logprobs.astype(np.float32)
-        mask = rng.random(len(response)) < 0.5 if index % 2 == 0 else None
-        samples.append(Sample(prompt_tokens, response, logprobs, index, index != 1, experts, mask))
-    order = sorted(range(len(samples)), key=lambda i: len(samples[i]))
-    found = {}
-    for rank in range(size):
-        shard = ContextShard(torch.distributed.group.WORLD, rank, size)
-        length = packed_length(samples, multiple, shard)
-        part = pack(samples, range(len(samples)), torch.device("cpu"), length, shard)
-        batch = part.batch
-        assert part.tokens.size(1) % multiple == 0
-        assert batch.sequence_index.tolist() == order
-        assert part.token_count == int(batch.loss_mask.sum())
-        for i, (sequence, place) in enumerate(zip(batch.sequence_ids, batch.positions, strict=True)):
-            row = (part.tokens[0, i], part.labels[0, i], batch.rollout_logprobs[i], batch.advantages[i])
-            experts = [expert for layer in (1, 2) for expert in part.routed_experts[layer][i]]
-            found[order[sequence], int(place)] = [float(x) for x in (*row, batch.loss_mask[i], *experts)]
-    for index, sample in enumerate(samples):
-        tokens = np.concatenate([sample.prompt_tokens, sample.response_tokens])
-        mask = np.ones(len(sample.response_tokens), bool) if sample.loss_mask is None else sample.loss_mask
-        for place in range(len(sample)):
-            response = place + 1 - len(sample.prompt_tokens)
-            values = [0.0, 0.0, 0.0]
-            if response >= 0:
-                values = [sample.rollout_logprobs[response], sample.advantage, sample.trained & mask[response]]
-            recorded = [-1] * 6 if sample.routed_experts is None else sample.routed_experts[place].flatten()
-            assert found.pop((index, place)) == [*tokens[place : place + 2], *values, *recorded]
-    assert all(row[4] == 0 and set(row[5:]) == {-1} for row in found.values())  # padding
-
-
-@given(
     prompts=st.lists(st.integers(1, 12), min_size=1, max_size=4),
     size=st.sampled_from([2, 4]),
+    multiple=st.sampled_from([1, 2]),
+    share=st.booleans(),
     seed=st.integers(0, 100),
 )
-def test_context_shards_of_shared_prompts_hold_every_response_and_attend_to_all_before(prompts, size, seed):
-    """At its place in each shard, a response's token attends to the tokens of its own whole sequence, in order."""
+def test_context_shards_hold_every_token_once_and_attend_to_all_before(prompts, size, multiple, share, seed):
+    """All ranks' zigzag chunks together are the samples, or what they do not share; each token attends to the tokens of
+    its own whole sequence, in order."""
     rng, samples = np.random.default_rng(seed), []
     for number, length in enumerate(prompts):
-        prompt = 100 * number + np.arange(length)
-        samples += group(prompt, *(rng.integers(500, 999, rng.integers(1, 20)) for _ in range(3)))
+        prompt, experts = rng.integers(2, 99, length), rng.integers(-1, 99, (length + 20, 2, 3)).astype(np.int8)
+        for kind, n in enumerate(rng.integers(1, 20, 3)):
+            mask = rng.random(n) < 0.5 if kind == 0 else None
+            own = experts[: length + n - 1] if number != 1 else None
+            logprobs = rng.normal(size=n).astype(np.float32)
+            samples.append(Sample(prompt, rng.integers(2, 99, n), logprobs, len(samples), kind != 1, own, mask))
     shards = [ContextShard(torch.distributed.group.WORLD, rank, size) for rank in range(size)]
-    tokens = packed_length(samples, 1, shards[0], share=True)
-    parts = [pack(samples, range(len(samples)), torch.device("cpu"), tokens, s, share=True) for s in shards]
+    tokens = packed_length(samples, multiple, shards[0], share)
+    parts = [pack(samples, range(len(samples)), torch.device("cpu"), tokens, s, share) for s in shards]
     everyone = torch.cat([part.tokens[0] for part in parts])
+    before = [len(s.prompt_tokens) - 1 if share else 0 for s in samples]  # the first input token that is not shared
     found = {}
     for part in parts:
         pieces, batch = part.packed.attended, part.batch
+        assert part.tokens.size(1) % multiple == 0 and part.token_count == int(batch.loss_mask.sum())
         keys = everyone[pieces.keys.places].split(pieces.cu_seqlens_k.diff().tolist())
         counts = pieces.cu_seqlens_q.diff().tolist()
         seen = [own[: len(own) - n + i + 1].tolist() for own, n in zip(keys, counts, strict=True) for i in range(n)]
         seen = seen if pieces.outputs is None else [seen[i] for i in pieces.outputs]
         for i, (sequence, position) in enumerate(zip(batch.sequence_ids, batch.positions, strict=True)):
-            if batch.loss_mask[i]:
-                index = int(batch.sequence_index[sequence])
-                found[index, int(position)] = seen[i], int(part.labels[0, i]), int(part.positions[0, i])
-        assert not batch.with_prompts
+            index = int(batch.sequence_index[sequence])
+            row = (part.labels[0, i], batch.rollout_logprobs[i], batch.advantages[i], batch.loss_mask[i])
+            experts = [expert for layer in (1, 2) for expert in part.routed_experts[layer][i]]
+            found[index, int(position) + before[index]] = seen[i], [float(x) for x in (*row, *experts)]
     for index, sample in enumerate(samples):
         whole = [*sample.prompt_tokens.tolist(), *sample.response_tokens.tolist()]
-        for position, label in enumerate(sample.response_tokens):
-            end = len(sample.prompt_tokens) + position
-            assert found.pop((index, position)) == (whole[:end], label, end - 1)
-    assert not found
+        mask = np.ones(len(sample.response_tokens), bool) if sample.loss_mask is None else sample.loss_mask
+        for place in range(before[index], len(sample)):
+            response = place + 1 - len(sample.prompt_tokens)
+            values = [0.0, 0.0, 0.0]
+            if response >= 0:
+                values = [sample.rollout_logprobs[response], sample.advantage, sample.trained & mask[response]]
+            recorded = [-1] * 6 if sample.routed_experts is None else sample.routed_experts[place].flatten()
+            assert found.pop((index, place)) == (whole[: place + 1], [whole[place + 1], *values, *recorded])
+    assert all(row[3] == 0 and set(row[4:]) == {-1} for _, row in found.values())  # padding

@@ -72,6 +72,11 @@ YARN, OSS_YARN = (MODELS[name]["rope_parameters"] for name in ("deepseek_v3", "g
         ("gpt_oss", {"sliding_window": 0}, "sliding_window = 0 must be 1 or more"),
         ("gpt_oss", {"layer_types": ["full_attention", "chunked_attention"]}, "must name one of sliding_attention"),
         ("gpt_oss", {"layer_types": ["full_attention"]}, "for each of the layers"),
+        (
+            "qwen3_next",
+            {"linear_num_value_heads": 3},
+            "linear_num_value_heads = 3 is no multiple of linear_num_key",
+        ),
         ("llama", {"model_type": "gpt2"}, "'gpt2' is not supported; known are deepseek_v3, glm4_moe, gpt_oss, llama"),
     ],
 )
@@ -172,18 +177,39 @@ def test_config_json_decides_which_layers_have_windows(tmp_path):
     assert windows(layer_types=["full_attention"] * 4) == ([None] * 4, None)
 
 
-def test_layouts_that_do_not_divide_the_widths_of_a_model_are_refused(tmp_path):
-    oss = read_settings(tmp_path, "gpt_oss")
-    layout = Layout(4, 2, expert_tensor_parallel=2, expert_parallel=2)
-    (problem,) = layout.problems(oss)
-    assert (
-        problem == "expert_tensor_parallel = 2: this model's experts have biases and cannot be divided, so it must be 1"
-    )
-    glm = read_settings(tmp_path, "glm4_moe", n_shared_experts=1, moe_intermediate_size=25)
-    (problem,) = Layout(2, 2, expert_tensor_parallel=1, expert_parallel=2).problems(glm)
-    assert problem == "tensor_parallel = 2 does not divide the model's width of its shared experts = 25"
-    dense = read_settings(tmp_path, "glm4_moe", intermediate_size=49)
-    (problem,) = Layout(2, 2, expert_tensor_parallel=1, expert_parallel=2).problems(dense)
-    assert problem == "tensor_parallel = 2 does not divide the model's intermediate_size = 49"
-    sparse = read_settings(tmp_path, "qwen3_moe", intermediate_size=49)  # no layer has this width
-    assert list(Layout(2, 2, expert_tensor_parallel=1, expert_parallel=2).problems(sparse)) == []
+TENSOR = Layout(2, 2, expert_tensor_parallel=1, expert_parallel=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "settings", "layout", "problems"),
+    [
+        (
+            "gpt_oss",
+            {},
+            Layout(4, 2, expert_tensor_parallel=2, expert_parallel=2),
+            ["expert_tensor_parallel = 2: this model's experts have biases and cannot be divided, so it must be 1"],
+        ),
+        (
+            "glm4_moe",
+            {"n_shared_experts": 1, "moe_intermediate_size": 25},
+            TENSOR,
+            ["tensor_parallel = 2 does not divide the model's width of its shared experts = 25"],
+        ),
+        (
+            "glm4_moe",
+            {"intermediate_size": 49},
+            TENSOR,
+            ["tensor_parallel = 2 does not divide the model's intermediate_size = 49"],
+        ),
+        ("qwen3_moe", {"intermediate_size": 49}, TENSOR, []),  # no layer has this width
+        ("qwen3_next", {}, Layout(2, context_parallel=2), []),
+        (
+            "qwen3_next",
+            {},
+            Layout(4, context_parallel=4),
+            ["tensor_parallel * context_parallel = 4 does not divide the model's linear_num_key_heads = 2"],
+        ),
+    ],
+)
+def test_layouts_that_do_not_divide_a_model_are_refused(tmp_path, name, settings, layout, problems):
+    assert list(layout.problems(read_settings(tmp_path, name, **settings))) == problems
