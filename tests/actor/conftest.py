@@ -1,5 +1,6 @@
 """Fixtures of the actor's tests: a process group of one rank with Megatron's groups, and tiny Hugging Face models."""
 
+import functools
 import json
 import os
 
@@ -26,6 +27,11 @@ SHAPE = dict(
     pad_token_id=0,
     bos_token_id=None,
 )
+# a model with experts, as `megarl.models.hf_config.read_hf_config` returns it; `num_experts` is to be added
+EXPERTS = SHAPE | dict(
+    model_type="qwen3_moe", num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True, rope_theta=1e4,
+    rope_scaling_factor=None, rotary_fraction=1.0,
+)  # fmt: skip
 LLAMA3_ROPE = dict(
     rope_type="llama3",
     rope_theta=10000.0,
@@ -190,6 +196,19 @@ def make_recipe(model_path="model", **tables):
     for name, table in tables.items():
         defaults[name] = defaults.get(name, {}) | table
     return parse_recipe(defaults)
+
+
+@pytest.fixture(scope="session")
+def saved_model(tmp_path_factory):
+    """``saved_model(family)``: the folder of a tiny model, written once, which no test changes."""
+
+    @functools.cache
+    def write(family):
+        path = tmp_path_factory.mktemp(family)
+        make_hf_model(family).save_pretrained(path)
+        return path
+
+    return write
 
 
 @pytest.fixture(scope="package")

@@ -12,19 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from megarl.actor import checkpoint, parallel, writers
 from megarl.errors import UserError
-from tests.actor.conftest import make_hf_model, make_recipe
+from tests.actor.conftest import make_recipe
 from tests.actor.layout_ranks import join
 from tests.actor.ranks import run_ranks
 from tests.actor.test_step import build, updates
 
 pytestmark = pytest.mark.usefixtures("one_rank")
+STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 
 
 def weights(actor):
@@ -32,23 +31,22 @@ def weights(actor):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_tied"])
-def test_resume_is_bitwise(family, tmp_path):
-    make_hf_model(family).save_pretrained(tmp_path / "model")
-    straight = build(tmp_path / "model")
+def test_resume_is_bitwise(family, saved_model, tmp_path):
+    straight = build(saved_model(family))
     for update in range(3):  # the third checkpoint takes the plan of the first two
         assert straight.saving.strategy.validated_cache_reuse is (update == 2)
         updates(straight, [update])
         checkpoint.save(straight, tmp_path / "checkpoints", update + 1, keep=1)
     expected = updates(straight, range(3, 6))
 
-    resumed = build(tmp_path / "model")
+    resumed = build(saved_model(family))
     (found,) = checkpoint.checkpoints(tmp_path / "checkpoints")
     assert checkpoint.load(resumed, found[1]) == 3 == found[0]
     assert updates(resumed, range(3, 6)) == expected
     assert all(torch.equal(a, b) for a, b in zip(weights(straight), weights(resumed), strict=True))
 
 
-def test_the_copy_that_the_writer_reads_is_not_reused(tmp_path, monkeypatch):
+def test_the_copy_that_the_writer_reads_is_not_reused(saved_model, tmp_path, monkeypatch):
     """Forks share pinned memory, and torch gives it to the next upload once no tensor refers to it."""
     rank, copies = os.getpid(), []
 
@@ -70,9 +68,8 @@ def test_the_copy_that_the_writer_reads_is_not_reused(tmp_path, monkeypatch):
         os.read(reader, 1)
         write(*arguments)
 
-    make_hf_model("qwen3").save_pretrained(tmp_path / "model")
-    actor, (reader, writer), write = build(tmp_path / "model"), os.pipe(), writers._write_and_sum
-    monkeypatch.setattr(FileSystemWriterAsync, "preload_tensors", staticmethod(preload))
+    actor, (reader, writer), write = build(saved_model("qwen3")), os.pipe(), writers._write_and_sum
+    monkeypatch.setattr(f"{STRATEGIES}.filesystem_async.FileSystemWriterAsync.preload_tensors", staticmethod(preload))
     monkeypatch.setattr(writers, "_write_and_sum", held)
     updates(actor, [0])
     path = checkpoint.save(actor, tmp_path / "checkpoints", 1, keep=2, wait=False)
@@ -81,14 +78,13 @@ def test_the_copy_that_the_writer_reads_is_not_reused(tmp_path, monkeypatch):
     checkpoint.finish(actor)
     assert all(kept) and kept and not any(staged.alive for staged in copies)
 
-    resumed = build(tmp_path / "model")
+    resumed = build(saved_model("qwen3"))
     assert checkpoint.load(resumed, path) == 1
     assert all(torch.equal(a, b) for a, b in zip(weights(actor), weights(resumed), strict=True))
 
 
-def test_only_the_newest_complete_checkpoints_are_kept(tmp_path):
-    make_hf_model("qwen3").save_pretrained(tmp_path / "model")
-    actor, directory = build(tmp_path / "model"), tmp_path / "checkpoints"
+def test_only_the_newest_complete_checkpoints_are_kept(saved_model, tmp_path):
+    actor, directory = build(saved_model("qwen3")), tmp_path / "checkpoints"
     (directory / ".update_000004.9-9.tmp").mkdir(parents=True)  # a killed save
     (directory / ".update_000004.9-9.tmp/rest").write_text("torn")
     for update in (2, 4, 6):
@@ -99,13 +95,11 @@ def test_only_the_newest_complete_checkpoints_are_kept(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(saved_model, tmp_path_factory):
     """An actor after two updates, and the path of its checkpoint."""
-    folder = tmp_path_factory.mktemp("saved")
-    make_hf_model("qwen3").save_pretrained(folder / "model")
-    actor = build(folder / "model")
+    actor = build(saved_model("qwen3"))
     updates(actor, range(2))
-    return actor, checkpoint.save(actor, folder / "checkpoints", 2, keep=2)
+    return actor, checkpoint.save(actor, tmp_path_factory.mktemp("saved") / "checkpoints", 2, keep=2)
 
 
 def test_manifest_lists_every_file_and_verify_names_a_damaged_one(saved):
@@ -139,6 +133,8 @@ def save_of_two(rank, model, folder):
 
     torch's writer raises a misleading RuntimeError on top of the error; ``fail`` does so too.
     """
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
     join(rank, 2, folder)
     parallel.build_groups(make_recipe(model))
     for error, message in ERRORS:
@@ -158,9 +154,8 @@ def save_of_two(rank, model, folder):
 
 
 @pytest.mark.layouts
-def test_every_rank_reports_why_one_rank_could_not_write(tmp_path):
-    make_hf_model("qwen3").save_pretrained(tmp_path / "model")
-    run_ranks(save_of_two, (tmp_path / "model", tmp_path), 2)
+def test_every_rank_reports_why_one_rank_could_not_write(saved_model, tmp_path):
+    run_ranks(save_of_two, (saved_model("qwen3"), tmp_path), 2)
     assert not list((tmp_path / "checkpoints").glob("update_*"))
 
 

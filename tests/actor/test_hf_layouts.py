@@ -5,8 +5,8 @@ from functools import reduce
 
 import pytest
 import torch
+from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
-from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from megarl.storage.policies import weight_files
@@ -63,7 +63,7 @@ def make_model(directory, name):
         tensors |= {f"mtp.{key}": torch.randn(5, 3).to(dtype) for key in ("fc.weight", "layers.0.mlp.gate.weight")}
     (directory / "tokenizer.json").write_text('{"any": "bytes"}')
     (directory / "generation_config.json").write_text("{}")
-    save_files(tensors, directory, file_bytes)
+    save_torch_state_dict(tensors, directory, max_shard_size=file_bytes)
 
 
 def one_tensor_an_expert(name, tensor):
@@ -76,23 +76,6 @@ def one_tensor_an_expert(name, tensor):
             yield name.replace("down_proj", f"{e}.down_proj.weight"), expert.clone()
     else:
         yield name, tensor
-
-
-def save_files(tensors, directory, file_bytes):
-    files, size = [[]], 0
-    for key, tensor in tensors.items():
-        if size + tensor.nbytes > file_bytes:
-            files.append([])
-            size = 0
-        files[-1].append(key)
-        size += tensor.nbytes
-    if len(files) == 1:
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-        return
-    names = {key: f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i, keys in enumerate(files) for key in keys}
-    for keys in files:
-        save_file({key: tensors[key] for key in keys}, directory / names[keys[0]], metadata={"format": "pt"})
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
 def stored(directory):
