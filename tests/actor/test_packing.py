@@ -22,30 +22,6 @@ def test_as_few_micro_batches_as_the_budget_allows():
     assert assign([7], 2, 10) == [[[0]], [[]]]  # a replica without samples still takes part
 
 
-def test_pack_has_every_token_once_in_order():
-    samples = [
-        Sample(np.array([10, 11]), np.array([20, 21, 22]), np.array([-1, -2, -3], np.float32), 0.5),
-        Sample(np.array([12]), np.array([23]), np.array([-4], np.float32), -0.5, trained=False),
-    ]
-    masked = [replace(samples[0], loss_mask=np.array([True, False, True])), samples[1]]
-    assert pack(masked, [7, 3], torch.device("cpu")).batch.loss_mask.tolist() == [False, True, False, True]
-    assert [sample.trained_tokens for sample in (*masked, samples[0])] == [2, 0, 3]
-    batch = pack(samples, [7, 3], torch.device("cpu"))
-    assert batch.tokens.tolist() == [[12, 10, 11, 20, 21]]
-    assert batch.labels.tolist() == [[23, 11, 20, 21, 22]]
-    assert batch.positions.tolist() == [[0, 0, 1, 2, 3]]
-    assert batch.packed.length_runs == ((1, 1), (1, 4))
-    assert batch.packed.cu_seqlens_q.tolist() == [0, 1, 5]
-    assert batch.packed.trained.tolist() == [0, 2, 3, 4]
-    assert batch.batch.rollout_logprobs.tolist() == [-4, -1, -2, -3]
-    assert batch.batch.advantages.tolist() == [-0.5, 0.5, 0.5, 0.5]
-    assert batch.batch.loss_mask.tolist() == [False, True, True, True]
-    assert batch.batch.cu_seqlens.tolist() == [0, 1, 4]
-    assert batch.batch.sequence_index.tolist() == [3, 7]
-    assert (batch.token_count, batch.sequence_count) == (3, 1)
-    assert batch.batch.logprobs.isnan().all() and batch.batch.logprobs.shape == (4,)  # the model has not run yet
-
-
 def group(prompt, *responses, **fields):
     return [
         Sample(np.array(prompt), np.array(r), np.arange(len(r), dtype=np.float32), float(len(r)), **fields)

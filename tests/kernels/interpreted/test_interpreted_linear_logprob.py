@@ -94,16 +94,6 @@ def test_misaligned_weight_gives_the_same_bits() -> None:
     torch.testing.assert_close(ours, linear_logprob(hidden, weight, targets, backend="triton"), rtol=0, atol=0)
 
 
-def test_results_repeat_bit_for_bit() -> None:
-    hidden, weight, targets = problem(torch.float16, 130, 16, 300, 300)
-
-    def results() -> list[torch.Tensor]:
-        outputs = linear_logprob(hidden, weight, targets, TEMPERATURE, backend="triton")
-        return [*outputs, *gradients(outputs, [hidden, weight])]
-
-    assert all(torch.equal(a, b) for a, b in zip(results(), results(), strict=True))
-
-
 def test_large_logits_stay_finite_and_right() -> None:
     """Logits may be far below 0: the padded rows of the vocabulary must not count as logits of 0."""
     hidden, weight, targets = problem(torch.float32, 65, 8, 70, 67)
