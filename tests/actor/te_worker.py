@@ -27,7 +27,7 @@ from megarl.objectives import build_objective
 from megarl.rollout.builtin import BuiltinEngine
 from megarl.rollout.continuous import checked_experts
 from tests.actor.conftest import FAMILIES, make_hf_model, make_recipe
-from tests.actor.test_lora import check_peft
+from tests.actor.test_lora import check_peft, every_target
 from tests.actor.test_step import make_samples
 from tests.extent import few
 
@@ -40,8 +40,6 @@ RESUMED = ("qwen3_moe", "deepseek_v3", "gpt_oss")  # families whose checkpoints 
 WIDE = dict(intermediate_size=32, moe_intermediate_size=32, shared_expert_intermediate_size=48, q_lora_rank=32,
             kv_lora_rank=32, qk_rope_head_dim=16, v_head_dim=16)  # fmt: skip
 WIDE_ROTARY = {"head_dim": 16}  # of latent attention, where transformers calls qk_rope_head_dim so as well
-LATENT = ["q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj"]
-TARGETS = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
 FP8 = {"fp8": "e4m3", "fp8_recipe": "blockwise"}
 ALIGN = 16
 TEXT = [[(7 * i + 3) % 67 for i in range(20)]]
@@ -55,8 +53,7 @@ def check(family: str, folder: Path) -> None:
     model = folder / "model"
     make_hf_model(family, **wide, **latent_attention).save_pretrained(model)
     hf = read_hf_config(model)
-    latent = [f"linear_{name}" for name in LATENT] + TARGETS[1:]
-    adapters = {"lora": {"rank": 4, "targets": latent if "deepseek" in family else TARGETS}}
+    adapters = {"lora": {"rank": 4, "targets": every_target(hf)}}
     first: dict[str, float] = {}
     for composition in COMPOSITIONS if hf["num_experts"] else ("", " lora"):
         where, replay = f"{family}{composition}", composition.removeprefix(" lora").strip()

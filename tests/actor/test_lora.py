@@ -15,6 +15,7 @@ from megarl.actor.model import build_model
 from megarl.actor.peft import export_adapters
 from megarl.actor.step import Actor
 from megarl.errors import UserError
+from megarl.models.hf_config import read_hf_config
 from megarl.models.lora import check_exported_alone, matrices
 from megarl.storage.checked_json import read_checked
 from megarl.storage.policies import read_info, weight_files
@@ -24,14 +25,12 @@ from tests.actor.test_step import CPU, updates
 from tests.actor.test_step import build as build_whole
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-ALL = ["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
-LATENT = ["linear_kv_down_proj", "linear_kv_up_proj", *ALL[1:]]
-QUERIES = {"deepseek_v3": ["linear_q_down_proj", "linear_q_up_proj"], "deepseek_v3_moonlight": ["linear_q_proj"]}
 
 
-def every_target(family):
-    """The targets that are all matrices of the family."""
-    return QUERIES[family] + LATENT if family in QUERIES else ALL
+def every_target(hf):
+    """The targets that are all matrices of a model."""
+    layers = range(hf["num_hidden_layers"])
+    return sorted({matrix.name.rpartition(".")[2] for layer in layers for matrix in matrices(hf, layer)})
 
 
 def build(path, lora, recompute="none", **tables):
@@ -47,7 +46,7 @@ def exported(actor, folder, like):
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe_qk_norm", "qwen3_next", "deepseek_v3", "qwen3_5_moe"])
 def test_base_plus_exported_adapters_is_the_merged_export(family, tmp_path):
     make_hf_model(family).save_pretrained(tmp_path / "in")
-    actor = build(tmp_path / "in", {"targets": every_target(family)})
+    actor = build(tmp_path / "in", {"targets": every_target(read_hf_config(tmp_path / "in"))})
     for adapter in actor.models[0].adapters.values():
         torch.nn.init.normal_(adapter.b, std=0.1)
     export_hf(actor.models, tmp_path / "out", tmp_path / "in", 7)
@@ -135,7 +134,7 @@ def stored_tensors(folder):
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "deepseek_v3_moonlight", "qwen3_next", "gpt_oss"])
 def test_merged_export_has_the_actors_log_probs_in_transformers(family, saved_model, tmp_path):
-    actor = build(saved_model(family), {"targets": every_target(family)})
+    actor = build(saved_model(family), {"targets": every_target(read_hf_config(saved_model(family)))})
     text = [[(7 * i + 3) % 67 for i in range(20)]]
     (first,) = reference.score(actor.models, text, 64, CPU)
     updates(actor, range(3))
@@ -186,8 +185,8 @@ def test_adapter_checkpoint_has_the_adapters_alone_and_other_adapters_are_refuse
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_matrix_has_an_adapter_of_its_size(family, tmp_path):
     """`megarl.models.lora.matrices`, which the checks of a recipe use, agrees with what Megatron builds."""
-    table = {"rank": 1, "targets": every_target(family)}
-    hf, recipe = read_settings(tmp_path, family), make_recipe(actor={"lora": table})
+    hf = read_settings(tmp_path, family)
+    recipe = make_recipe(actor={"lora": {"rank": 1, "targets": every_target(hf)}})
     models = build_model(hf, recipe)
     names = {
         name for name, _ in models[0].named_parameters() if re.search(r"linear_\w+\.weight$|experts\.weight[12]$", name)
