@@ -73,17 +73,17 @@ def test_weights_hash_changes_with_the_weights_alone(tmp_path):
     assert export_hf(models, tmp_path / "c", tmp_path / "in", 0).weights_hash != hashes[0]
 
 
-EXPERTS = "layers.1.mlp.experts"
+EXPERTS = "model.layers.1.mlp.experts"
 ODD = "gate_up_proj{0} has 49 gate and up projections, an odd number"
 
 
 @pytest.mark.parametrize(
     ("family", "changes", "words"),
     [
-        ("qwen3", {"layers.1.mlp.up_proj.weight": None}, r"model\.layers\.1\.mlp\.up_proj\.weight"),
-        ("qwen3", {"norm.weight": torch.zeros(5)}, r"model\.norm\.weight.*\(5,\)"),
-        ("qwen3", {"norm.weight": torch.zeros(32).char()}, r"model\.norm\.weight' has dtype I8"),
-        ("qwen3", {"layers.0.mlp.gate.weight": torch.zeros(4, 32)}, r"1 tensors that a model .*layers\.0\.mlp\.gate"),
+        ("qwen3", {"model.layers.1.mlp.up_proj.weight": None}, r"model\.layers\.1\.mlp\.up_proj\.weight"),
+        ("qwen3", {"model.norm.weight": torch.zeros(5)}, r"model\.norm\.weight.*\(5,\)"),
+        ("qwen3", {"model.norm.weight": torch.zeros(32).char()}, r"model\.norm\.weight' has dtype I8"),
+        ("qwen3", {"model.layers.0.mlp.gate.weight": torch.zeros(4, 32)}, r"1 tensors that a model .*0\.mlp\.gate"),
         # half of 49, rounded down, is the expected size, but then the parts of later experts would be misplaced
         ("gpt_oss", {f"{EXPERTS}.gate_up_proj_bias": torch.zeros(4, 49)}, ODD.format("_bias")),
         ("gpt_oss", {f"{EXPERTS}.gate_up_proj": torch.zeros(4, 32, 49)}, ODD.format("")),
@@ -95,11 +95,11 @@ ODD = "gate_up_proj{0} has 49 gate and up projections, an odd number"
 def test_errors_name_tensors_that_do_not_fit(family, changes, words, tmp_path):
     """Fused experts take the place of those that transformers may have written as one tensor per expert."""
     make_hf_model(family).save_pretrained(tmp_path)
-    stored = {name.removeprefix("model."): tensor.clone() for name, tensor in load(tmp_path).items()}
+    stored = {name: tensor.clone() for name, tensor in load(tmp_path).items()}
     if family == "qwen3_moe":
         stored = {name: tensor for name, tensor in stored.items() if f"{EXPERTS}." not in name}
         stored |= {f"{EXPERTS}.gate_up_proj": torch.zeros(4, 48, 32), f"{EXPERTS}.down_proj": torch.zeros(4, 32, 24)}
-    save({f"model.{name}": x for name, x in (stored | changes).items() if x is not None}, tmp_path)
+    save({name: tensor for name, tensor in (stored | changes).items() if tensor is not None}, tmp_path)
     with pytest.raises(UserError, match=words):
         load_models(tmp_path)
 
