@@ -18,8 +18,8 @@ def build_experts(count, kind="plain"):
     torch.manual_seed(0)
     config = transformer_config(KINDS[kind] | {"num_experts": count}, make_recipe())
     experts = GroupedExperts(count, config, get_default_pg_collection())
-    for bias in (p for name, p in experts.named_parameters() if name.startswith("bias")):
-        torch.nn.init.normal_(bias, std=0.1)
+    for name, parameter in experts.named_parameters():
+        torch.nn.init.normal_(parameter, std=0.1 if "bias" in name else 0.02)
     return experts
 
 
