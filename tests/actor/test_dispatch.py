@@ -1,4 +1,4 @@
-"""Dispatch of tokens to their experts and back: order, sums, and no waits for the device."""
+"""Dispatch of tokens to their experts and back: order and sums."""
 
 import pytest
 import torch
