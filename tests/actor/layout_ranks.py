@@ -360,14 +360,21 @@ def logprobs(actor: Any, batches: list[Any], samples: int) -> list[torch.Tensor]
 
     from megarl.actor.schedule import collect, run_micro_batches
 
-    logs = run_micro_batches(actor.replicas, batches, collect, forward_only=True)
-    found = [log.batch.by_sequence(log.batch.logprobs) for log in logs]
+    found: dict[int, dict[int, float]] = {}
+    for log in run_micro_batches(actor.replicas, batches, collect, forward_only=True):
+        batch = log.batch
+        sequences = batch.sequence_index[batch.sequence_ids]
+        values = zip(sequences.tolist(), batch.positions.tolist(), batch.logprobs.tolist(), strict=True)
+        for (sequence, position, value), trains in zip(values, batch.loss_mask.tolist(), strict=True):
+            if trains:
+                found.setdefault(sequence, {})[position] = value
     group = mpu.get_data_parallel_group(with_context_parallel=True)
     everyone: list[Any] = [None] * group.size()
     dist.all_gather_object(everyone, found, group=group)
     whole: dict[int, dict[int, float]] = {}
-    for sequence, values in (item for rank in everyone for part in rank for item in part.items()):
-        whole.setdefault(sequence, {}).update(values)
+    for part in everyone:
+        for sequence, values in part.items():
+            whole.setdefault(sequence, {}).update(values)
     if not whole:
         return []
     return [torch.tensor([v for _, v in sorted(whole.get(i, {}).items())]) for i in range(samples)]

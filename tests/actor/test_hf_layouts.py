@@ -5,9 +5,8 @@ from functools import reduce
 
 import pytest
 import torch
-from huggingface_hub import save_torch_state_dict
 from safetensors import safe_open
-from transformers import AutoConfig, AutoModelForCausalLM
+from safetensors.torch import save_file
 
 from megarl.storage.policies import weight_files
 from tests.actor import hf_worker
@@ -38,6 +37,8 @@ CASES = [(layout, name) for layout in hf_worker.TAKEN for name in hf_worker.fami
 
 def make_model(directory, name):
     """Write a random model, with fused experts or one tensor per expert, as one file or as several with an index."""
+    from transformers import AutoConfig
+
     model_type, settings, dtype, file_bytes = MODELS[name]
     torch.manual_seed(0)
     config = {"model_type": model_type} | SHAPES | settings
@@ -63,7 +64,7 @@ def make_model(directory, name):
         tensors |= {f"mtp.{key}": torch.randn(5, 3).to(dtype) for key in ("fc.weight", "layers.0.mlp.gate.weight")}
     (directory / "tokenizer.json").write_text('{"any": "bytes"}')
     (directory / "generation_config.json").write_text("{}")
-    save_torch_state_dict(tensors, directory, max_shard_size=file_bytes)
+    save_files(tensors, directory, file_bytes)
 
 
 def one_tensor_an_expert(name, tensor):
@@ -76,6 +77,23 @@ def one_tensor_an_expert(name, tensor):
             yield name.replace("down_proj", f"{e}.down_proj.weight"), expert.clone()
     else:
         yield name, tensor
+
+
+def save_files(tensors, directory, file_bytes):
+    files, size = [[]], 0
+    for key, tensor in tensors.items():
+        if size + tensor.nbytes > file_bytes:
+            files.append([])
+            size = 0
+        files[-1].append(key)
+        size += tensor.nbytes
+    if len(files) == 1:
+        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+        return
+    names = {key: f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i, keys in enumerate(files) for key in keys}
+    for keys in files:
+        save_file({key: tensors[key] for key in keys}, directory / names[keys[0]], metadata={"format": "pt"})
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
 def stored(directory):
@@ -129,6 +147,8 @@ def test_loading_and_exporting_need_at_most_the_largest_tensor_and_a_block(root,
 
 def test_exports_of_many_files_load_into_transformers(root):
     """Transformers reads the same weights from the export of four ranks, by its index, as from the original."""
+    from transformers import AutoModelForCausalLM
+
     models = [
         AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).state_dict()
         for path in (root / "models/qwen3_moe_fused", root / "exports/TP2 EP2 ETP2/qwen3_moe_fused")
