@@ -1,5 +1,6 @@
 """Fixtures of the actor's tests: a process group of one rank with Megatron's groups, and tiny Hugging Face models."""
 
+import functools
 import json
 import os
 
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+from megarl.models import FAMILIES as MODEL_TYPES
 from megarl.recipe.load import parse_recipe
 
 SHAPE = dict(
@@ -25,6 +27,11 @@ SHAPE = dict(
     pad_token_id=0,
     bos_token_id=None,
 )
+# a model with experts, as `megarl.models.hf_config.read_hf_config` returns it; `num_experts` is to be added
+EXPERTS = SHAPE | dict(
+    model_type="qwen3_moe", num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True, rope_theta=1e4,
+    rope_scaling_factor=None, rotary_fraction=1.0,
+)  # fmt: skip
 LLAMA3_ROPE = dict(
     rope_type="llama3",
     rope_theta=10000.0,
@@ -129,18 +136,6 @@ FAMILIES = {
     "deepseek_v3_moonlight": DEEPSEEK
     | dict(q_lora_rank=None, n_group=1, topk_group=1, rope_parameters=None, rms_norm_eps=1e-5),
 }
-MODEL_TYPES = {  # name in FAMILIES: its model_type, where that is not the same
-    "qwen3_moe_unnormalised": "qwen3_moe",
-    "qwen3_tied": "qwen3",
-    "llama_rope_scaling": "llama",
-    "olmoe_normalised": "olmoe",
-    "glm4_moe_qk_norm": "glm4_moe",
-    "deepseek_v3_moonlight": "deepseek_v3",
-    "gpt_oss_all_windows": "gpt_oss",
-    "qwen3_next_dense": "qwen3_next",
-}
-
-
 VISION = dict(
     depth=1, hidden_size=16, intermediate_size=16, num_heads=2, patch_size=4, num_position_embeddings=16,
     out_hidden_size=32,
@@ -148,8 +143,9 @@ VISION = dict(
 
 
 def config_settings(family: str, **changes):
-    """The settings of a tiny model, as in its config.json."""
-    settings = SHAPE | {"model_type": MODEL_TYPES.get(family, family)} | FAMILIES[family] | changes
+    """The settings of a tiny model, as in its config.json. The name of a family begins with its model_type."""
+    model_type = max((name for name in MODEL_TYPES if family.startswith(name)), key=len)
+    settings = SHAPE | {"model_type": model_type} | FAMILIES[family] | changes
     if family != "qwen3_5_moe":
         return settings
     outside = {key: settings.pop(key) for key in ("model_type", "quantization_config") if key in settings}
@@ -171,12 +167,10 @@ def make_hf_model(family: str, **changes):
         if "norm" in name:
             usual = float(parameter[0])  # 1, or 0 where the norm multiplies by its weight plus one
             torch.nn.init.uniform_(parameter, usual - 0.5, usual + 0.5)
-        elif name.endswith(("bias", "A_log")):
+        elif name.endswith(("bias", "A_log", "sinks")):
             torch.nn.init.normal_(parameter)
         elif "conv1d" in name:
             torch.nn.init.normal_(parameter, std=0.5)
-        elif name.endswith("sinks"):
-            torch.nn.init.normal_(parameter)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             torch.nn.init.normal_(buffer, std=0.3)
@@ -202,6 +196,19 @@ def make_recipe(model_path="model", **tables):
     for name, table in tables.items():
         defaults[name] = defaults.get(name, {}) | table
     return parse_recipe(defaults)
+
+
+@pytest.fixture(scope="session")
+def saved_model(tmp_path_factory):
+    """``saved_model(family)``: the folder of a tiny model, written once, which no test changes."""
+
+    @functools.cache
+    def write(family):
+        path = tmp_path_factory.mktemp(family)
+        make_hf_model(family).save_pretrained(path)
+        return path
+
+    return write
 
 
 @pytest.fixture(scope="package")

@@ -6,6 +6,11 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.actor import attention as module
+from megarl.actor.attention import PackedAttention, PackedSequences, attended
+from megarl.actor.model import transformer_config
+from megarl.actor.packing import Sample, _pieces, _segments
+from megarl.batch import ContextShard
 from tests.actor.conftest import SHAPE, make_recipe
 from tests.actor.flash import flash_attention_on
 
@@ -26,9 +31,6 @@ KINDS = {  # (model, number of a layer from 1, dtype); not bfloat16 for sinks, w
 
 
 def attention_and_inputs(tokens, kind="all keys"):
-    from megarl.actor.attention import PackedAttention
-    from megarl.actor.model import transformer_config
-
     torch.manual_seed(0)
     shapes = ((tokens, 4, 16), (tokens, 2, 16), (tokens, 2, 16))
     hf, layer, dtype = KINDS[kind]
@@ -39,8 +41,6 @@ def attention_and_inputs(tokens, kind="all keys"):
 
 
 def packed(pieces, tokens, ranks=1):
-    from megarl.actor.attention import PackedSequences, attended
-
     pieces = attended(pieces, tokens, tokens * ranks, torch.device("cpu"))
     return PackedSequences(qkv_format="thd", attended=pieces)
 
@@ -91,10 +91,6 @@ def test_attention_equals_a_softmax_written_out_for_each_query(kind, fused):
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("kind", KINDS)
 def test_one_call_for_both_chunks_of_a_context_parallel_rank_equals_whole_sequences(kind, rank, monkeypatch):
-    from megarl.actor import attention as module
-    from megarl.actor.packing import Sample, _pieces, _segments
-    from megarl.batch import ContextShard
-
     attention, whole = attention_and_inputs(int(LENGTHS.sum()), kind)
     shards = [ContextShard(None, r, 2) for r in (0, 1)]
     held = [torch.from_numpy(s.held_tokens(LENGTHS)) for s in shards]
@@ -117,8 +113,6 @@ def test_one_call_for_both_chunks_of_a_context_parallel_rank_equals_whole_sequen
 @pytest.mark.parametrize("kind", KINDS)
 def test_responses_that_share_a_prompt_attend_as_whole_sequences_do(kind, fused):
     """Outputs and gradients; that of the prompt's keys is the sum over the whole sequences."""
-    from megarl.actor.packing import Sample, _pieces, _segments
-
     prompts = ([1, 2, 3, 4], [5, 6, 7], [8])
     samples = [
         Sample(np.array(prompts[p]), np.arange(n), np.zeros(n, np.float32), 0.0)

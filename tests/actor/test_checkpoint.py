@@ -12,14 +12,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
+from megarl.actor import checkpoint, parallel, writers
 from megarl.errors import UserError
-from tests.actor.conftest import make_hf_model, make_recipe
+from tests.actor.conftest import make_recipe
 from tests.actor.layout_ranks import join
 from tests.actor.ranks import run_ranks
 from tests.actor.test_step import build, updates
 
 pytestmark = pytest.mark.usefixtures("one_rank")
+STRATEGIES = "megatron.core.dist_checkpointing.strategies"
 
 
 def weights(actor):
@@ -27,30 +31,23 @@ def weights(actor):
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_tied"])
-def test_resume_is_bitwise(family, tmp_path):
-    from megarl.actor import checkpoint
-
-    make_hf_model(family).save_pretrained(tmp_path / "model")
-    straight = build(tmp_path / "model")
+def test_resume_is_bitwise(family, saved_model, tmp_path):
+    straight = build(saved_model(family))
     for update in range(3):  # the third checkpoint takes the plan of the first two
         assert straight.saving.strategy.validated_cache_reuse is (update == 2)
         updates(straight, [update])
         checkpoint.save(straight, tmp_path / "checkpoints", update + 1, keep=1)
     expected = updates(straight, range(3, 6))
 
-    resumed = build(tmp_path / "model")
+    resumed = build(saved_model(family))
     (found,) = checkpoint.checkpoints(tmp_path / "checkpoints")
     assert checkpoint.load(resumed, found[1]) == 3 == found[0]
     assert updates(resumed, range(3, 6)) == expected
     assert all(torch.equal(a, b) for a, b in zip(weights(straight), weights(resumed), strict=True))
 
 
-def test_the_copy_that_the_writer_reads_is_not_reused(tmp_path, monkeypatch):
+def test_the_copy_that_the_writer_reads_is_not_reused(saved_model, tmp_path, monkeypatch):
     """Forks share pinned memory, and torch gives it to the next upload once no tensor refers to it."""
-    from megatron.core.dist_checkpointing.strategies.filesystem_async import FileSystemWriterAsync
-
-    from megarl.actor import checkpoint, writers
-
     rank, copies = os.getpid(), []
 
     def reuse(memory):
@@ -71,9 +68,8 @@ def test_the_copy_that_the_writer_reads_is_not_reused(tmp_path, monkeypatch):
         os.read(reader, 1)
         write(*arguments)
 
-    make_hf_model("qwen3").save_pretrained(tmp_path / "model")
-    actor, (reader, writer), write = build(tmp_path / "model"), os.pipe(), writers._write_and_sum
-    monkeypatch.setattr(FileSystemWriterAsync, "preload_tensors", staticmethod(preload))
+    actor, (reader, writer), write = build(saved_model("qwen3")), os.pipe(), writers._write_and_sum
+    monkeypatch.setattr(f"{STRATEGIES}.filesystem_async.FileSystemWriterAsync.preload_tensors", staticmethod(preload))
     monkeypatch.setattr(writers, "_write_and_sum", held)
     updates(actor, [0])
     path = checkpoint.save(actor, tmp_path / "checkpoints", 1, keep=2, wait=False)
@@ -82,16 +78,13 @@ def test_the_copy_that_the_writer_reads_is_not_reused(tmp_path, monkeypatch):
     checkpoint.finish(actor)
     assert all(kept) and kept and not any(staged.alive for staged in copies)
 
-    resumed = build(tmp_path / "model")
+    resumed = build(saved_model("qwen3"))
     assert checkpoint.load(resumed, path) == 1
     assert all(torch.equal(a, b) for a, b in zip(weights(actor), weights(resumed), strict=True))
 
 
-def test_only_the_newest_complete_checkpoints_are_kept(tmp_path):
-    from megarl.actor import checkpoint
-
-    make_hf_model("qwen3").save_pretrained(tmp_path / "model")
-    actor, directory = build(tmp_path / "model"), tmp_path / "checkpoints"
+def test_only_the_newest_complete_checkpoints_are_kept(saved_model, tmp_path):
+    actor, directory = build(saved_model("qwen3")), tmp_path / "checkpoints"
     (directory / ".update_000004.9-9.tmp").mkdir(parents=True)  # a killed save
     (directory / ".update_000004.9-9.tmp/rest").write_text("torn")
     for update in (2, 4, 6):
@@ -102,20 +95,14 @@ def test_only_the_newest_complete_checkpoints_are_kept(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory):
+def saved(saved_model, tmp_path_factory):
     """An actor after two updates, and the path of its checkpoint."""
-    from megarl.actor import checkpoint
-
-    folder = tmp_path_factory.mktemp("saved")
-    make_hf_model("qwen3").save_pretrained(folder / "model")
-    actor = build(folder / "model")
+    actor = build(saved_model("qwen3"))
     updates(actor, range(2))
-    return actor, checkpoint.save(actor, folder / "checkpoints", 2, keep=2)
+    return actor, checkpoint.save(actor, tmp_path_factory.mktemp("saved") / "checkpoints", 2, keep=2)
 
 
 def test_manifest_lists_every_file_and_verify_names_a_damaged_one(saved):
-    from megarl.actor import checkpoint
-
     _, path = saved
     manifest = json.loads((path / "manifest.json").read_text())
     assert set(manifest["files"]) | {"manifest.json"} == {file.name for file in path.iterdir()}
@@ -148,8 +135,6 @@ def save_of_two(rank, model, folder):
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-    from megarl.actor import checkpoint, parallel
-
     join(rank, 2, folder)
     parallel.build_groups(make_recipe(model))
     for error, message in ERRORS:
@@ -169,9 +154,8 @@ def save_of_two(rank, model, folder):
 
 
 @pytest.mark.layouts
-def test_every_rank_reports_why_one_rank_could_not_write(tmp_path):
-    make_hf_model("qwen3").save_pretrained(tmp_path / "model")
-    run_ranks(save_of_two, (tmp_path / "model", tmp_path), 2)
+def test_every_rank_reports_why_one_rank_could_not_write(saved_model, tmp_path):
+    run_ranks(save_of_two, (saved_model("qwen3"), tmp_path), 2)
     assert not list((tmp_path / "checkpoints").glob("update_*"))
 
 
@@ -187,10 +171,6 @@ class Payload:
 
 def test_a_planted_pickle_does_not_run(saved, tmp_path):
     """Checksums do not prevent this: whoever plants a pickle can write a manifest that fits it."""
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
-
-    from megarl.actor import checkpoint
-
     actor, path = saved
     marker, file = tmp_path / "ran", path / ".metadata"
     before = file.read_bytes()
@@ -208,8 +188,6 @@ def test_a_planted_pickle_does_not_run(saved, tmp_path):
 
 
 def test_a_planted_pickle_among_what_ranks_have_in_common_does_not_run(saved, tmp_path, monkeypatch):
-    from megarl.actor import checkpoint
-
     actor, _ = saved
     monkeypatch.setattr(checkpoint, "_shared_statistics", lambda _: Payload(tmp_path / "ran"))
     path = checkpoint.save(actor, tmp_path / "checkpoints", 3, keep=2)
@@ -220,11 +198,6 @@ def test_a_planted_pickle_among_what_ranks_have_in_common_does_not_run(saved, tm
 
 def test_a_pickle_in_the_place_of_what_ranks_have_in_common_is_not_read(saved, tmp_path):
     """Megatron-Core 0.19 writes one among the tensors, and unpickles it if there is no common.pt."""
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
-
-    from megarl.actor import checkpoint
-
     actor, path = saved
     path = Path(shutil.copytree(path, tmp_path / "update_000002"))
     torch.save(Payload(tmp_path / "ran"), planted := io.BytesIO())

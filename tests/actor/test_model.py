@@ -3,9 +3,7 @@
 import pytest
 import torch
 
-from megarl.objectives import build_objective
-from tests.actor.conftest import make_hf_model
-from tests.actor.test_step import CPU, build, make_samples
+from tests.actor.test_step import build, make_samples, update
 
 
 def test_the_router_multiplies_in_float32_without_transformer_engine():
@@ -23,18 +21,11 @@ def test_the_router_multiplies_in_float32_without_transformer_engine():
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_norms_are_recomputed_without_a_compiler(tmp_path, monkeypatch):
+def test_norms_are_recomputed_without_a_compiler(saved_model, monkeypatch):
     """Megatron-Core 0.19 has a C++ extension for it, which it compiles in the first backward pass."""
-    from megatron.core.tensor_parallel import random
-
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
-    monkeypatch.setattr(random, "load_inline", None, raising=False)
-    make_hf_model("qwen3").save_pretrained(tmp_path)
-    batches, objective = micro_batches(make_samples(), 64, CPU), build_objective("mu_grpo", {})
+    monkeypatch.setattr("megatron.core.tensor_parallel.random.load_inline", None, raising=False)
     stored, recomputed = (
-        train_step(build(tmp_path, actor={"recompute": parts}), batches, objective, lr=1e-3)
+        update(build(saved_model("qwen3"), actor={"recompute": parts}), make_samples())
         for parts in ("none", ["layernorm"])
     )
     assert recomputed["grad_norm"] == pytest.approx(stored["grad_norm"], rel=1e-6)

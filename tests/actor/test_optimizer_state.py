@@ -7,13 +7,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.actor.optimizer_state import rectangles
+
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 @given(data=st.data(), shape=st.lists(st.integers(1, 5), min_size=1, max_size=4))
 def test_rectangles_cover_a_range_once_and_in_order(data, shape):
-    from megarl.actor.optimizer_state import rectangles
-
     size = math.prod(shape)
     start = data.draw(st.integers(0, size))
     end = data.draw(st.integers(start, size))

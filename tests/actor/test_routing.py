@@ -1,14 +1,17 @@
 """Metrics of experts, against routers evaluated by hand on the hidden states of transformers' model."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 
+from megarl.actor.packing import micro_batches
+from megarl.actor.step import train_step
 from megarl.objectives import build_objective
 from tests.actor.conftest import make_hf_model
-from tests.actor.test_step import CPU, build, make_samples, trained
+from tests.actor.test_step import CPU, build, make_samples, trained, update
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -35,13 +38,9 @@ def by_hand(model, samples, top_k, sigmoid=False):
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("name", ["mu_grpo", "m2po"])  # the second makes another forward pass first
-def test_loads_and_entropies_are_those_of_the_trained_tokens(name, recompute, tmp_path):
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
+def test_loads_and_entropies_are_those_of_the_trained_tokens(name, recompute, saved_model):
     model = make_hf_model("qwen3_moe")
-    model.save_pretrained(tmp_path)
-    actor, samples = build(tmp_path, actor={"recompute": recompute}), make_samples()
+    actor, samples = build(saved_model("qwen3_moe"), actor={"recompute": recompute}), make_samples()
     loads, entropies = by_hand(model, samples, model.config.num_experts_per_tok)
     batches = micro_batches(samples, 24, CPU)
     assert len(batches) > 2
@@ -59,51 +58,29 @@ def test_loads_and_entropies_are_those_of_the_trained_tokens(name, recompute, tm
     assert "experts_load" not in train_step(actor, batches, build_objective(name, {}), lr=0.0)
 
 
-def test_the_entropy_of_a_router_with_sigmoid_scores_is_that_of_their_shares(tmp_path):
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
-    model = make_hf_model("deepseek_v3")
-    model.save_pretrained(tmp_path)
-    actor, samples = build(tmp_path), make_samples()
-    _, entropies = by_hand(model, samples, 1, sigmoid=True)
-    found = train_step(actor, micro_batches(samples, 24, CPU), build_objective("mu_grpo", {}), lr=0.0)
+def test_the_entropy_of_a_router_with_sigmoid_scores_is_that_of_their_shares(saved_model):
+    samples = make_samples()
+    _, entropies = by_hand(make_hf_model("deepseek_v3"), samples, 1, sigmoid=True)
+    found = update(build(saved_model("deepseek_v3")), samples, lr=0.0)
     assert found["router/entropy"] == pytest.approx(sum(entropies) / len(entropies), rel=1e-5)
     assert "router/entropy/layer_01" not in found  # it is dense
 
 
-def test_trained_tokens_differ_if_at_least_one_of_their_experts_does(tmp_path):
-    from dataclasses import replace
-
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
-    model = make_hf_model("qwen3_moe")
-    model.save_pretrained(tmp_path)
-    actor, samples = build(tmp_path, actor={"routing_replay": "engine"}), make_samples()
-    gates = [module for name, module in model.named_modules() if name.endswith("mlp.gate")]
-    rng, given, differ, tokens = np.random.default_rng(0), [], 0, 0
+def test_trained_tokens_differ_if_at_least_one_of_their_experts_does(saved_model):
+    """Half of the tokens are given another expert in layer 1; those of layer 2 depend on it, so they are unknown."""
+    model, rng, given, differ, tokens = make_hf_model("qwen3_moe"), np.random.default_rng(0), [], 0, 0
     chosen = []
-    for gate in gates:
-        gate.register_forward_hook(
-            lambda gate, inputs, _: chosen.append((inputs[0].flatten(0, -2) @ gate.weight.T).topk(2).indices)
-        )
-    experts = gates[0].weight.size(0)
-    for sample in samples:
-        chosen.clear()
+    model.model.layers[0].mlp.gate.register_forward_hook(
+        lambda gate, inputs, _: chosen.append((inputs[0].flatten(0, -2) @ gate.weight.T).topk(2).indices.numpy())
+    )
+    for sample in make_samples():
         model(torch.from_numpy(np.concatenate([sample.prompt_tokens, sample.response_tokens]))[None, :-1])
-        own = torch.stack(chosen, 1).numpy()  # [tokens, layers, 2]
-        first = own[:, 0, 0] + rng.integers(0, 2, len(own))  # in layer 1 half of the tokens get another expert
-        changed = own.copy()
-        others = np.array([[e for e in range(experts) if e not in row] for row in own[:, 0]])
-        swap = first != own[:, 0, 0]
-        changed[swap, 0, 0] = others[swap, 0]
-        given.append(replace(sample, routed_experts=changed.astype(np.int8)))
-        counted = np.append(np.zeros(len(own) - len(sample.response_tokens), bool), trained(sample))
+        experts = np.full((len(sample), 2, 2), -1, np.int8)
+        swap, experts[:, 0] = rng.random(len(sample)) < 0.5, chosen[-1]
+        experts[swap, 0, 0] = [min({0, 1, 2} - set(row)) for row in chosen[-1][swap].tolist()]
+        given.append(replace(sample, routed_experts=experts))
+        counted = np.append(np.zeros(len(sample) - len(sample.response_tokens), bool), trained(sample))
         differ, tokens = differ + int(swap[counted].sum()), tokens + int(counted.sum())
-    # the experts of layer 2 depend on those of layer 1, so only the first layer's are given: -1 is unknown
-    for sample in given:
-        sample.routed_experts[:, 1] = -1
-    found = train_step(actor, micro_batches(given, 24, CPU), build_objective("mu_grpo", {}), lr=0.0)
+    found = update(build(saved_model("qwen3_moe"), actor={"routing_replay": "engine"}), given, lr=0.0)
     assert found["routing/tokens_differ"] == pytest.approx(differ / tokens)
     assert found["routing/disagreement"] == pytest.approx(differ / (2 * tokens))

@@ -8,7 +8,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 
+from megarl.actor import packing, step
+from megarl.actor.hf import export_hf
+from megarl.actor.nonfinite import NonFiniteUpdate
+from megarl.actor.packing import Sample, micro_batches
+from megarl.actor.step import Actor, train_step
 from megarl.batch import TokenBatch
 from megarl.objectives import build_objective
 from tests.actor.conftest import FAMILIES, make_hf_model, make_recipe
@@ -20,8 +26,6 @@ SAME_PARAMETERS = ("qwen3_moe_unnormalised", "llama_rope_scaling", "olmoe_normal
 
 
 def make_samples(count=7, seed=0):
-    from megarl.actor.packing import Sample
-
     rng = np.random.default_rng(seed)
     samples = []
     for i in range(count):
@@ -35,18 +39,17 @@ def make_samples(count=7, seed=0):
 
 
 def build(path, **tables):
-    from megarl.actor.step import Actor
-
     return Actor.build(make_recipe(path, **tables), path, CPU)
+
+
+def update(actor, samples, objective="mu_grpo", budget=24, lr=1e-2, **fields):
+    """The metrics of an update. fields: those of the objective."""
+    return train_step(actor, micro_batches(samples, budget, CPU), build_objective(objective, fields), lr=lr)
 
 
 def updates(actor, numbers):
     """The metrics of updates, each with samples of its own."""
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
-    objective = build_objective("mu_grpo", {})
-    return [train_step(actor, micro_batches(make_samples(seed=n), 64, CPU), objective, lr=1e-2) for n in numbers]
+    return [update(actor, make_samples(seed=n), budget=64) for n in numbers]
 
 
 def trained(sample):
@@ -107,12 +110,6 @@ def reference_update(model, samples, objective, recipe, lr):
     ],
 )
 def test_update_equals_plain_torch(family, name, fields, budget, tmp_path):
-    from safetensors.torch import load_file
-
-    from megarl.actor.hf import export_hf
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
     model = make_hf_model(family)
     model.save_pretrained(tmp_path / "in")
     tables = {"rollout": {"temperature": 0.8}, "optimizer": {"lr": 1e-3, "weight_decay": 0.1, "eps": 1e-4}}
@@ -135,51 +132,21 @@ def test_update_equals_plain_torch(family, name, fields, budget, tmp_path):
         assert not torch.equal(value, before[key]) or "expert" in key, key
 
 
-def test_tokens_of_tools_are_read_by_the_model_but_have_no_loss(tmp_path):
-    """Other log-probs of tokens that the policy did not sample change nothing; other tokens in their place do."""
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
-    make_hf_model("qwen3").save_pretrained(tmp_path)
-    samples = make_samples()
-    noise = [np.where(trained(s), s.rollout_logprobs, -9).astype(np.float32) for s in samples]
-    other = [np.where(trained(s) | (not s.trained), s.response_tokens, 5) for s in samples]
-    variants = [
-        samples,
-        [replace(s, rollout_logprobs=own) for s, own in zip(samples, noise, strict=True)],
-        [replace(s, response_tokens=own) for s, own in zip(samples, other, strict=True)],
-    ]
-    for name in ("gspo", "m2po"):
-        objective = build_objective(name, {})
-        found = [train_step(build(tmp_path), micro_batches(v, 30, CPU), objective, lr=1e-3) for v in variants]
-        assert found[0] == found[1], name
-        assert found[0]["loss"] != found[2]["loss"], name  # the model reads them
-
-
-def test_the_learning_rate_follows_the_effective_sample_size(tmp_path):
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
-    make_hf_model("qwen3").save_pretrained(tmp_path)
-    batches, objective = micro_batches(make_samples(), 30, CPU), build_objective("reinforce", {})
-    plain = train_step(build(tmp_path), batches, objective, lr=1e-3)
-    scaled = train_step(build(tmp_path, optimizer={"ess_scaling": True}), batches, objective, lr=1e-3)
+def test_the_learning_rate_follows_the_effective_sample_size(saved_model):
+    plain, scaled = (
+        update(build(saved_model("qwen3"), optimizer={"ess_scaling": scaling}), make_samples(), "reinforce", lr=1e-3)
+        for scaling in (False, True)
+    )
     assert "ess/responses" not in plain and 0 < scaled["ess/responses"] < 0.9
     assert scaled["lr"] == pytest.approx(1e-3 * scaled["ess/responses"] ** 0.5)
     assert scaled["loss"] == plain["loss"] and plain["lr"] == 1e-3
 
 
 @pytest.mark.parametrize("tensor", ["rollout_logprobs", "advantages", "logprobs"])
-def test_non_finite_updates_are_not_applied(tensor, tmp_path):
-    from megarl.actor.hf import export_hf
-    from megarl.actor.nonfinite import NonFiniteUpdate
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
-    make_hf_model("qwen3").save_pretrained(tmp_path / "in")
-    actor, objective = build(tmp_path / "in"), build_objective("reinforce", {})
-    samples = make_samples()
+def test_non_finite_updates_are_not_applied(tensor, saved_model):
+    actor, samples = build(saved_model("qwen3")), make_samples()
     index = next(i for i, s in enumerate(samples) if s.trained and len(s.response_tokens) > 4)
+    length = len(samples[index].response_tokens)
     if tensor == "rollout_logprobs":
         samples[index].rollout_logprobs[2] = math.nan
     elif tensor == "advantages":
@@ -189,7 +156,7 @@ def test_non_finite_updates_are_not_applied(tensor, tmp_path):
             actor.models[0].decoder.final_layernorm.weight[0] = math.nan
     before = [parameter.detach().clone() for parameter in actor.models[0].parameters()]
     with pytest.raises(NonFiniteUpdate, match=f"{tensor} is not finite") as error:
-        train_step(actor, micro_batches(samples, 24, CPU), objective, lr=1e-3)
+        update(actor, samples, "reinforce")
     for old, new in zip(before, actor.models[0].parameters(), strict=True):
         torch.testing.assert_close(new.detach(), old, rtol=0, atol=0, equal_nan=True)
     offenders = error.value.offenders
@@ -198,44 +165,31 @@ def test_non_finite_updates_are_not_applied(tensor, tmp_path):
         assert [o.sequence for o in offenders] == [i for i, s in enumerate(samples) if s.trained]
         return
     (offender,) = offenders
-    length = len(samples[index].response_tokens)
     assert offender.sequence == index
     assert offender.positions == ([2] if tensor == "rollout_logprobs" else list(range(length)))
     assert len(offender.logprobs) == length and all(map(math.isfinite, offender.logprobs.values()))
-    export_hf(actor.models, tmp_path / "out", tmp_path / "in", 0)
-    one, two = (tmp_path / d / "model.safetensors" for d in ("in", "out"))
-    assert one.read_bytes() == two.read_bytes()
     # nothing of the refused update is left: the next one equals that of a new actor
-    batches = micro_batches(make_samples(seed=1), 24, CPU)
-    assert train_step(actor, batches, objective, 1e-3) == train_step(build(tmp_path / "in"), batches, objective, 1e-3)
+    assert updates(actor, [1]) == updates(build(saved_model("qwen3")), [1])
 
 
-def test_a_gradient_that_is_not_finite_by_itself_is_named_by_its_parameter(tmp_path):
-    from megarl.actor.nonfinite import NonFiniteUpdate
-    from megarl.actor.packing import micro_batches
-    from megarl.actor.step import train_step
-
-    make_hf_model("qwen3").save_pretrained(tmp_path)
-    actor = build(tmp_path)
+def test_a_gradient_that_is_not_finite_by_itself_is_named_by_its_parameter(saved_model):
+    actor = build(saved_model("qwen3"))
     name, broken = list(actor.models[0].named_parameters())[3]
     broken.register_hook(lambda gradient: gradient * math.nan)
     trained = len(list(actor.models[0].parameters()))
     where = f"gradient norm is nan, not finite in 1 of {trained} parameters, the first being {name}; .* gradient is not"
     with pytest.raises(NonFiniteUpdate, match=where):
-        train_step(actor, micro_batches(make_samples(), 24, CPU), build_objective("reinforce", {}), lr=1e-3)
+        update(actor, make_samples(), "reinforce")
 
 
 @pytest.mark.parametrize(
     ("family", "adapters"),
     [*((name, False) for name in FAMILIES if name not in SAME_PARAMETERS), ("qwen3_moe", True), ("deepseek_v3", True)],
 )
-def test_every_trained_parameter_is_read_in_a_call_of_its_module(family, adapters, tmp_path):
+def test_every_trained_parameter_is_read_in_a_call_of_its_module(family, adapters, saved_model):
     """Megatron's DDP waits for a gathered weight only before the call of the module that owns it, so an actor that read
     one without a call would compute with a weight of before the update."""
-    from megarl.actor import packing, step
-
-    make_hf_model(family).save_pretrained(tmp_path)
-    actor = build(tmp_path, **({"actor": {"lora": {"rank": 2}}} if adapters else {}))
+    actor = build(saved_model(family), **({"actor": {"lora": {"rank": 2}}} if adapters else {}))
     (model,) = actor.models
     called = set()
     for module in model.modules():
@@ -250,9 +204,8 @@ def test_every_trained_parameter_is_read_in_a_call_of_its_module(family, adapter
     assert [name for name, owner in owners.items() if owner not in called] == []
 
 
-def test_an_actor_that_is_dropped_is_freed(tmp_path):
-    make_hf_model("qwen3_moe").save_pretrained(tmp_path)
-    actor = build(tmp_path)
+def test_an_actor_that_is_dropped_is_freed(saved_model):
+    actor = build(saved_model("qwen3_moe"))
     model = weakref.ref(actor.models[0])
     updates(actor, [0])
     del actor

@@ -15,15 +15,15 @@ import torch
 
 from megarl.batch import TokenBatch
 from megarl.kernels import library
-from megarl.kernels.constants import NEVER
 from megarl.kernels.linear_logprob import definition, linear_logprob
 from megarl.kernels.token_pass import Inherited, PassResult, Rule, token_pass
 from megarl.kernels.token_pass.language import RULES
+from megarl.kernels.tokens import Tokens
 from megarl.objectives import OBJECTIVES
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.prefix_min import exclusive_min
 from tests.gpu.probes import fill_free_memory_with_nan
-from tests.kernels.test_token_pass import BORDERS, as_tokens, make_batch
+from tests.kernels.test_token_pass import BORDERS, inherited_values, make_batch
 
 REQUIRED = os.environ.get("MEGARL_REQUIRE_GPU") == "1"
 pytestmark = pytest.mark.skipif(not (REQUIRED or torch.cuda.is_available()), reason="needs a CUDA device")
@@ -99,17 +99,13 @@ def test_equals_the_definition(name: str, backend: str) -> None:
 def test_inherited_values_act_as_in_cpp(name: str, backend: str) -> None:
     """What chunks of a context-parallel rank inherit from the rest of their sequence has the same effect as in C++."""
     batch = make_batch([5, 900, 0, 8, 40])
-    g = torch.Generator().manual_seed(1)
-    prefix_min = torch.where(torch.rand(5, generator=g) < 0.4, torch.inf, -torch.rand(5, generator=g))
-    trigger = torch.tensor([2, -3, 0, NEVER, 7], dtype=torch.int32)
-    inherited = Inherited(prefix_min, torch.randn(5, generator=g), trigger)
+    inherited = inherited_values()
     values = (0.5, 2.0**43) if name == "second_moment" else (0.6, 1.4, 1.2, 0.9)
 
     def run(batch: TokenBatch, inherited: Inherited, backend: str) -> PassResult:
         device = batch.loss_mask.device
-        rule = Rule(RULES[name], values)
-        tokens = replace(as_tokens(batch), old_logprobs=batch.old_logprobs)
-        return token_pass(rule, tokens, inherited, torch.arange(5, device=device) << 22, backend)
+        places = torch.arange(5, device=device) << 22
+        return token_pass(Rule(RULES[name], values), Tokens.of(batch), inherited, places, backend)
 
     ours = run(on_device(batch), Inherited(*(x.cuda() for x in vars(inherited).values())), backend)
     theirs = run(batch, inherited, "cpp")

@@ -19,16 +19,18 @@ from megarl.kernels.linear_logprob import torch_backend as plain_torch
 TOKENS, WIDTH, VOCAB, PADDED = 13, 6, 17, 24
 
 
-def problem(dtype: torch.dtype = torch.float64, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(TOKENS, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    weight = torch.randn(PADDED, WIDTH, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
-    return hidden, weight, torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+def problem(
+    dtype: torch.dtype = torch.float64, tokens: int = TOKENS, width: int = WIDTH, rows: int = PADDED, vocab: int = VOCAB
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    weight = torch.randn(rows, width, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    return hidden, weight, torch.randint(0, vocab, (tokens,), generator=generator)
 
 
-def gradients(outputs: tuple[torch.Tensor, ...], inputs: list[torch.Tensor], uses: str) -> list[torch.Tensor]:
+def gradients(outputs: Any, inputs: list[torch.Tensor], uses: str = "both") -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    seeds = [torch.randn(TOKENS, generator=generator, dtype=torch.float64) for _ in outputs]
+    seeds = [torch.randn(len(outputs[0]), generator=generator, dtype=torch.float64) for _ in outputs]
     chosen = [i for i, name in enumerate(("logprobs", "entropy")) if uses in (name, "both")]
     return list(
         torch.autograd.grad([outputs[i] for i in chosen], inputs, [seeds[i].to(outputs[i].dtype) for i in chosen])
@@ -62,10 +64,10 @@ def test_frozen_input_costs_no_gradient(needs: tuple[bool, bool], monkeypatch: p
     plain = fused._product
     monkeypatch.setattr(fused, "_product", lambda *a, **k: products.append(z := plain(*a, **k)) or z)
     hidden, weight, targets = problem()
-    wanted = gradients(definition.linear_logprob(hidden, weight, targets), [hidden, weight], "both")
+    wanted = gradients(definition.linear_logprob(hidden, weight, targets), [hidden, weight])
     h, w = hidden.detach().requires_grad_(needs[0]), weight.detach().requires_grad_(needs[1])
     outputs = linear_logprob(h, w, targets, chunk_tokens=5)
-    grads = gradients(outputs, [h if needs[0] else w], "both")
+    grads = gradients(outputs, [h if needs[0] else w])
     torch.testing.assert_close(grads[0], wanted[0 if needs[0] else 1], rtol=0, atol=1e-12)
     assert len(products) == 3
     assert {len(z) for z in products} == ({5, 3} if needs[0] else {PADDED})
@@ -97,9 +99,7 @@ def test_half_precision_inputs_give_float32_logits(dtype: torch.dtype) -> None:
     for ours, wanted in zip(outputs, exact, strict=True):
         assert ours.dtype is torch.float32
         torch.testing.assert_close(ours.double(), wanted, rtol=0, atol=2e-6)
-    for ours, wanted in zip(
-        gradients(outputs, [hidden, weight], "both"), gradients(exact, [h, w], "both"), strict=True
-    ):
+    for ours, wanted in zip(gradients(outputs, [hidden, weight]), gradients(exact, [h, w]), strict=True):
         assert ours.dtype is dtype
         torch.testing.assert_close(ours.double(), wanted, rtol=torch.finfo(dtype).eps, atol=1e-6)
 
@@ -130,7 +130,7 @@ def test_unlikely_tokens_take_no_longer() -> None:
     """torch's exp takes a hundred times as long where its result is subnormal, such as exp(-95); its exp2 does not."""
     hidden, weight, targets = problem()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        gradients(linear_logprob(hidden, weight, targets), [hidden, weight], "both")
+        gradients(linear_logprob(hidden, weight, targets), [hidden, weight])
     called = {event.key for event in profile.key_averages()}
     assert {"aten::exp2", "aten::exp2_"} & called and not {"aten::exp", "aten::exp_"} & called
 
@@ -168,11 +168,11 @@ def test_target_outside_the_vocabulary_is_nan_and_has_no_gradient() -> None:
 def test_a_bfloat16_weight_gradient_is_added_in_float32_unless_the_weight_is_tied() -> None:
     hidden, weight, targets = problem(torch.bfloat16)
     exact = definition.linear_logprob(hidden.double(), weight.double(), targets, 1.0, VOCAB)
-    (right,) = gradients(exact, [weight], "both")
+    (right,) = gradients(exact, [weight])
     before = torch.randn(weight.shape)
     for tied in (False, True):
         weight.main_grad, weight.zero_out_wgrad, weight.grad_added_to_main_grad = before.clone(), tied, False
-        (returned,) = gradients(linear_logprob(hidden, weight, targets, vocab_size=VOCAB), [weight], "both")
+        (returned,) = gradients(linear_logprob(hidden, weight, targets, vocab_size=VOCAB), [weight])
         assert weight.grad_added_to_main_grad is not tied and returned.dtype is torch.bfloat16
         found = returned.float() if tied else weight.main_grad - before
         assert (found - right).norm() <= 0.02 * right.norm()  # log-probs of bfloat16 inputs

@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import subprocess
 import sys
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
 from megarl.kernels import library
+from megarl.kernels.constants import NEVER
 from megarl.kernels.segment_summary import segment_summary
-from megarl.kernels.token_pass import Rule, token_pass
+from megarl.kernels.token_pass import Inherited, Rule, token_pass
 from megarl.kernels.token_pass.compiled import token_pass_compiled
 from megarl.kernels.token_pass.language import RULES, RuleFunction
 from megarl.kernels.tokens import Tokens
@@ -35,6 +38,16 @@ def make_batch(lengths: list[int], seed: int = 0) -> TokenBatch:
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     old = rollout + 0.1 * torch.randn(tokens, generator=g)
     return TokenBatch(logprobs.requires_grad_(), rollout, advantages, mask, cu_seqlens, old_logprobs=old)
+
+
+def inherited_values() -> Inherited:
+    """What five chunks of a context-parallel rank may inherit from the rest of their sequence."""
+    g = torch.Generator().manual_seed(1)
+    return Inherited(
+        torch.where(torch.rand(5, generator=g) < 0.4, torch.inf, -torch.rand(5, generator=g)),
+        torch.randn(5, generator=g),
+        torch.tensor([2, -3, 0, NEVER, 7], dtype=torch.int32),
+    )
 
 
 FUSED = [name for name, kind in OBJECTIVES.items() if kind().fused]
@@ -83,43 +96,41 @@ def test_every_number_of_threads_gives_the_same_bytes() -> None:
     assert len(set(digests)) == 1
 
 
-def as_tokens(batch: TokenBatch) -> Tokens:
-    return Tokens(batch.logprobs, batch.rollout_logprobs, batch.advantages, batch.loss_mask, batch.cu_seqlens)
-
-
-def test_the_operation_is_registered_correctly() -> None:
+def check_operation(operation: Any) -> None:
     """torch's own checks of schema, fake implementation, autograd and tracing pass."""
-    batch = make_batch([5, 0, 9])
-    tokens = as_tokens(batch)
+    tokens = Tokens.of(make_batch([5, 0, 9]))
     arguments = (
         "clip_token", torch.tensor([0.8, 1.2]).double(), 0.7, tokens.logprobs, tokens.rollout_logprobs,
         None, tokens.advantages, tokens.mask, tokens.cu_seqlens, None, None, None, None,
     )  # fmt: skip
-    torch.library.opcheck(token_pass_compiled, arguments)
+    torch.library.opcheck(operation, arguments)
 
 
-def test_error_names_the_wrong_input() -> None:
-    batch = make_batch([5, 9])
-    rule = Rule(RULES["reinforce"])
-    with pytest.raises(UserError, match=r"kernel backend is 'numpy'; expected one of torch, cpp, cuda, triton"):
-        token_pass(rule, as_tokens(batch), backend="numpy")
-    with pytest.raises(UserError, match="'cuda' runs on cuda, but the tensors are on cpu"):
-        token_pass(rule, as_tokens(batch), backend="cuda")
-    with pytest.raises(UserError, match="'triton' runs on cuda, but the tensors are on cpu"):
-        token_pass(rule, as_tokens(batch), backend="triton")
-    with pytest.raises(ValueError, match=r"rollout_logprobs is torch.float16 \(14,\) on cpu; expected contiguous"):
-        Tokens(batch.logprobs, batch.rollout_logprobs.half(), batch.advantages, batch.loss_mask, batch.cu_seqlens)
-    shorter = Tokens(
-        batch.logprobs, batch.rollout_logprobs, batch.advantages, batch.loss_mask, batch.cu_seqlens[:2].clone()
-    )
-    with pytest.raises(ValueError, match="cu_seqlens ends at 5, but there are 14 tokens"):
-        token_pass(rule, shorter)
-    for bounds in ([0, 16, 14], [1, 14]):
-        wrong = torch.tensor(bounds, dtype=torch.int32)
-        with pytest.raises(ValueError, match="must start at 0 and never decrease"):
-            token_pass(rule, Tokens(batch.logprobs, batch.rollout_logprobs, batch.advantages, batch.loss_mask, wrong))
-    with pytest.raises(ValueError, match="token_pass: the compiled kernels do not know"):
-        token_pass(Rule(RuleFunction(make_batch, "none")), as_tokens(batch))
+def test_the_operation_is_registered_correctly() -> None:
+    check_operation(token_pass_compiled)
+
+
+def bounds(*values: int) -> dict[str, torch.Tensor]:
+    return {"cu_seqlens": torch.tensor(values, dtype=torch.int32)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "options", "error", "message"),
+    [
+        ({}, {"backend": "numpy"}, UserError, "backend is 'numpy'; expected one of torch, cpp, cuda, triton"),
+        ({}, {"backend": "cuda"}, UserError, "'cuda' runs on cuda, but the tensors are on cpu"),
+        ({}, {"backend": "triton"}, UserError, "'triton' runs on cuda, but the tensors are on cpu"),
+        ({}, {"rule": Rule(RuleFunction(make_batch, "none"))}, ValueError, "token_pass: the compiled kernels do not"),
+        ({"rollout_logprobs": torch.zeros(14).half()}, {}, ValueError, r"rollout_logprobs is torch.float16 \(14,\)"),
+        (bounds(0, 5), {}, ValueError, "cu_seqlens ends at 5, but there are 14 tokens"),
+        (bounds(0, 16, 14), {}, ValueError, "must start at 0 and never decrease"),
+        (bounds(1, 14), {}, ValueError, "must start at 0 and never decrease"),
+    ],
+)
+def test_error_names_the_wrong_input(changes: dict[str, Any], options: Any, error: Any, message: str) -> None:
+    tokens, rule = Tokens.of(make_batch([5, 9])), Rule(RULES["reinforce"])
+    with pytest.raises(error, match=message):
+        token_pass(**{"rule": rule, "tokens": replace(tokens, **changes)} | options)
 
 
 @pytest.mark.parametrize("threshold", [0.0, 0.7])
@@ -128,7 +139,7 @@ def test_segment_summary_equals_its_definition(threshold: float) -> None:
     batch.rollout_logprobs[~batch.loss_mask] = torch.nan
     batch.rollout_logprobs[300], batch.loss_mask[300] = torch.nan, True  # a NaN at a trained token, in segment 1
     bound = torch.tensor(threshold)
-    ours, definition = (segment_summary(as_tokens(batch.detach()), bound, b) for b in ("cpp", "torch"))
+    ours, definition = (segment_summary(Tokens.of(batch.detach()), bound, b) for b in ("cpp", "torch"))
     torch.testing.assert_close(ours.least, definition.least, rtol=0, atol=0, equal_nan=True)
     assert ours.least.isnan().nonzero().flatten().tolist() == [1]
     assert torch.equal(ours.count, definition.count)

@@ -6,6 +6,7 @@ import shutil
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
@@ -30,8 +31,6 @@ def quantise(folder):
 
 
 def test_the_lines_of_the_refusal_convert_the_model(tiny_model, tmp_path):
-    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
-
     source = shutil.copytree(tiny_model, tmp_path / "it's published")
     make_hf_model("gpt_oss", hidden_size=64, intermediate_size=96).bfloat16().save_pretrained(source)
     tensors = quantise(source)

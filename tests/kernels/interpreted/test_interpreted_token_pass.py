@@ -10,14 +10,13 @@ import torch
 import triton.language as tl
 
 from megarl.batch import TokenBatch
-from megarl.kernels.constants import NEVER
-from megarl.kernels.token_pass import Inherited, PassResult, Rule, token_pass
+from megarl.kernels.token_pass import PassResult, Rule, token_pass
 from megarl.kernels.token_pass import triton_backend as kernels
 from megarl.kernels.token_pass.language import RULES
 from megarl.kernels.tokens import Tokens
 from megarl.objectives import OBJECTIVES
 from megarl.objectives.objective import Objective
-from tests.kernels.test_token_pass import make_batch
+from tests.kernels.test_token_pass import check_operation, inherited_values, make_batch
 from tests.objectives.random_batches import KINDS, random_batch
 from tests.objectives.test_against_papers import CASES as PAPERS
 
@@ -101,14 +100,8 @@ def test_inherited_values_and_places_act_as_in_cpp(name: str) -> None:
     """What chunks of a context-parallel rank inherit from the rest of their sequence has the same effect as in C++."""
     batch = make_batch([5, 9, 0, 8, 3])
     batch.advantages[:5], batch.loss_mask[:5] = -0.5, True  # token 2 of segment 0 is its trigger
-    g = torch.Generator().manual_seed(1)
-    inherited = Inherited(
-        torch.where(torch.rand(5, generator=g) < 0.4, torch.inf, -torch.rand(5, generator=g)),
-        torch.randn(5, generator=g),
-        torch.tensor([2, -3, 0, NEVER, 7], dtype=torch.int32),
-    )
     rule = Rule(RULES[name], (0.6, 1.4, 1.2, 0.9))
-    check(*triton_and_cpp(rule, batch, inherited, torch.arange(5) << 22))
+    check(*triton_and_cpp(rule, batch, inherited_values(), torch.arange(5) << 22))
 
 
 def test_ties_are_masked_up_to_the_last_in_their_order() -> None:
@@ -151,21 +144,5 @@ def test_no_tokens_give_empty_results(lengths: list[int]) -> None:
     assert not (result.sums.any() or result.segment_sums.any() or result.histograms.any())
 
 
-def test_results_repeat_and_untrained_tokens_have_no_gradient() -> None:
-    batch = make_batch([9, 17])
-    runs = [OBJECTIVES["minpro"]()(batch, backend="triton") for _ in range(2)]
-    gradients = [torch.autograd.grad(terms.loss.sum(), batch.logprobs)[0] for terms in runs]
-    sums = [torch.stack([total for total, _ in terms.metrics.values()]) for terms in runs]
-    for a, b in ([terms.loss for terms in runs], gradients, sums):
-        assert torch.equal(a, b)
-    assert not gradients[0][~batch.loss_mask].any() and gradients[0][batch.loss_mask].all()
-
-
 def test_the_operation_is_registered_correctly() -> None:
-    """torch's own checks of schema, fake implementation, autograd and tracing pass."""
-    tokens = Tokens.of(make_batch([5, 0, 9]))
-    arguments = (
-        "clip_token", torch.tensor([0.8, 1.2]).double(), 0.7, tokens.logprobs, tokens.rollout_logprobs,
-        None, tokens.advantages, tokens.mask, tokens.cu_seqlens, None, None, None, None,
-    )  # fmt: skip
-    torch.library.opcheck(kernels.token_pass_triton, arguments)
+    check_operation(kernels.token_pass_triton)
