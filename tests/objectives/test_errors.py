@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -40,10 +41,12 @@ def valid_batch() -> TokenBatch:
     ],
 )
 def test_error_names_what_is_wrong_with_a_batch(changes: dict[str, Any], words: list[str]) -> None:
-    valid_batch().check()
-    with pytest.raises(UserError) as error:
-        replace(valid_batch(), **changes).check()
-    assert all(word in str(error.value) for word in words), str(error.value)
+    for options, backend in product(({}, {"opsm": {}}), ("torch", "cpp")):
+        objective = build_objective("grpo", options)
+        objective(valid_batch(), backend=backend)
+        with pytest.raises(UserError) as error:
+            objective(replace(valid_batch(), **changes), backend=backend)
+        assert all(word in str(error.value) for word in words), str(error.value)
 
 
 @pytest.mark.parametrize(
