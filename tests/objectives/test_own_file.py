@@ -152,25 +152,6 @@ def test_what_if_compares_it_with_the_others(run: Path) -> None:
     assert masked.keys() == {"m2po", "trm", "prefix_filter", "cppo", "Quiet"} and masked["Quiet"] > 0
 
 
-def test_it_is_a_point_of_a_sweep_and_a_setting_of_a_branch(run: Path, recipe: Path, mine: Path) -> None:
-    table = f'''
-recipe = "{recipe}"
-stage = 0
-set = {{ schedule = {{ stages = 1, updates_per_stage = 2 }} }}
-[axes.objective]
-grpo = {{ objective = {{ name = "grpo" }} }}
-soft = {{ objective = {{ power = 1, path = "mine.py:SoftPrefix" }} }}
-'''
-    (mine.parent / "sweep.toml").write_text(table)
-    rows = json.loads(megarl("sweep", "sweep.toml", "--json", cwd=mine.parent).stdout)
-    assert len(rows) == 2
-    points = [next((mine.parent / "sweep" / name).glob("seed_*")) for name in ("grpo", "soft")]
-    assert [RunDir.open(point).recipe.objective.fields.get("power") for point in points] == [None, 1.0]
-    branch = mine.parent / "branch"
-    megarl("optimize", run, "--stage", 0, "--output", branch, *sets("objective.name=grpo"))
-    assert RunDir.open(branch).recipe.objective.definition == "grpo"
-
-
 def test_a_changed_file_is_refused_after_updates_and_taken_before_them(
     recipe: Path, mine: Path, tmp_path: Path
 ) -> None:
