@@ -15,7 +15,6 @@ from megarl.commands.one_phase import branch_recipe
 from megarl.recipe.load import load_recipe
 from megarl.storage.run_dir import RunDir
 from tests.helpers import ROOT
-from tools.papers_table import recipe_of
 
 EXAMPLES = ROOT / "examples"
 
@@ -205,6 +204,14 @@ ROWS = rows()
 RUNS = [(name, command.replace("MODEL", model)) for name, command, models, *_ in ROWS for model in models]
 TRAINED = [(name, command) for name, command in RUNS if command.startswith("megarl train ")]
 REBATCHED = [(name, command) for name, command in RUNS if command.startswith("megarl optimize ")]
+
+
+def recipe_of(command):
+    words = shlex.split(command)
+    assert words[:2] == ["megarl", "train"] and words[3:5] == ["--run-dir", "RUN"]
+    changes = words[5:]
+    assert all(flag == "--set" for flag in changes[::2])
+    return load_recipe(ROOT / words[2], changes[1::2])
 
 
 def lags_of(recipe):

@@ -16,8 +16,7 @@ from megarl.rewards.parts import check_reward
 from tests.data.prompt_sources import char_tokenizer
 from tests.data.test_formats import CONTEST, DAPO, SKYWORK, chat, write
 from tests.helpers import ROOT
-from tests.recipe.test_examples import TRAINED
-from tools.papers_table import recipe_of
+from tests.recipe.test_examples import TRAINED, recipe_of
 
 TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}="
 
