@@ -63,8 +63,9 @@ COMMANDS = [text for text in SPANS + SHELL if text.startswith("megarl ")]
 def said(table: str, key: str | None, value: Any, objective: str) -> str:
     """What is wrong with a recipe that has this table with this key and value."""
     tables = tomllib.loads(RECIPE.format(model="model", prompts="prompts.jsonl"))
+    tables["objective"]["name"] = objective
     try:
-        apply_overrides(tables, [("objective.name", objective), (f"{table}.{key}", value) if key else (table, {})])
+        apply_overrides(tables, [(f"{table}.{key}", value) if key else (table, {})])
         parse_recipe(tables)
     except UserError as error:
         return str(error)
