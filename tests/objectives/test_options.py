@@ -31,7 +31,7 @@ def kl(batch: TokenBatch, plain: Objective, kind: str) -> Literal:
 
 
 def dual_clip(batch: TokenBatch, plain: Objective) -> Literal:
-    base, most = plain(batch), -2.0 * batch.advantages
+    base, most = plain(batch), -1.5 * batch.advantages
     capped = batch.loss_mask & (batch.advantages < 0) & (base.loss > most)
     kept = base.kept & ~capped
     return torch.where(capped, most, base.loss), kept, capped, {"dual_clip_fraction": float(capped.sum())}
@@ -60,14 +60,14 @@ def opsm(batch: TokenBatch, plain: Objective) -> Literal:
     ("fields", "literal"),
     [
         *(({"kl": {"coefficient": 0.3, "kind": kind}}, partial(kl, kind=kind)) for kind in ("k1", "k2", "k3")),
-        ({"dual_clip": {"clip_ratio_c": 2.0}}, dual_clip),
+        ({"dual_clip": {"clip_ratio_c": 1.5}}, dual_clip),
         ({"truncated_importance": {"maximum": 1.1}}, partial(mismatch, low=0.0)),
         ({"icepop": {"minimum": 0.9, "maximum": 1.1}}, partial(mismatch, low=0.9)),
         ({"opsm": {"delta": 0.05}}, opsm),
     ],
 )
 def test_an_option_has_the_loss_gradient_and_kept_tokens_of_its_formula(fields: dict, literal: Any) -> None:
-    objective, plain = build_objective("grpo", fields), build_objective("grpo", {})
+    objective, plain = build_objective("dapo", fields), build_objective("dapo", {})
     limited = kept_count = 0
     for batch in BATCHES:
         ours, mask = objective(batch), batch.loss_mask
