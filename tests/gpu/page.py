@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,9 +36,7 @@ class Result:
 
 def write_page(out: Path, results: list[Result], waiting: list[str]) -> Path:
     """Write ``out/summary.md`` and ``out/steps.csv``; after each step, so that an interruption leaves the results."""
-    counts = {
-        outcome: sum(r.outcome == outcome for r in results) for outcome in dict.fromkeys(r.outcome for r in results)
-    }
+    counts = Counter(r.outcome for r in results)
     lines = ["# megarl on this machine's GPUs", ""]
     lines += [f"- {name}: {value}" for name, value in origin().items()]
     lines += ["", ", ".join(f"{count} {outcome}" for outcome, count in counts.items()) or "nothing done", ""]
@@ -66,12 +65,7 @@ def origin() -> dict[str, str]:
     import torch
 
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "none"
+    installed = {d.metadata["Name"].lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()}
     return {
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "commit": output_of("git", "describe", "--always", "--dirty=+", "--abbrev=12") or "unknown",
@@ -81,7 +75,7 @@ def origin() -> dict[str, str]:
         "nvcc": output_of("nvcc", "--version").rpartition("\n")[2] or "none",
         "cuda of torch": torch.version.cuda or "none",
         "processor": f"{platform.machine()}, Python {platform.python_version()}",
-    } | versions
+    } | {package: installed.get(package, "none") for package in PACKAGES}
 
 
 def output_of(*command: str) -> str:
