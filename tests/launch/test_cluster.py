@@ -74,7 +74,7 @@ def submit(slurm, launch):
         arguments = [recipe, "--run-dir", run, "--account", "ci", "--partition", "low"]
         arguments += [] if waits_and_fails else ["--detach"]
         python = ("--python", sys.executable, "--env", f"PYTHONPATH={ROOT}")
-        result = launch(*arguments, *python, *options, environment=slurm.environment)
+        result = launch(*arguments, *python, *options, **slurm.environment)
         assert result.returncode == (1 if waits_and_fails else 0), result.stdout + result.stderr
         found = re.findall(r"Slurm job (\d+), output in (\S+)", result.stdout)
         return [Job(slurm, number, folder) for number, folder in found]
@@ -206,8 +206,8 @@ def test_chain_runs_each_phase_as_its_own_job(recipe, local, submit, tmp_path):
     chain = ("--chain", "--nodes", 1, "--optimize-nodes", 2, "--optimize-partition", "high")
     jobs = submit(recipe, run, *chain, *settings(*TINY, "rollout.workers=2"))
     assert [job.wait() for job in jobs] == ["COMPLETED"] * 3, [job.output() for job in jobs]
-    asked = [(job.slurm.job(job.number)["NumNodes"], job.slurm.job(job.number)["Partition"]) for job in jobs]
-    assert asked == [("1", "low"), ("2", "high"), ("1", "low")]
+    asked = [[job.slurm.job(job.number)[name] for name in ("NumNodes", "Partition", "CPUs/Task")] for job in jobs]
+    assert asked == [["1", "low", "2"], ["2", "high", "2"], ["1", "low", "2"]]  # a core for each worker
     assert_same_result(local, run)
     assert (run / "report.html").exists()
 
