@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.rehearsal.counts import counted
 from tests.rehearsal.forks import in_fork
-
-
-def test_tensors_are_cuda_tensors_and_compute_as_on_the_cpu():
-    x = torch.randn(3, 4, requires_grad=True)
-    y = x.detach().cuda().requires_grad_()
-    for tensor in (x, y):
-        (tensor @ tensor.t()).softmax(-1)[0].square().sum().backward()
-    assert y.grad.type() == "torch.cuda.FloatTensor" and y.grad.device == torch.device("cuda:0")
-    assert torch.equal(y.grad.cpu(), x.grad)
-    assert y.view(2, 6)._base is y and y[1:].data_ptr() == y.data_ptr() + 16
-    assert torch.empty(3, device="cuda").isnan().all()  # memory that was never written
 
 
 def test_mixed_devices_are_refused():
@@ -73,13 +60,6 @@ def test_a_fork_cannot_use_cuda_that_its_parent_initialised():
         in_fork(lambda: torch.ones(1, device="cuda"))
 
 
-def test_no_devices_where_none_are_visible():
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    assert not torch.cuda.is_available()
-    with pytest.raises(RuntimeError, match="No CUDA GPUs are available"):
-        torch.ones(1, device="cuda")
-
-
 def test_nccl_takes_only_cuda_tensors():
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     assert dist.get_backend() == "nccl"
@@ -123,7 +103,7 @@ def test_a_copy_to_the_host_is_unread_until_somebody_waits_for_it():
         torch.cuda.synchronize()
 
 
-def test_random_state_is_restored_and_memory_counted():
+def test_random_state_is_restored_and_memory_counted_and_not_empty():
     state = torch.cuda.get_rng_state()
     first = torch.rand(3, device="cuda")
     torch.rand(3)  # draws from the generator of the host
@@ -134,6 +114,7 @@ def test_random_state_is_restored_and_memory_counted():
     assert torch.cuda.memory_allocated() == before + 4000
     del x
     assert torch.cuda.memory_allocated() == before and torch.cuda.max_memory_allocated() >= before + 4000
+    assert torch.empty(3, device="cuda").isnan().all()  # memory that was never written
     assert torch.empty(3, pin_memory=True).is_pinned() and not torch.empty(3).is_pinned()
 
 
