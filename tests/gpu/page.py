@@ -34,7 +34,7 @@ class Result:
         return self.outcome not in ("passed", "skipped")
 
 
-def write_page(out: Path, results: list[Result], waiting: list[str]) -> Path:
+def write_page(out: Path, results: list[Result], waiting: list[str]) -> None:
     """Write ``out/summary.md`` and ``out/steps.csv``; after each step, so that an interruption leaves the results."""
     counts = Counter(r.outcome for r in results)
     lines = ["# megarl on this machine's GPUs", ""]
@@ -43,7 +43,8 @@ def write_page(out: Path, results: list[Result], waiting: list[str]) -> Path:
     if waiting:
         lines += [f"Not begun: {', '.join(waiting)}.", ""]
     lines += ["| step | shows that | outcome | s |", "|---|---|---|---|"]
-    lines += [f"| {r.name} | {r.shows} | {_outcome(r)} | {r.seconds:.0f} |" for r in results]
+    for r in results:
+        lines += [f"| {r.name} | {r.shows} | {r.outcome}{': ' * bool(r.why)}{r.why} | {r.seconds:.0f} |"]
     for table in sorted(out.glob("*.csv")):
         if table.name != "steps.csv":
             lines += ["", f"## {table.stem}", "", *_table(table)]
@@ -55,9 +56,7 @@ def write_page(out: Path, results: list[Result], waiting: list[str]) -> Path:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["step", "outcome", "why", "seconds"])
         writer.writerows([r.name, r.outcome, r.why, f"{r.seconds:.1f}"] for r in results)
-    page = out / "summary.md"
-    page.write_text("\n".join(lines) + "\n")
-    return page
+    (out / "summary.md").write_text("\n".join(lines) + "\n")
 
 
 def origin() -> dict[str, str]:
@@ -84,10 +83,6 @@ def output_of(*command: str) -> str:
         return ""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return "" if done.returncode else done.stdout.strip()
-
-
-def _outcome(result: Result) -> str:
-    return f"{result.outcome}: {result.why}" if result.why else result.outcome
 
 
 def _table(path: Path) -> list[str]:
