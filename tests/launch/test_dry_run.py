@@ -118,6 +118,19 @@ def test_container_options_reach_srun_and_secrets_are_passed_by_name_and_never_p
         assert refused.returncode == 2 and words in refused.stderr and "f00dcafe" not in refused.stderr
 
 
+def test_a_chain_has_one_job_for_each_phase(launch, qwen):
+    result = launch(
+        qwen, *SUBMIT, "--nodes", 3, "--chain", "--optimize-nodes", 2, "--optimize-partition", "big",
+        "--set", "schedule.stages=2",
+    )  # fmt: skip
+    assert result.returncode == 0, result.stderr
+    found = scripts(result.stdout)
+    asked = [(directives(script)["nodes"], directives(script)["partition"]) for script in found]
+    assert asked == [("3", "gpu"), ("2", "big"), ("3", "gpu"), ("2", "big"), ("3", "gpu")]
+    until = [script.partition(" --until ")[2].split("\n")[0] for script in found]
+    assert until == ["rollout:0", "optimize:0", "rollout:1", "optimize:1", ""]
+
+
 @pytest.fixture
 def sweep_of_qwen(qwen, tmp_path):
     path = tmp_path / "sweep.toml"
@@ -171,3 +184,14 @@ def test_layouts_that_do_not_fill_the_nodes_are_refused(qwen, nodes, gpus, setti
     with pytest.raises(UserError, match=re.escape(message)):
         check_layout(recipe, ChainJob("run", None, True, nodes, None), gpus)
     check_layout(load_without_objective(qwen), ChainJob("run", None, True, 4, None), 8)
+
+
+def test_cpu_recipe_asks_for_cores(launch, recipe):
+    result = launch(
+        *(recipe, *SUBMIT, "--nodes", 2, "--set", "rollout.workers=3", "--set", "actor.processes_per_node=2")
+    )
+    assert result.returncode == 0, result.stderr
+    lines = directives(result.stdout)
+    assert (lines["cpus-per-task"], lines["nodes"]) == ("3", "2")
+    assert not {"gpus-per-node", "exclusive"} & lines.keys()
+    assert "--cpus-per-task=3" in result.stdout
