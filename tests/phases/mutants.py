@@ -8,6 +8,7 @@ import math
 from dataclasses import replace
 
 from megarl.phases import rollout_worker
+from megarl.phases.serve.phase import TurnQueue
 
 
 def _returning(fault, which):
@@ -32,3 +33,12 @@ def an_engine_errs_now_and_then():
 
 def an_engine_only_returns_nan():
     _returning(nan, lambda number: True)
+
+
+def every_answer_to_an_agent_is_wrong_at_first():
+    right = TurnQueue._answer
+
+    def answer(self, completions):
+        right(self, [(number, one if self._taken[number][0].discarded else nan(one)) for number, one in completions])
+
+    TurnQueue._answer = answer
