@@ -1,4 +1,4 @@
-"""Faults of an engine, each injected by replacing a function of megarl.
+"""Faults of an engine and of an actor, each injected by replacing a function of megarl.
 
 `tests.zygote` calls one of these functions in the process that becomes `megarl`; the phases are forks of that process.
 """
@@ -42,3 +42,26 @@ def every_answer_to_an_agent_is_wrong_at_first():
         right(self, [(number, one if self._taken[number][0].discarded else nan(one)) for number, one in completions])
 
     TurnQueue._answer = answer
+
+
+def an_export_has_the_head_of_before_the_third_update():
+    """As if a shard of the third update, the last, had not arrived."""
+    from megarl.phases import export, updates
+
+    write, make, before = export.hf.export_hf, updates.train_step, []
+
+    def head(model):
+        return next(p for n, p in model.named_parameters() if n.endswith("output_layer.weight")).data
+
+    def written(models, *arguments):
+        (_, _, old), new = before, head(models[0]).clone()
+        head(models[0]).copy_(old)
+        info = write(models, *arguments)
+        head(models[0]).copy_(new)
+        return info
+
+    def made(actor, *arguments):
+        before.append(head(actor.models[0]).clone())
+        return make(actor, *arguments)
+
+    export.hf.export_hf, updates.train_step = written, made

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from megarl.errors import UserError
 from megarl.phases.rollout_worker import RolloutWorker
@@ -26,7 +25,7 @@ from megarl.views.sql import query
 from tests.helpers import events, metrics
 from tests.phases.commands import train
 from tests.phases.live.conftest import new_run, phases  # noqa: F401 - fixtures
-from tests.phases.live.test_partial import load
+from tests.phases.live.test_partial import logprobs_under
 from tests.phases.mutants import nan
 from tests.phases.test_kill import assert_same_run, kill_at
 
@@ -108,15 +107,6 @@ def test_a_response_gets_its_token_budget_in_each_stage(undisturbed):
     assert {(0, 3), (0, 3, 6)} <= versions_seen, "the test needs responses that two and three stages have sampled"
 
 
-@torch.inference_mode()
-def logprobs_under(policy, group, response):
-    """[n] float32: log-probs of a response's tokens under a policy, at the temperature at which they were sampled."""
-    tokens = torch.tensor([[*group.prompt_tokens.tolist(), *response.tokens.tolist()]])
-    rows = load(policy)(input_ids=tokens, use_cache=False).logits[0, -len(response.tokens) - 1 : -1].float()
-    rows = (rows / SETTINGS["rollout.temperature"]).log_softmax(-1)
-    return rows.gather(1, tokens[0, -len(response.tokens) :, None])[:, 0].numpy()
-
-
 def test_each_span_has_the_log_probs_of_its_own_policy(undisturbed):
     apart = 0
     for stage in undisturbed.stages():
@@ -125,7 +115,8 @@ def test_each_span_has_the_log_probs_of_its_own_policy(undisturbed):
             for response in group.responses:
                 own = np.zeros(len(response.tokens), np.float32)
                 for version in np.unique(response.versions):
-                    under = logprobs_under(undisturbed.version(int(version)), group, response)
+                    policy = undisturbed.version(int(version))
+                    under = logprobs_under(policy, group, response, SETTINGS["rollout.temperature"])
                     own[response.versions == version] = under[response.versions == version]
                 np.testing.assert_allclose(response.rollout_logprobs, own, rtol=0, atol=1e-4)
                 apart += bool(np.abs(under - own).max() > 1e-2)  # ``under``: all tokens under the newest policy

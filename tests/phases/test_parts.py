@@ -12,9 +12,9 @@ from megarl.phases.generation import SAME_REWARDS, RolloutStats, solve_rate_bin
 from megarl.phases.rollout_worker import join_experts
 from megarl.phases.samples import to_samples
 from megarl.phases.updates import remove_checkpoints
-from megarl.recipe.load import load_recipe, override_recipe, parse_recipe
+from megarl.recipe.load import load_recipe, override_recipe
 from megarl.recipe.tables import ObjectiveTable
-from megarl.rollout.engine import Completion, expert_type
+from megarl.rollout.engine import Completion
 from megarl.storage.metrics.summary import summary
 from megarl.storage.rollouts import Group, Response
 from megarl.storage.run_dir import RunDir
@@ -68,12 +68,6 @@ def test_each_span_of_a_continued_response_keeps_its_experts():
     assert join_experts([part(2, None, 4), part(1, None, 5)]) is None
 
 
-@pytest.mark.parametrize(("experts", "name"), [(128, "int8"), (129, "int16")])
-def test_expert_ids_have_the_smallest_integer_type_that_also_holds_minus_one(experts, name):
-    assert expert_type(experts) == name
-    assert np.array([-1, experts - 1], expert_type(experts)).tolist() == [-1, experts - 1]
-
-
 def test_metrics_of_an_update():
     values = summary([group(0, [1.0, 0.0]), group(1, [1.0, 1.0])])
     assert values["reward/mean"] == 0.75
@@ -100,22 +94,6 @@ def test_equal_rewards_in_the_first_groups_are_told_if_no_update_can_learn_from_
     assert stats.equal_rewards(advantage) is warned
 
 
-@pytest.mark.parametrize(
-    ("evaluated", "expected"),
-    [(0, ["rollout_progress", "equal_rewards", "rollout_progress"]), (9, ["evaluation_progress"] * 2)],
-)
-def test_equal_rewards_are_told_once_and_not_of_an_evaluation(evaluated, expected):
-    told, worker = [], SimpleNamespace(engine=DECODING, scoring=SimpleNamespace(over_limit=0), discarded=0)
-    recipe = SimpleNamespace(objective=ObjectiveTable())
-    stage = SimpleNamespace(log_event=lambda kind, **_: told.append(kind), run=SimpleNamespace(recipe=recipe))
-    stats = RolloutStats(stage, 0, worker, evaluated=evaluated)
-    for number in range(SAME_REWARDS):
-        stats.step([], [group(number, [0.0, 0.0])])
-    stats.log()
-    stats.log()
-    assert told == expected
-
-
 def test_statistics_of_a_rollout():
     scoring = SimpleNamespace(over_limit=1)
     stats = RolloutStats(None, 0, SimpleNamespace(engine=DECODING, scoring=scoring, discarded=0))
@@ -133,24 +111,15 @@ def test_statistics_of_a_rollout():
     assert [solve_rate_bin(mean) for mean in (0, 0.01, 0.33, 0.34, 0.66, 0.67, 0.99, 1)] == [0, 1, 1, 2, 2, 3, 3, 4]
 
 
-def test_a_run_resumes_with_other_memory_replicas_and_engines(tmp_path):
-    tables = {
-        "model": {"path": "/model"},
-        "data": {"source": "file", "train": "/prompts.jsonl"},
-        "reward": {"kind": "exact"},
-        "stages": {"1": {"engine": "vllm"}},
-    }
-    recipe = parse_recipe(tables)
-    assert {stage: table.engine for stage, table in recipe.distinct_rollouts.items()} == {0: "builtin", 1: "vllm"}
-    assert recipe.rollout_of(4) == recipe.rollout_of(3) == recipe.rollout
-    RunDir.create(tmp_path, recipe)
-    smaller = override_recipe(
-        recipe, ["rollout.memory_fraction=0.5", "stages.1.workers=2", "rollout.groups_per_chunk=16"]
-    )
-    assert RunDir.create(tmp_path, smaller).recipe.rollout_of(1).workers == 2
-    assert RunDir.open(tmp_path).recipe.rollout_of(1).memory_fraction == 0.5
-    other = RunDir.create(tmp_path, override_recipe(smaller, ["stages.1.engine=builtin"]))
-    assert other.recipe.rollout_of(1).engine == "builtin"
+def test_a_run_resumes_with_other_memory_replicas_and_engines(recipe, tmp_path):
+    first = load_recipe(recipe, ["stages.1.engine=vllm"])
+    assert {stage: table.engine for stage, table in first.distinct_rollouts.items()} == {0: "builtin", 1: "vllm"}
+    assert first.rollout_of(4) == first.rollout_of(3) == first.rollout
+    RunDir.create(tmp_path, first)
+    changes = ["rollout.memory_fraction=0.5", "stages.1.workers=2", "rollout.groups_per_chunk=16"]
+    RunDir.create(tmp_path, override_recipe(first, [*changes, "stages.1.engine=builtin"]))
+    table = RunDir.open(tmp_path).recipe.rollout_of(1)
+    assert (table.workers, table.memory_fraction, table.engine) == (2, 0.5, "builtin")
 
 
 def test_a_branch_refuses_settings_that_do_not_fit_its_rollouts(recipe, tmp_path):
@@ -167,9 +136,7 @@ def test_a_branch_refuses_settings_that_do_not_fit_its_rollouts(recipe, tmp_path
     }.items():
         with pytest.raises(UserError, match=message):
             branch_recipe(run.stage(0), [override])
-    with pytest.raises(
-        UserError, match="can change the batches of the first stage only: schedule.prompts_per_update: 4 -> 8"
-    ):
+    with pytest.raises(UserError, match="can change the batches of the first stage only: .*prompts_per_update: 4 -> 8"):
         branch_recipe(run.stage(1), ["schedule.prompts_per_update=8"])
 
 
@@ -189,16 +156,6 @@ def test_a_branch_in_other_batches_makes_as_many_updates_as_its_groups_fill(reci
     for path in (stage.policy, stage.rollouts):
         path.mkdir(parents=True)
     assert branch_recipe(stage, changes).schedule.updates_per_stage == updates
-
-
-@pytest.mark.parametrize(("keep", "stay"), [(1, [2]), (2, [1, 2]), (9, [0, 1, 2]), (None, [0, 1, 2])])
-def test_checkpoints_of_the_last_finished_stages_are_kept(recipe, tmp_path, keep, stay):
-    overrides = [] if keep is None else [f"actor.keep_stages={keep}"]
-    run = RunDir.create(tmp_path / "run", load_recipe(recipe, overrides))
-    for stage in range(3):
-        (run.stage(stage).checkpoints / "update_000006").mkdir(parents=True)
-    remove_checkpoints(run, 3)
-    assert [stage for stage in range(3) if run.stage(stage).checkpoints.exists()] == stay
 
 
 def test_a_branch_never_removes_the_checkpoints_of_its_origin(recipe, tmp_path):

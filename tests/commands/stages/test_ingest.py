@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 
 import numpy as np
 import pyarrow as pa
@@ -146,27 +145,6 @@ def test_several_files_become_one_stage(recipe, rows, tmp_path):
         ingested(recipe, tmp_path / "half", parts[0])
 
 
-def test_files_are_read_as_prompt_files_are(recipe, rows, tmp_path):
-    """A list of rows, a byte order mark, and empty lines, which keep their numbers in messages."""
-    listed, lines = tmp_path / "a.json", tmp_path / "b.jsonl"
-    listed.write_text(json.dumps(rows[:18]))
-    lines.write_text("\ufeff" + "\n\n".join(map(json.dumps, rows[18:])) + "\n\n")
-    read = ingested(recipe, tmp_path / "run", listed, lines)
-    whole = ingested(recipe, tmp_path / "whole", write(tmp_path / "c.jsonl", rows))
-    assert [g.prompt_tokens.tolist() for g in stored(read)] == [g.prompt_tokens.tolist() for g in stored(whole)]
-    lines.write_text("\n\n[1]\n")
-    with pytest.raises(UserError, match=r"b\.jsonl, row 3 is not an object"):
-        ingested(recipe, tmp_path / "more", lines)
-    listed.write_text("{}")
-    with pytest.raises(UserError, match="expected a list of rows, got dict"):
-        ingested(recipe, tmp_path / "more", listed)
-    (tmp_path / "b.parquet").write_text("no")
-    with pytest.raises(UserError, match="is not a valid Parquet file"):
-        ingested(recipe, tmp_path / "more", tmp_path / "b.parquet")
-    with pytest.raises(UserError, match="cannot read"):
-        ingested(recipe, tmp_path / "more", tmp_path / "gone.jsonl")
-
-
 # a column, its value or a function from the number of tokens to it, and what is said about it
 MISTAKES = {
     "no log-probs": ("rollout_logprobs", None, "has no rollout_logprobs"),
@@ -237,11 +215,3 @@ def test_groups_with_held_out_prompts_are_refused_or_left_out(recipe, guessing_m
     assert [event["left_out"] for event in events(run, "ingested")] == [7]
     unevaluated = ingested(recipe, tmp_path / "off", leaking, settings=settings[:1])  # nothing is held out
     assert len(stored(unevaluated)) == 64
-
-
-def test_a_model_without_a_vocabulary_size_is_refused(recipe, guessing_model, rows, tmp_path):
-    model = shutil.copytree(guessing_model, tmp_path / "model")
-    config = json.loads((model / "config.json").read_text()) | {"vocab_size": "many"}
-    (model / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="vocab_size"):
-        ingested(recipe, tmp_path / "run", write(tmp_path / "a.jsonl", rows), settings=[f"model.path='{model}'"])
