@@ -11,14 +11,14 @@ from megarl.phases import rollout_worker
 from megarl.phases.serve.phase import TurnQueue
 
 
-def _returning(fault, which):
-    """Let ``fault`` change the completions for which ``which`` of their number, from 0, is true."""
+def returning(fault, which):
+    """`_Requests.receive`, but ``fault`` changes the completions of whose number, from 0, ``which`` is true."""
     right, numbers = rollout_worker._Requests.receive, itertools.count()
 
     def receive(self, completions):
         return right(self, [(to, fault(one) if which(next(numbers)) else one) for to, one in completions])
 
-    rollout_worker._Requests.receive = receive
+    return receive
 
 
 def nan(completion):
@@ -28,11 +28,11 @@ def nan(completion):
 def an_engine_errs_now_and_then():
     """In several ways, and never twice in a row at the same response."""
     ways = itertools.cycle((nan, lambda one: replace(one, tokens=one.tokens + 10**6)))
-    _returning(lambda one: next(ways)(one), lambda number: number % 7 == 2)
+    rollout_worker._Requests.receive = returning(lambda one: next(ways)(one), lambda number: number % 7 == 2)
 
 
 def an_engine_only_returns_nan():
-    _returning(nan, lambda number: True)
+    rollout_worker._Requests.receive = returning(nan, lambda number: True)
 
 
 def every_answer_to_an_agent_is_wrong_at_first():
