@@ -20,7 +20,8 @@ from megarl.recipe.load import override_recipe
 from megarl.storage.checked_json import decode, write_checked
 from megarl.storage.run_dir import RunDir
 from megarl.views.run_state import RunState
-from tests.helpers import events, megarl, metrics, start_megarl, wait_until_held
+from tests.helpers import events, metrics, start_megarl, wait_until_held
+from tests.phases.commands import succeed
 from tests.phases.test_kill import assert_same_weights
 
 BATCHES = 2
@@ -30,12 +31,11 @@ BATCHES = 2
 def run(recipe):
     """A finished run of one stage of 6 updates, which keeps the checkpoints of all of them."""
     target = recipe.with_name("run")
-    result = megarl(
+    succeed(
         "train", recipe, "--run-dir", target,
         "--set", "schedule.stages=1", "--set", "actor.checkpoint_every=1", "--set", "actor.keep_checkpoints=6",
         "--set", "optimizer.lr=2e-3", "--set", "eval.every_updates=4",
     )  # fmt: skip
-    assert result.returncode == 0, result.stderr
     return RunDir.open(target)
 
 
@@ -47,11 +47,10 @@ def rows(run, tmp_path_factory):
     """
     figure = tmp_path_factory.mktemp("figure") / "figure.html"
     before = {path: path.lstat().st_mtime_ns for path in run.root.rglob("*")}
-    result = megarl(
+    result = succeed(
         "what-if", run.root, "--stage", 0, "--update", 0, "--update", 5, "--batches", BATCHES, "--json",
         "--figure", figure,
     )  # fmt: skip
-    assert result.returncode == 0, result.stderr
     assert {path: path.lstat().st_mtime_ns for path in run.root.rglob("*")} == before
     assert "stage 1/1 what-if done in" in result.stderr
     assert "Cosine to a fresh on-policy gradient" in figure.read_text()
@@ -157,8 +156,7 @@ def test_wrong_arguments_and_fresh_data_that_does_not_fit_are_refused(run, copie
 
 
 def test_the_exported_policy_of_the_last_checkpoint_is_the_final_policy(run, tmp_path):
-    result = megarl("export", run.root, "--stage", 0, "--update", 6, "--output", tmp_path / "end")
-    assert result.returncode == 0, result.stderr
+    succeed("export", run.root, "--stage", 0, "--update", 6, "--output", tmp_path / "end")
     assert_same_weights(tmp_path / "end", run.final)
     with pytest.raises(UserError, match="--adapters: .* its recipe has no"):
         export_policy(run.root, 0, 6, tmp_path / "adapters", adapters=True)
@@ -169,8 +167,7 @@ def test_the_exported_policy_of_the_last_checkpoint_is_the_final_policy(run, tmp
 def test_the_evaluation_of_a_checkpoint_equals_that_of_the_run(run, tmp_path):
     """With eval.every_updates = 4 the run itself has evaluated its policy after 4 of 6 updates."""
     (event,) = [event for event in events(run, "evaluation") if event["update"] == 4]
-    result = megarl("eval", run.root, "--stage", 0, "--update", 4, "--output", tmp_path / "kept", "--json")
-    assert result.returncode == 0, result.stderr
+    result = succeed("eval", run.root, "--stage", 0, "--update", 4, "--output", tmp_path / "kept", "--json")
     (listed,) = json.loads(result.stdout.splitlines()[-1])
     assert (listed["accuracy"], listed["ci95"]) == (event["accuracy"], event["ci95"])
     assert f"avg@1 {event['accuracy']:.4f}" in describe_evaluations([listed])

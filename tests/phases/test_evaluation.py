@@ -200,8 +200,7 @@ def test_eval_of_a_model_on_several_suites_resumes_after_a_kill(whole, suites, t
     starts = events(RunDir.open(output), "phase_start")
     assert len(starts) == 2, "engines were started for an evaluation that is complete"
     version = best_version(whole)
-    compared = megarl("compare", output, f"{whole.root}:{version}", "--suite", "heldout")
-    assert compared.returncode == 0, compared.stderr
+    compared = succeed("compare", output, f"{whole.root}:{version}", "--suite", "heldout")
     assert f"B = {whole.root}:{version} (update {version})" in compared.stdout
     assert "+0.0000 [+0.0000, +0.0000]  0 prompts better, 0 worse, sign test p = 1" in compared.stdout
 

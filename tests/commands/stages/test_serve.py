@@ -28,7 +28,7 @@ from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
 from tests.commands.stages.agents import CALL, write_agent_model
 from tests.helpers import SGLANG_PYTHON, events, lines_so_far, megarl, read_lines, start_megarl, wait_for
-from tests.phases.commands import settings
+from tests.phases.commands import settings, succeed
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 SETTINGS = (
@@ -173,8 +173,7 @@ def test_conversations_of_an_openai_client_become_a_stage(recipe, agent_model, t
         reward_all(served, said)
     run = RunDir.open(served.root)
     check_tokens(run, agent_model, said)
-    result = megarl("optimize", served.root, "--stage", 0)
-    assert result.returncode == 0, result.stderr
+    succeed("optimize", served.root, "--stage", 0)
     (line,) = read_lines(run.metrics)
     groups = RolloutStore(run.stage(0).rollouts).read(list(run.stage(0).groups))
     assert line["trained_tokens"] == sum(r.sampled_tokens for g in groups for r in g.responses)
