@@ -143,6 +143,14 @@ def test_a_mistake_found_in_another_process_is_printed_once(recipe, tmp_path, ca
     assert everything.count(message) == 1, everything
 
 
+def test_a_malformed_config_json_is_refused(fails, recipe, tiny_model, tmp_path):
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    for text, word in (("[]", "must hold a JSON object"), ("[" * 100_000, "nested")):
+        (model / "config.json").write_text(text)
+        command = ["train", recipe, "--run-dir", tmp_path / "run", "--set", f"model.path={model}"]
+        fails(*command, words=["config.json", word])
+
+
 @pytest.mark.parametrize(
     ("declared", "words"),
     [

@@ -14,7 +14,7 @@ from megarl.phases.samples import to_samples
 from megarl.phases.updates import remove_checkpoints
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.recipe.tables import ObjectiveTable
-from megarl.rollout.engine import Completion
+from megarl.rollout.engine import Completion, expert_type
 from megarl.storage.metrics.summary import summary
 from megarl.storage.rollouts import Group, Response
 from megarl.storage.run_dir import RunDir
@@ -66,6 +66,12 @@ def test_each_span_of_a_continued_response_keeps_its_experts():
     assert join_experts(parts)[:, 0, 0].tolist() == [4, 4, 4, 4, -1, 5, 5, 5]
     assert join_experts(parts[1:2])[:, 1, 0].tolist() == [4, 4, 4, 4]
     assert join_experts([part(2, None, 4), part(1, None, 5)]) is None
+
+
+@pytest.mark.parametrize(("experts", "name"), [(128, "int8"), (129, "int16")])
+def test_expert_ids_have_the_smallest_integer_type_that_also_holds_minus_one(experts, name):
+    assert expert_type(experts) == name
+    assert np.array([-1, experts - 1], expert_type(experts)).tolist() == [-1, experts - 1]
 
 
 def test_metrics_of_an_update():

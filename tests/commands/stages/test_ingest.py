@@ -141,6 +141,27 @@ def test_several_files_become_one_stage(recipe, rows, tmp_path):
 
 
 # a column, its value or a function from the number of tokens to it, and what is said about it
+def test_files_are_read_as_prompt_files_are(recipe, rows, tmp_path):
+    """A list of rows, a byte order mark, and empty lines, which keep their numbers in messages."""
+    listed, lines = tmp_path / "a.json", tmp_path / "b.jsonl"
+    listed.write_text(json.dumps(rows[:18]))
+    lines.write_text("\ufeff" + "\n\n".join(map(json.dumps, rows[18:])) + "\n\n")
+    read = ingested(recipe, tmp_path / "run", listed, lines)
+    whole = ingested(recipe, tmp_path / "whole", write(tmp_path / "c.jsonl", rows))
+    assert [g.prompt_tokens.tolist() for g in stored(read)] == [g.prompt_tokens.tolist() for g in stored(whole)]
+    lines.write_text("\n\n[1]\n")
+    with pytest.raises(UserError, match=r"b\.jsonl, row 3 is not an object"):
+        ingested(recipe, tmp_path / "more", lines)
+    listed.write_text("{}")
+    with pytest.raises(UserError, match="expected a list of rows, got dict"):
+        ingested(recipe, tmp_path / "more", listed)
+    (tmp_path / "b.parquet").write_text("no")
+    with pytest.raises(UserError, match="is not a valid Parquet file"):
+        ingested(recipe, tmp_path / "more", tmp_path / "b.parquet")
+    with pytest.raises(UserError, match="cannot read"):
+        ingested(recipe, tmp_path / "more", tmp_path / "gone.jsonl")
+
+
 MISTAKES = {
     "no log-probs": ("rollout_logprobs", None, "has no rollout_logprobs"),
     "lengths": ("rollout_logprobs", [-1.0], "rollout_logprobs has 1 entries"),
