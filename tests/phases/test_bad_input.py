@@ -181,6 +181,12 @@ def test_quantised_weights_are_refused_before_anything_is_written(declared, word
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "rows.jsonl"]
 
 
+def test_a_prompt_that_is_no_text_is_refused(fails, recipe, tmp_path):
+    (tmp_path / "p.jsonl").write_text('{"prompt": "\\ud800", "answer": "b"}\n')
+    words = ["p.jsonl, line 1", "not valid text", "surrogates"]
+    fails("train", recipe, "--run-dir", tmp_path / "run", "--set", f"data.train={tmp_path}/p.jsonl", words=words)
+
+
 def test_damage_and_wrong_stages_of_a_run_directory_are_refused(fails, recipe, tmp_path):
     run = tmp_path / "run"
     command = ["train", recipe, "--run-dir", run]
