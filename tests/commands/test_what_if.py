@@ -128,7 +128,7 @@ def test_a_given_stage_replaces_fresh_responses(run, copied, monkeypatch):
     [
         ((0, [0, 5], 3, {}), "rollouts of one policy: give --update exactly once"),
         ((0, [0], 3, "run"), "is the stage itself"),
-        ((0, [0], 3, ["actor.keep_checkpoints=6"]), "is not sealed"),
+        ((0, [0], 3, []), "is not sealed"),
         ((0, [0], 3, ["reward.require_stop=false"]), "has another reward than"),
         ((0, [0], 3, ["rollout.temperature=0.5"]), "has another rollout.temperature than"),
         ((0, [0], 3, {"external": True}), "cannot be checked which policy sampled it"),

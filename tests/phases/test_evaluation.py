@@ -219,7 +219,7 @@ def test_compare_gives_means_and_differences(whole):
     ("change", "words"),
     [
         (lambda lines: lines[:3], "prompt 3, '{question}', is only in"),
-        (lambda lines: [*lines[:3], lines[3] | {"answer": "z"}, *lines[4:]], "prompt 3 of"),
+        (lambda lines: [*lines[:3], lines[3] | {"answer": "z"}, *lines[4:]], "with 'z'"),
         (None, "it has those of updates 0, 2, 4, 6, 8"),
     ],
 )
