@@ -32,8 +32,7 @@ class Steep(Objective):
 def poisoned(recipe, tmp_path_factory):
     """A run with a sealed stage in which update 2 and update 5 have a reward that the objective does not bear."""
     large = {4 * 1 + 2: 1e6, 4 * 4: 1e6}
-    settings = ("schedule.updates_per_stage=6", "rollout.max_response_tokens=8")
-    return make_run(recipe, tmp_path_factory.mktemp("poisoned"), *settings, largest=large)
+    return make_run(recipe, tmp_path_factory.mktemp("poisoned"), "schedule.updates_per_stage=6", largest=large)
 
 
 @pytest.mark.parametrize("allowed", [0, 2])
