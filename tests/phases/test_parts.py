@@ -12,7 +12,7 @@ from megarl.phases.generation import SAME_REWARDS, RolloutStats, solve_rate_bin
 from megarl.phases.rollout_worker import join_experts
 from megarl.phases.samples import to_samples
 from megarl.phases.updates import remove_checkpoints
-from megarl.recipe.load import load_recipe, override_recipe
+from megarl.recipe.load import load_recipe, override_recipe, parse_recipe
 from megarl.recipe.tables import ObjectiveTable
 from megarl.rollout.engine import Completion, expert_type
 from megarl.storage.metrics.summary import summary
@@ -117,15 +117,24 @@ def test_statistics_of_a_rollout():
     assert [solve_rate_bin(mean) for mean in (0, 0.01, 0.33, 0.34, 0.66, 0.67, 0.99, 1)] == [0, 1, 1, 2, 2, 3, 3, 4]
 
 
-def test_a_run_resumes_with_other_memory_replicas_and_engines(recipe, tmp_path):
-    first = load_recipe(recipe, ["stages.1.engine=vllm"])
-    assert {stage: table.engine for stage, table in first.distinct_rollouts.items()} == {0: "builtin", 1: "vllm"}
-    assert first.rollout_of(4) == first.rollout_of(3) == first.rollout
-    RunDir.create(tmp_path, first)
-    changes = ["rollout.memory_fraction=0.5", "stages.1.workers=2", "rollout.groups_per_chunk=16"]
-    RunDir.create(tmp_path, override_recipe(first, [*changes, "stages.1.engine=builtin"]))
-    table = RunDir.open(tmp_path).recipe.rollout_of(1)
-    assert (table.workers, table.memory_fraction, table.engine) == (2, 0.5, "builtin")
+def test_a_run_resumes_with_other_memory_replicas_and_engines(tmp_path):
+    tables = {
+        "model": {"path": "/model"},
+        "data": {"source": "file", "train": "/prompts.jsonl"},
+        "reward": {"kind": "exact"},
+        "stages": {"1": {"engine": "vllm"}},
+    }
+    recipe = parse_recipe(tables)
+    assert {stage: table.engine for stage, table in recipe.distinct_rollouts.items()} == {0: "builtin", 1: "vllm"}
+    assert recipe.rollout_of(4) == recipe.rollout_of(3) == recipe.rollout
+    RunDir.create(tmp_path, recipe)
+    smaller = override_recipe(
+        recipe, ["rollout.memory_fraction=0.5", "stages.1.workers=2", "rollout.groups_per_chunk=16"]
+    )
+    assert RunDir.create(tmp_path, smaller).recipe.rollout_of(1).workers == 2
+    assert RunDir.open(tmp_path).recipe.rollout_of(1).memory_fraction == 0.5
+    other = RunDir.create(tmp_path, override_recipe(smaller, ["stages.1.engine=builtin"]))
+    assert other.recipe.rollout_of(1).engine == "builtin"
 
 
 def test_a_branch_refuses_settings_that_do_not_fit_its_rollouts(recipe, tmp_path):

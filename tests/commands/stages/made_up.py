@@ -15,29 +15,25 @@ SETTINGS = ("schedule.updates_per_stage=2", "eval.every=0", "actor.checkpoint_ev
 VOCABULARY = 16  # of the random tokens; that of the model is larger
 
 
-def make_run(recipe, root, *settings, **filled):
+def make_run(recipe, root, *settings, chosen=None):
     run = RunDir.create(root, load_recipe(recipe, [*SETTINGS, *settings]))
     stage = run.stage(0)
     copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, stage.policy)
-    fill(stage, **filled)
+    fill(stage, chosen=chosen)
     return run
 
 
-def fill(stage, masked=False, chosen=None, largest=()):
-    """Write as many random groups as the stage has, and seal it.
-
-    masked: some tokens are masked, as tool output is. largest: {group: its highest reward}, which is 1 elsewhere.
-    """
+def fill(stage, masked=False, chosen=None):
+    """Write as many random groups as the stage has, and seal it. masked: some tokens are masked, as tool output is."""
     rng, size = np.random.default_rng(stage.number), stage.rollout.responses_per_prompt
-    info, highest = read_info(stage.policy), dict.fromkeys(stage.groups, 1.0) | dict(largest)
+    info = read_info(stage.policy)
     with RolloutWriter(stage.rollouts, weights_hash=info.weights_hash, logprob_mode="processed") as writer:
-        made = [make_group(rng, number, size, info.version, masked, highest[number]) for number in stage.groups]
-        for begin in range(0, len(made), 4):
-            writer.append(made[begin : begin + 4])
+        for begin in range(stage.groups.start, stage.groups.stop, 4):
+            writer.append([make_group(rng, number, size, info.version, masked) for number in range(begin, begin + 4)])
     seal(stage.rollouts, stage.groups, chosen)
 
 
-def make_group(rng, number, size, version, masked, largest):
+def make_group(rng, number, size, version=0, masked=False):
     def response():
         n = int(rng.integers(2, 7))
         tokens = rng.integers(3, VOCABULARY, n).astype(np.int32)
@@ -45,7 +41,7 @@ def make_group(rng, number, size, version, masked, largest):
         mask = rng.random(n) < 0.6 if masked else None
         if mask is not None:
             mask[-1] = True
-        return Response(tokens, logprobs, largest * float(rng.integers(2)), "stop", version, loss_mask=mask)
+        return Response(tokens, logprobs, float(rng.integers(2)), "stop", version, loss_mask=mask)
 
     prompt = rng.integers(3, VOCABULARY, 4).astype(np.int32)
     return Group(number, prompt, tuple(response() for _ in range(size)))

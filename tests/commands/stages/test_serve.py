@@ -234,8 +234,10 @@ def as_text(messages):
     """What the chat template makes of a conversation up to its last answer."""
     text = "<|im_start|>system\ntools add<|im_end|>\n"
     for message in messages[:-1]:  # the last message was never sent
-        one = message if isinstance(message, dict) else {"role": message.role, "content": message.content or CALL}
-        text += f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n"
+        if not isinstance(message, dict):
+            called = CALL if message.tool_calls else ""
+            message = {"role": message.role, "content": called + (message.content or "")}
+        text += f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
     return text.removesuffix("\n")
 
 
