@@ -10,6 +10,7 @@ import signal
 
 import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from megarl.commands.evaluate import describe_evaluations, export_policy
 from megarl.commands.what_if import text_table, what_if
@@ -20,9 +21,7 @@ from megarl.recipe.load import override_recipe
 from megarl.storage.checked_json import decode, write_checked
 from megarl.storage.run_dir import RunDir
 from megarl.views.run_state import RunState
-from tests.helpers import events, metrics, start_megarl, wait_until_held
-from tests.phases.commands import succeed
-from tests.phases.test_kill import assert_same_weights
+from tests.helpers import events, megarl, metrics, start_megarl, wait_until_held
 
 BATCHES = 2
 
@@ -31,11 +30,12 @@ BATCHES = 2
 def run(recipe):
     """A finished run of one stage of 6 updates, which keeps the checkpoints of all of them."""
     target = recipe.with_name("run")
-    succeed(
+    result = megarl(
         "train", recipe, "--run-dir", target,
         "--set", "schedule.stages=1", "--set", "actor.checkpoint_every=1", "--set", "actor.keep_checkpoints=6",
         "--set", "optimizer.lr=2e-3", "--set", "eval.every_updates=4",
     )  # fmt: skip
+    assert result.returncode == 0, result.stderr
     return RunDir.open(target)
 
 
@@ -47,10 +47,11 @@ def rows(run, tmp_path_factory):
     """
     figure = tmp_path_factory.mktemp("figure") / "figure.html"
     before = {path: path.lstat().st_mtime_ns for path in run.root.rglob("*")}
-    result = succeed(
+    result = megarl(
         "what-if", run.root, "--stage", 0, "--update", 0, "--update", 5, "--batches", BATCHES, "--json",
         "--figure", figure,
     )  # fmt: skip
+    assert result.returncode == 0, result.stderr
     assert {path: path.lstat().st_mtime_ns for path in run.root.rglob("*")} == before
     assert "stage 1/1 what-if done in" in result.stderr
     assert "Cosine to a fresh on-policy gradient" in figure.read_text()
@@ -126,38 +127,61 @@ def test_a_given_stage_replaces_fresh_responses(run, copied, monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((0, [0, 5], 3, {}), "rollouts of one policy: give --update exactly once"),
+        ((0, [0, 5], 3, "copied"), "rollouts of one policy: give --update exactly once"),
         ((0, [0], 3, "run"), "is the stage itself"),
-        ((0, [0], 3, []), "is not sealed"),
-        ((0, [0], 3, ["reward.require_stop=false"]), "has another reward than"),
-        ((0, [0], 3, ["rollout.temperature=0.5"]), "has another rollout.temperature than"),
-        ((0, [0], 3, {"external": True}), "cannot be checked which policy sampled it"),
-        ((0, [0], 3, {"chosen": [0, 1, 2, 3]}), "has 4 groups; 3 batches of 4 need more"),
-        ((0, [5], 3, {}), "but the policy after 5 updates of stage 0 is"),
-        ((0, [7], 3, None), "policies after these updates of the run only: 0, 1, 2, 3, 4, 5, 6"),
-        ((0, [], 7, None), "the stage has only 6 batches"),
-        ((1, [], 3, None), "stages 0 to 0"),
+        ((0, [0], 3, "unsealed"), "is not sealed"),
+        ((0, [0], 3, "rewarded"), "has another reward than"),
+        ((0, [0], 3, "cold"), "has another rollout.temperature than"),
+        ((0, [0], 3, "ingested"), "cannot be checked which policy sampled it"),
+        ((0, [0], 3, "few"), "has 4 groups; 3 batches of 4 need more"),
+        ((0, [5], 3, "copied"), "but the policy after 5 updates of stage 0 is"),
     ],
 )
-def test_wrong_arguments_and_fresh_data_that_does_not_fit_are_refused(run, copied, tmp_path, arguments, message):
-    """The last argument: settings of the run with the fresh data, or what its seal says otherwise."""
-    *others, fresh = arguments
-    place = run.root if fresh == "run" else copied
-    if isinstance(fresh, list):
-        place = RunDir.create(tmp_path / "other", override_recipe(run.recipe, fresh)).root
-        if "sealed" not in message:
+def test_fresh_data_that_does_not_fit_is_refused(run, copied, tmp_path, arguments, message):
+    *others, which = arguments
+    place = {"run": run.root}.get(which, copied)
+    changes = {
+        "unsealed": [],
+        "rewarded": ["reward.require_stop=false"],
+        "cold": ["rollout.temperature=0.5"],
+    }
+    if which in changes:
+        place = RunDir.create(tmp_path / "other", override_recipe(run.recipe, changes[which])).root
+        if changes[which]:
             shutil.copytree(copied / "stages", place / "stages")
-    elif isinstance(fresh, dict):
-        place = shutil.copytree(copied, tmp_path / "other", symlinks=True)
+    if sealed := {"few": {"chosen": [0, 1, 2, 3]}, "ingested": {"external": True}}.get(which):
+        place = shutil.copytree(copied, tmp_path / which, symlinks=True)
         seal = place / "stages/000/rollouts/SEALED"
-        write_checked(seal, decode(seal.read_bytes()) | fresh)
+        write_checked(seal, decode(seal.read_bytes()) | sealed)
     with pytest.raises(UserError, match=message):
-        what_if(run.root, *others, *([] if fresh is None else [(place, 0)]))
+        what_if(run.root, *others, (place, 0))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((0, [7], 3), "policies after these updates of the run only: 0, 1, 2, 3, 4, 5, 6"),
+        ((0, [], 7), "the stage has only 6 batches"),
+        ((1, [], 3), "stages 0 to 0"),
+    ],
+)
+def test_wrong_arguments_are_refused(run, arguments, message):
+    with pytest.raises(UserError, match=message):
+        what_if(run.root, *arguments)
+
+
+def weights(directory):
+    return load_file(directory / "model.safetensors")
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all((a[name] == b[name]).all() for name in a)
 
 
 def test_the_exported_policy_of_the_last_checkpoint_is_the_final_policy(run, tmp_path):
-    succeed("export", run.root, "--stage", 0, "--update", 6, "--output", tmp_path / "end")
-    assert_same_weights(tmp_path / "end", run.final)
+    result = megarl("export", run.root, "--stage", 0, "--update", 6, "--output", tmp_path / "end")
+    assert result.returncode == 0, result.stderr
+    assert same(weights(tmp_path / "end"), weights(run.final))
     with pytest.raises(UserError, match="--adapters: .* its recipe has no"):
         export_policy(run.root, 0, 6, tmp_path / "adapters", adapters=True)
     with pytest.raises(UserError, match="exists already"):
@@ -167,12 +191,12 @@ def test_the_exported_policy_of_the_last_checkpoint_is_the_final_policy(run, tmp
 def test_the_evaluation_of_a_checkpoint_equals_that_of_the_run(run, tmp_path):
     """With eval.every_updates = 4 the run itself has evaluated its policy after 4 of 6 updates."""
     (event,) = [event for event in events(run, "evaluation") if event["update"] == 4]
-    result = succeed("eval", run.root, "--stage", 0, "--update", 4, "--output", tmp_path / "kept", "--json")
+    result = megarl("eval", run.root, "--stage", 0, "--update", 4, "--output", tmp_path / "kept", "--json")
+    assert result.returncode == 0, result.stderr
     (listed,) = json.loads(result.stdout.splitlines()[-1])
     assert (listed["accuracy"], listed["ci95"]) == (event["accuracy"], event["ci95"])
     assert f"avg@1 {event['accuracy']:.4f}" in describe_evaluations([listed])
-    evaluated, last = tmp_path / "kept/policies/stage_000_update_000004", run.final
-    assert (evaluated / "model.safetensors").read_bytes() != (last / "model.safetensors").read_bytes()
+    assert not same(weights(tmp_path / "kept/policies/stage_000_update_000004"), weights(run.final))
 
 
 def test_an_interrupt_ends_the_command_at_once(run, tmp_path):

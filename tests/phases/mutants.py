@@ -8,7 +8,6 @@ import math
 from dataclasses import replace
 
 from megarl.phases import rollout_worker
-from megarl.phases.serve.phase import TurnQueue
 
 
 def returning(fault, which):
@@ -33,15 +32,6 @@ def an_engine_errs_now_and_then():
 
 def an_engine_only_returns_nan():
     rollout_worker._Requests.receive = returning(nan, lambda number: True)
-
-
-def every_answer_to_an_agent_is_wrong_at_first():
-    right = TurnQueue._answer
-
-    def answer(self, completions):
-        right(self, [(number, one if self._taken[number][0].discarded else nan(one)) for number, one in completions])
-
-    TurnQueue._answer = answer
 
 
 def an_export_has_the_head_of_before_the_third_update():

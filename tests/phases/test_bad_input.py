@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl import cli
 from megarl.cli import training
-from megarl.recipe.load import load_recipe
+from megarl.recipe.load import dump_recipe, load_recipe, override_recipe, recipe_diff
 from megarl.storage.run_dir import RunDir
 from tests.helpers import children, megarl, mount_tmpfs
 from tests.zygote import new_fork_server
@@ -81,14 +81,6 @@ def test_a_wrong_setting_is_reported_before_the_run_directory_is_made(fails, rec
     assert not (tmp_path / "run").exists()
 
 
-def test_a_missing_or_malformed_recipe_is_refused(fails, tmp_path):
-    path = tmp_path / "bad.toml"
-    for text, word in ((None, "No such file"), ("[model\npath=", "line 1"), ("x = " + "[" * 100_000, "nested")):
-        if text:
-            path.write_text(text)
-        fails("train", path, "--run-dir", tmp_path / "run", words=["bad.toml", word])
-
-
 def test_an_engine_that_is_not_installed_or_cannot_serve_the_recipe_is_refused(fails, recipe, tmp_path, monkeypatch):
     command = ["train", recipe, "--run-dir", tmp_path / "run", "--set", "stages.1.engine=vllm"]
     spec = importlib.machinery.ModuleSpec("vllm", None)
@@ -121,6 +113,14 @@ def test_sglang_that_is_not_installed_or_cannot_serve_the_recipe_is_refused(fail
     assert not (tmp_path / "run").exists()
 
 
+def test_a_missing_or_malformed_recipe_is_refused(fails, tmp_path):
+    fails("train", tmp_path / "none.toml", "--run-dir", tmp_path / "run", words=["none.toml"])
+    (tmp_path / "bad.toml").write_text("[model\npath=")
+    fails("train", tmp_path / "bad.toml", "--run-dir", tmp_path / "run", words=["bad.toml", "line 1"])
+    (tmp_path / "bad.toml").write_text("x = " + "[" * 100_000)
+    fails("train", tmp_path / "bad.toml", "--run-dir", tmp_path / "run", words=["bad.toml", "nested"])
+
+
 def test_a_mistake_found_in_another_process_is_printed_once(recipe, tmp_path, capfd):
     """The process that checks the recipe writes to the same terminal as the command that waits for it."""
     result = megarl("train", recipe, "--run-dir", tmp_path / "run", "--set", "actor.kernels=cuda")
@@ -130,12 +130,19 @@ def test_a_mistake_found_in_another_process_is_printed_once(recipe, tmp_path, ca
     assert everything.count(message) == 1, everything
 
 
-def test_a_malformed_config_json_is_refused(fails, recipe, tiny_model, tmp_path):
-    model = shutil.copytree(tiny_model, tmp_path / "model")
-    for text, word in (("[]", "must hold a JSON object"), ("[" * 100_000, "nested")):
+def test_an_unsupported_or_malformed_config_json_is_refused(fails, recipe, tiny_model, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model, model)
+    config = json.loads((model / "config.json").read_text())
+    command = ["train", recipe, "--run-dir", tmp_path / "run", "--set", f"model.path={model}"]
+    for text, words in {
+        json.dumps(config | {"hidden_act": "gelu"}): ["hidden_act"],
+        json.dumps(config | {"vocab_size": 20}): ["28", "20"],
+        "[]": ["must hold a JSON object"],
+        "[" * 100_000: ["JSON", "nested"],
+    }.items():
         (model / "config.json").write_text(text)
-        command = ["train", recipe, "--run-dir", tmp_path / "run", "--set", f"model.path={model}"]
-        fails(*command, words=["config.json", word])
+        fails(*command, words=["config.json", *words])
 
 
 @pytest.mark.parametrize(
@@ -168,10 +175,25 @@ def test_quantised_weights_are_refused_before_anything_is_written(declared, word
     assert sorted(path.name for path in tmp_path.iterdir()) == ["model", "rows.jsonl"]
 
 
-def test_a_prompt_that_is_no_text_is_refused(fails, recipe, tmp_path):
-    (tmp_path / "p.jsonl").write_text('{"prompt": "\\ud800", "answer": "b"}\n')
-    words = ["p.jsonl, line 1", "not valid text", "surrogates"]
-    fails("train", recipe, "--run-dir", tmp_path / "run", "--set", f"data.train={tmp_path}/p.jsonl", words=words)
+def test_changing_the_objective_drops_the_settings_of_the_previous_one(recipe):
+    first = load_recipe(recipe, ["objective.veto_threshold=1e-3"])
+    assert "veto_scope" in dump_recipe(first)  # dumped recipes are resolved, so they include defaults
+    second = override_recipe(first, ["objective.name=grpo", "objective.eps_high=0.3"])
+    assert second.objective.fields["eps_high"] == 0.3
+    assert "veto_threshold" not in second.objective.fields
+    assert any(line.startswith("objective.name: 'mu_grpo' -> 'grpo'") for line in recipe_diff(first, second))
+
+
+def test_mistakes_in_prompt_files_are_refused(fails, recipe, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    command = ["train", recipe, "--run-dir", tmp_path / "run", "--set", f"data.train={prompts}"]
+    fails(*command, words=["prompts.jsonl"])
+    prompts.write_text('{"prompt": "ab"}\n')
+    fails(*command, words=["prompts.jsonl", "answer"])
+    prompts.write_text('{"prompt": "ab", "answer": "ba"}\n{"prompt": "a')
+    fails(*command, words=["prompts.jsonl", "line 2"])
+    prompts.write_text('{"prompt": "\\ud800", "answer": "b"}\n')
+    fails(*command, words=["prompts.jsonl, line 1", "not valid text", "surrogates"])
 
 
 def test_damage_and_wrong_stages_of_a_run_directory_are_refused(fails, recipe, tmp_path):

@@ -5,13 +5,13 @@ from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
 from megarl.views.report import write_report
 from tests.helpers import events, megarl, metrics
-from tests.phases.commands import settings
 
 SHORT = ("schedule.stages=1", "schedule.updates_per_stage=2", "run.rehearse=false", "run.max_restarts=0")
 
 
-def train(recipe, root, mutant, *changes):
-    return megarl("train", recipe, "--run-dir", root, *settings(*SHORT, *changes), mutant=mutant)
+def train(recipe, root, mutant, *settings):
+    options = [part for one in (*SHORT, *settings) for part in ("--set", one)]
+    return megarl("train", recipe, "--run-dir", root, *options, mutant=mutant)
 
 
 def test_faulty_responses_are_generated_again_and_counted(recipe, tmp_path):

@@ -6,9 +6,10 @@ from megarl.views.audit import audit
 from tests.actor.ranks import run_ranks
 from tests.helpers import read_lines
 from tests.phases import plain_loop
-from tests.phases.commands import settings, succeed, train
+from tests.phases.commands import succeed, train
 
-OPTIONS = settings("schedule.stages=1", "schedule.passes=2", "eval.every=0")
+SETTINGS = ("schedule.stages=1", "schedule.passes=2", "eval.every=0")
+OPTIONS = [part for setting in SETTINGS for part in ("--set", setting)]
 WEIGHTS = "final/model.safetensors"
 
 
@@ -41,8 +42,8 @@ def test_a_branch_trains_the_same_rollouts_in_batches_of_another_size(twice, tmp
     """By two ranks. 12 groups would fill 6 updates of 2 groups; the setting asks for 5."""
     branch = tmp_path / "branch"
     changes = ("schedule.prompts_per_update=2", "schedule.passes=1", "schedule.updates_per_stage=5")
-    changes = settings(*changes, "actor.processes_per_node=2")
-    succeed("optimize", twice, "--stage", "0", "--output", branch, *changes)
+    options = [part for change in (*changes, "actor.processes_per_node=2") for part in ("--set", change)]
+    succeed("optimize", twice, "--stage", "0", "--output", branch, *options)
     once, updates = read_lines(twice / "metrics.jsonl")[:3], read_lines(branch / "metrics.jsonl")
     assert [line["staleness"] for line in updates] == list(range(5)) and "pass" not in updates[0]
     # two updates of the branch train the groups of one update of the origin

@@ -114,7 +114,8 @@ def test_a_removed_policy_is_exported_again_from_the_checkpoint_of_its_last_upda
     succeed(*command.replace("DIR", str(tmp_path / "again")).split()[1:])
     assert read_info(tmp_path / "again").weights_hash == read_info(keeps_all.stage(3).policy).weights_hash
     for policy in (tmp_path / "again", "8"):
-        succeed("samples", run.root, "--tokens", "ratio", "--stage", 2, "--policy", policy)
+        seen = megarl("samples", run.root, "--tokens", "ratio", "--stage", 2, "--policy", policy)
+        assert seen.returncode == 0, seen.stderr
     refused = megarl("samples", run.root, "--tokens", "ratio", "--policy", 4, "--stage", 2)
     assert refused.returncode == 2
     assert "the nearest that still exists is" in refused.stderr

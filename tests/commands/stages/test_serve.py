@@ -22,13 +22,12 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import UserError
 from megarl.phases.serve import KEY
 from megarl.recipe.load import load_recipe
-from megarl.rollout.engine import Request, Sampling, answers, continuation_seed, next_seed, response_seed
+from megarl.rollout.engine import Request, Sampling, answers, continuation_seed, response_seed
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
 from tests.commands.stages.agents import CALL, write_agent_model
 from tests.helpers import SGLANG_PYTHON, events, lines_so_far, megarl, read_lines, start_megarl, wait_for
-from tests.phases.commands import settings, succeed
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 SETTINGS = (
@@ -43,7 +42,6 @@ SETTINGS = (
     "actor.checkpoint_every=1",
     "eval.every=0",
 )
-HELD_OUT = ("eval.every=1", "eval.prompts=1")
 
 
 @pytest.fixture(scope="module")
@@ -53,21 +51,17 @@ def agent_model(tiny_model, tmp_path_factory):
     return path
 
 
-def arguments(recipe, model, root, *given):
-    options = settings(f"model.path='{model}'", *SETTINGS, *given)
-    return ["serve", root, "--stage", 0, "--port", 0, "--recipe", recipe, *options]
-
-
 class Served:
     """A running `megarl serve`."""
 
-    def __init__(self, recipe, model, root, *given, mutant=None):
-        self.root, self.arguments = root, arguments(recipe, model, root, *given)
-        self.start(mutant)
+    def __init__(self, recipe, model, root, *settings):
+        options = [part for s in (f"model.path='{model}'", *SETTINGS, *settings) for part in ("--set", s)]
+        self.root, self.arguments = root, ["serve", root, "--stage", 0, "--port", 0, "--recipe", recipe, *options]
+        self.start()
 
-    def start(self, mutant=None):
+    def start(self):
         before = len(self._addresses())
-        self.command = start_megarl(*self.arguments, mutant=mutant)
+        self.command = start_megarl(*self.arguments)
         wait_for(self.command, lambda: len(self._addresses()) > before)
         self.address, self.key = self._addresses()[-1], (self.root / KEY).read_text().strip()
 
@@ -89,8 +83,8 @@ class Served:
 
 
 @contextlib.contextmanager
-def serving(*places, **options):
-    one = Served(*places, **options)
+def serving(*arguments):
+    one = Served(*arguments)
     yield one
     if one.command.poll() is None:
         one.command.send_signal(signal.SIGKILL)
@@ -109,7 +103,8 @@ def guarded(recipe, agent_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("guarded")
     exam = folder / "exam.jsonl"
     exam.write_text(json.dumps({"prompt": "2+3?", "answer": "5"}) + "\n")
-    with serving(recipe, agent_model, folder / "run", *HELD_OUT, f"eval.suite='{exam}'") as one:
+    settings = ("eval.every=1", "eval.prompts=1", f"eval.suite='{exam}'")
+    with serving(recipe, agent_model, folder / "run", *settings) as one:
         yield one
 
 
@@ -157,23 +152,18 @@ def all_converse(served):
     return said
 
 
-def reward_all(served, said):
+def test_conversations_of_an_openai_client_become_a_stage(served, agent_model):
+    said = all_converse(served)
+    assert len(said) == 4
+    calls = [m for messages in said.values() for m in messages if getattr(m, "tool_calls", None)]
+    assert 0 < len(calls) < 8
     for number, (group, name) in enumerate(said):
         assert served.reward(group, name, float(number % 2)).status_code == 200
     assert served.wait() == 0, served.command.stderr
-
-
-def test_conversations_of_an_openai_client_become_a_stage(recipe, agent_model, tmp_path):
-    """Though the engine answers every turn wrongly at first."""
-    with serving(recipe, agent_model, tmp_path / "run", mutant="every_answer_to_an_agent_is_wrong_at_first") as served:
-        said = all_converse(served)
-        assert len(said) == 4
-        calls = [m for messages in said.values() for m in messages if getattr(m, "tool_calls", None)]
-        assert 0 < len(calls) < 8
-        reward_all(served, said)
     run = RunDir.open(served.root)
     check_tokens(run, agent_model, said)
-    succeed("optimize", served.root, "--stage", 0)
+    result = megarl("optimize", served.root, "--stage", 0)
+    assert result.returncode == 0, result.stderr
     (line,) = read_lines(run.metrics)
     groups = RolloutStore(run.stage(0).rollouts).read(list(run.stage(0).groups))
     assert line["trained_tokens"] == sum(r.sampled_tokens for g in groups for r in g.responses)
@@ -194,7 +184,9 @@ def test_other_engines_serve_agents_too(recipe, agent_model, tmp_path, engine):
     """Though responses are decoded together, each stored one is what its agent saw; the audit recomputes log-probs."""
     served = Served(recipe, agent_model, tmp_path / "run", *engine)
     said = all_converse(served)
-    reward_all(served, said)
+    for group, name in said:
+        assert served.reward(group, name, 1.0).status_code == 200
+    assert served.wait() == 0, served.command.stderr
     run, tokenizer = RunDir.open(served.root), load_tokenizer(agent_model)
     groups = RolloutStore(run.stage(0).rollouts).read(list(run.stage(0).groups))
     sequences = [[*g.prompt_tokens.tolist(), *r.tokens.tolist()] for g in groups for r in g.responses]
@@ -217,10 +209,10 @@ def check_tokens(run, model, said):
             places, own = np.arange(len(tokens)), response.sampled
             turns = np.split(places, np.flatnonzero(np.diff(own)) + 1)
             sampled = [turn.tolist() for turn in turns if own[turn[0]]]
-            assert len(sampled) == response.discarded == 2 and own[0] and own[-1]
+            assert len(sampled) == 2 and own[0] and own[-1]
             for turn in sampled:
                 seed = continuation_seed(response_seed(run.recipe.run.seed, group.group_id, sample), turn[0])
-                sampling = Sampling(1.0, 40 - turn[0], 1, (1,), (next_seed(seed, 1),))
+                sampling = Sampling(1.0, 40 - turn[0], 1, (1,), (seed,))
                 (alone,) = answers(engine, Request([prompt + tokens[: turn[0]]], sampling))
                 assert alone.tokens.tolist() == [tokens[i] for i in turn]
                 assert alone.logprobs.tobytes() == response.rollout_logprobs[turn].tobytes()
@@ -234,42 +226,49 @@ def as_text(messages):
     """What the chat template makes of a conversation up to its last answer."""
     text = "<|im_start|>system\ntools add<|im_end|>\n"
     for message in messages[:-1]:  # the last message was never sent
-        if not isinstance(message, dict):
-            called = CALL if message.tool_calls else ""
-            message = {"role": message.role, "content": called + (message.content or "")}
-        text += f"<|im_start|>{message['role']}\n{message['content']}<|im_end|>\n"
+        one = message if isinstance(message, dict) else {"role": message.role, "content": message.content or CALL}
+        text += f"<|im_start|>{one['role']}\n{one['content']}<|im_end|>\n"
     return text.removesuffix("\n")
 
 
-def test_requests_that_would_change_what_is_trained_are_refused(guarded):
-    def user(text):
-        return {"role": "user", "content": text}
+def refusal(call):
+    """(status, message) of the error that a call to the server must raise."""
+    with pytest.raises(openai.APIStatusError) as refused:
+        call()
+    return refused.value.status_code, refused.value.body["message"]
 
-    begin, edited = user("3+2?"), {"role": "assistant", "content": "edited"}
-    first = guarded.send("POST", "/a/x/v1/chat/completions", {"messages": [begin]}).json()["choices"][0]["message"]
-    for path, messages, status, words in (
-        ("a/x", [user("other")], 409, "was changed"),
-        ("a/x", [begin, edited, begin], 409, ""),
-        ("a/y", [user("3")], 400, "begin with the same messages"),
-        ("a/x", 1, 200, ""),  # its reward, after which it has ended
-        ("a/x", [begin, first, begin], 409, "has its reward"),
-        *(("a/x", wrong, 400, "") for wrong in ("high", 10**400, 1e308, -1000001)),
-        ("a/x", 0, 409, ""),
-        ("b/x", 1, 404, ""),  # no answer yet
-        ("b/x", [begin, first, begin], 409, "begin it anew"),
-        ("b/x", [{**begin, "tool_calls": 5}], 400, "must be a list"),
-    ):
-        chat = isinstance(messages, list)
-        where, body = ("v1/chat/completions", {"messages": messages}) if chat else ("reward", {"reward": messages})
-        found = guarded.send("POST", f"/{path}/{where}", body)
-        assert found.status_code == status and words in found.text, (path, messages, found.text)
-    assert guarded.send("GET", "/state").json()["open"]["a"] == {"x": "rewarded"}
+
+def test_requests_that_would_change_what_is_trained_are_refused(guarded):
+    served, messages = guarded, [{"role": "user", "content": "3+2?"}]
+    ask = served.client("a", "x").chat.completions.create
+    assert served.send("POST", "/a/x/reward", {"reward": 1}).status_code == 404  # no answer yet
+    first = ask(model="m", messages=messages).choices[0].message
+    status, message = refusal(lambda: ask(model="m", messages=[{"role": "user", "content": "other"}]))
+    assert (status, "was changed" in message) == (409, True)
+    edited = {"role": "assistant", "content": "edited"}
+    status, _ = refusal(lambda: ask(model="m", messages=[*messages, edited, messages[0]]))
+    assert status == 409
+    other = served.client("a", "y").chat.completions.create
+    status, message = refusal(lambda: other(model="m", messages=[{"role": "user", "content": "3"}]))
+    assert (status, "begin with the same messages" in message) == (400, True)
+    assert served.reward("a", "x", float("1")).status_code == 200
+    status, message = refusal(lambda: ask(model="m", messages=[*messages, first, messages[0]]))
+    assert (status, "has its reward" in message) == (409, True)
+    assert served.send("POST", "/a/x/reward", {"reward": 0}).status_code == 409
+    for wrong in ("high", 10**400, 1e308, -1000001):
+        assert served.send("POST", "/a/x/reward", {"reward": wrong}).status_code == 400
+    assert served.send("GET", "/state").json()["open"] == {"a": {"x": "rewarded"}}
+    forgotten = served.client("b", "x").chat.completions.create
+    status, message = refusal(lambda: forgotten(model="m", messages=[*messages, first, messages[0]]))
+    assert (status, "begin it anew" in message) == (409, True)
+    status, message = refusal(lambda: forgotten(model="m", messages=[{**messages[0], "tool_calls": 5}]))
+    assert (status, "must be a list" in message) == (400, True)
 
 
 def test_a_conversation_about_a_held_out_prompt_is_refused(guarded):
     ask = guarded.client("h", "x").chat.completions.create
-    with pytest.raises(openai.BadRequestError, match="held out for evaluation"):
-        ask(model="m", messages=[{"role": "user", "content": "2+3?"}])
+    status, message = refusal(lambda: ask(model="m", messages=[{"role": "user", "content": "2+3?"}]))
+    assert (status, "held out for evaluation" in message) == (400, True)
     ask(model="m", messages=[{"role": "user", "content": "3+2?"}])  # the name is free for another prompt
 
 
@@ -333,5 +332,6 @@ def test_a_recipe_without_a_chat_template_is_refused(recipe):
 def test_an_empty_key_file_is_refused(recipe, agent_model, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / KEY).write_text("\n")
-    refused = megarl(*arguments(recipe, agent_model, tmp_path / "run"))
+    options = [part for s in (f"model.path='{agent_model}'", *SETTINGS) for part in ("--set", s)]
+    refused = megarl("serve", tmp_path / "run", "--stage", 0, "--port", 0, "--recipe", recipe, *options)
     assert refused.returncode == 2 and "holds no key" in refused.stderr, refused.stderr

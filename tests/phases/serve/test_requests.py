@@ -232,6 +232,31 @@ def test_changed_tools_and_unknown_fields_of_a_reward_are_refused(served):
     assert served.send({"reward": 1, "correct": 1}, path="reward").status_code == 200
 
 
+def test_answers_are_objects_of_the_official_client(served):
+    """Every answer, whole and as a stream, is valid by the client's own types; both kinds occur, calls and texts."""
+    reasons = set()
+    for number in range(12):
+        client = served.client(f"c{number}")
+        raw = client.chat.completions.with_raw_response.create(model="m", messages=ASKED, tools=TOOLS)
+        whole = ChatCompletion.model_validate_json(raw.http_response.content)
+        message = whole.choices[0].message
+        reasons.add(whole.choices[0].finish_reason)
+        stream = served.send({"messages": ASKED, "tools": TOOLS, "stream": True}, f"c{number}").text
+        *events, done, rest = stream.split("\n\n")
+        assert (done, rest) == ("data: [DONE]", "")
+        for event in events:
+            ChatCompletionChunk.model_validate_json(event.removeprefix("data: "))
+        for call in message.tool_calls or ():
+            assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 2, "b": 3}
+        again = client.chat.completions.create(
+            model="m", messages=[*ASKED, message, {"role": "user", "content": "again"}], tools=TOOLS
+        )
+        assert again.choices[0].message.role == "assistant"
+        (model,) = client.models.list().data
+        Model.model_validate(model.model_dump())
+    assert "tool_calls" in reasons and len(reasons) > 1
+
+
 def test_a_client_that_asks_gets_the_sampled_tokens_and_their_logprobs(served):
     plain = served.send({"messages": ASKED}).json()
     asked = {"messages": ASKED, "logprobs": True, "return_token_ids": True}
@@ -242,13 +267,9 @@ def test_a_client_that_asks_gets_the_sampled_tokens_and_their_logprobs(served):
     tokens = ChatCompletion.model_validate(whole).choices[0].logprobs.content
     assert [one.logprob for one in tokens] == sampled.logprobs.tolist()
     assert "".join(one.token for one in tokens) == choice["message"]["content"]
-    *lines, done, rest = served.send(asked | {"stream": True}).text.split("\n\n")
-    assert (done, rest) == ("data: [DONE]", "")
-    first, last, *_ = [json.loads(line.removeprefix("data: ")) for line in lines]
-    for chunk in (first, last):
-        ChatCompletionChunk.model_validate(chunk)
-    (model,) = served.client("x").models.list().data
-    Model.model_validate(model.model_dump())
+    stream = served.send(asked | {"stream": True}).text
+    first, last, *_ = [json.loads(line[len("data: ") :]) for line in stream.split("\n\n")[:-2]]
+    ChatCompletionChunk.model_validate(first)
     assert first["prompt_token_ids"] == prompt
     assert [first["choices"][0][key] for key in ("token_ids", "logprobs")] == [choice["token_ids"], choice["logprobs"]]
     for other in (plain, last):
