@@ -3,6 +3,7 @@
 import json
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,11 @@ def update_record(number: int, size: int, noise: random.Random, speed: float = 1
 
 def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def change_lines(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Write a file of JSON lines again with ``change(record)`` of each."""
+    write_lines(path, [change(json.loads(line)) for line in path.read_text().splitlines()])
 
 
 def make_events(recipe: Recipe, gain: float = 1.0) -> list[dict[str, Any]]:

@@ -13,7 +13,8 @@ from megarl.storage.run_dir import RunDir
 from megarl.views.report import render, summary
 from megarl.views.report.pairs import pair_charts
 from megarl.views.run_reader import read_run
-from tests.helpers import events, five_letters, megarl, read_lines, write_recipe
+from tests.helpers import events, five_letters, read_lines, write_recipe
+from tests.phases.commands import settings, succeed, train
 from tests.views.synthetic_run import make_recipe, make_run, write_lines
 
 GOOD = {"reward/mean": 0.5, "zero_variance_fraction": 0.5, "grad_norm": 0.1, "entropy": 1.0, "ess": 0.9}
@@ -98,14 +99,8 @@ def test_a_cause_is_logged_once_per_stage(tmp_path):
 def test_a_run_that_learns_nothing_says_so_on_the_screen_in_events_and_in_the_report(tiny_model, tmp_path):
     """The untrained model never answers with the letter that is asked for."""
     recipe = write_recipe(tmp_path, tiny_model, five_letters())
-    settings = (
-        "schedule.stages=1",
-        f"schedule.updates_per_stage={UPDATES}",
-        f"schedule.prompts_per_update={SAME_REWARDS // UPDATES}",
-        "eval.every=0",
-    )
-    result = megarl("train", recipe, "--run-dir", tmp_path / "run", *(w for s in settings for w in ("--set", s)))
-    assert result.returncode == 0, result.stderr
+    wanted = (f"schedule.updates_per_stage={UPDATES}", f"schedule.prompts_per_update={SAME_REWARDS // UPDATES}")
+    result = train(recipe, tmp_path / "run", *settings("schedule.stages=1", "eval.every=0", *wanted))
     run = RunDir.open(tmp_path / "run")
     said = f"learns nothing, updates 1 to {UPDATES}: the responses to each prompt had equal rewards, 0 on average in"
     assert said in result.stdout + result.stderr
@@ -120,9 +115,9 @@ def test_a_run_that_learns_nothing_says_so_on_the_screen_in_events_and_in_the_re
 
 def test_the_last_line_and_the_report_have_the_paired_interval_of_compare(recipe, tmp_path):
     root = tmp_path / "run"
-    settings = ("schedule.stages=1", "schedule.updates_per_stage=4", "optimizer.lr=0.01", "run.seed=1")
-    said = megarl("train", recipe, "--run-dir", root, *(part for text in settings for part in ("--set", text)))
-    (compared,) = json.loads(megarl("compare", f"{root}:0", f"{root}:4", "--json").stdout)
+    wanted = ("schedule.stages=1", "schedule.updates_per_stage=4", "optimizer.lr=0.01", "run.seed=1")
+    said = train(recipe, root, *settings(*wanted))
+    (compared,) = json.loads(succeed("compare", f"{root}:0", f"{root}:4", "--json").stdout)
     estimate = compared["estimates"][0]
     low, high = estimate["ci95"]
     text = f"{estimate['mean']:+.3f} [{low:+.3f}, {high:+.3f}]"
