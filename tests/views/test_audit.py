@@ -8,29 +8,23 @@ from dataclasses import replace
 import pytest
 
 from megarl.commands.one_phase import branch, changed_recipe
+from megarl.recipe.load import override_recipe
+from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
+from megarl.views.audit.rollouts import versions_allowed
 from tests.commands.stages.made_up import make_run
 from tests.phases.commands import settings, succeed, train
-from tests.views.audit_faults import FAULTS, RECOMPUTED, of_version, rewrite, updates_in_disorder
+from tests.views.audit_faults import FAULTS, RECOMPUTED, rewrite, updates_in_disorder
+from tests.views.synthetic_run import make_recipe
 
 EVERYTHING = 1000  # groups whose rewards and log-probs are recomputed: more than a stage has
 SMALL = ("schedule.updates_per_stage=4", "actor.checkpoint_every=2")
-LIVE = ("schedule.kind='live'", "schedule.stages=1", "schedule.updates_per_stage=8", "schedule.sync_every=2")
-
-
-LIVE += ("schedule.delay=1", "eval.every=0", "actor.checkpoint_every=2")
 
 
 @pytest.fixture(scope="module")
 def staged(recipe):
     train(recipe, recipe.parent / "staged", *settings(*SMALL))
     return recipe.parent / "staged"
-
-
-@pytest.fixture(scope="module")
-def live(recipe):
-    train(recipe, recipe.parent / "live", *settings(*LIVE))
-    return recipe.parent / "live"
 
 
 @pytest.fixture
@@ -47,13 +41,6 @@ def test_the_audit_of_a_staged_run_finds_no_problem(staged):
     above, head, first, *_, end = found.table().splitlines()
     assert len(head) <= 80 and end == "everything that was checked agrees"
     assert above[: head.index("chosen") + 6].endswith("not") and first.split()[:3] == ["0", "16", "16"]
-
-
-def test_the_audit_of_a_live_run_finds_no_problem(live):
-    found = audit(live, EVERYTHING)
-    assert found.problems == []
-    assert [note for note in found.notes if "several policies" not in note] == []
-    assert (found.stages[0].trained, found.stages[0].pending) == (32, 0)
 
 
 def test_groups_that_were_not_chosen_or_are_not_trained_yet_are_counted(recipe, tmp_path):
@@ -96,11 +83,13 @@ def test_a_token_whose_experts_were_tied_is_no_problem_and_many_are(copy, every,
     assert len(found) == problems and all("the log-probs of stage 0 are not its policy's" in said for said in found)
 
 
-def test_a_policy_version_that_the_schedule_does_not_allow_is_found(live, tmp_path):
-    """The groups of a live run's first shard get policy versions that are newer by 2 than the schedule allows."""
-    run = tmp_path / "run"
-    shutil.copytree(live, run, symlinks=True)
-    rewrite(run, lambda groups: [of_version(g, g.responses[0].policy_version + 2) for g in groups])
-    problems = audit(run, 0).problems
-    assert [problem for problem in problems if "the schedule allows 0 to 0" in problem], problems
-    assert [problem for problem in problems if "staleness" in problem], problems
+@pytest.mark.parametrize(
+    ("lag", "allowed"),
+    [("delay=1", [(0, 0), (4, 4), (6, 6), (12, 12)]), ("max_lag=3", [(0, 1), (4, 7), (5, 8), (12, 15)])],
+)
+def test_policy_versions_that_a_live_schedule_allows(tmp_path, lag, allowed):
+    """For the groups of updates 2, 8, 9 and 16, with a new policy after every second one."""
+    staged = make_recipe({"stages": 2, "updates_per_stage": 8, "prompts_per_update": 4})
+    changes = ["schedule.kind=live", "schedule.sync_every=2", "eval.every=0", f"schedule.{lag}"]
+    run = RunDir(tmp_path, override_recipe(staged, changes))
+    assert [versions_allowed(run.stage(group // 32), group) for group in (5, 31, 32, 63)] == allowed

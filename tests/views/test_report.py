@@ -197,6 +197,9 @@ def test_strings_from_files_are_escaped(tmp_path):
     page = write_report([root], tmp_path / "r.html").read_text()
     assert evil not in page and "<b>x<b>" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    drawn = repr([chart.traces for chart in charts_of(root, make_run(tmp_path / "<a href='x'>")).values()])
+    assert "&lt;a href" in drawn, "Plotly takes some markup in names for its own"
+    assert "<a " not in drawn and "<b>x" not in drawn and "<script" not in drawn
 
 
 def test_invalid_run_directories_and_outputs_are_refused(root, tmp_path):
