@@ -15,27 +15,9 @@ from megarl.views.report.pairs import pair_charts
 from megarl.views.run_reader import read_run
 from tests.helpers import events, five_letters, read_lines, write_recipe
 from tests.phases.commands import settings, succeed, train
-from tests.views.synthetic_run import make_recipe, make_run, write_lines
+from tests.views.synthetic_run import make_branch, make_recipe, make_run, write_lines
 
 GOOD = {"reward/mean": 0.5, "zero_variance_fraction": 0.5, "grad_norm": 0.1, "entropy": 1.0, "ess": 0.9}
-
-
-def make_branch(root, of, stage):
-    """A branch as `megarl optimize --stage STAGE --output` makes it: updates of one stage, a link to its rollouts."""
-    make_run(root)
-    rollouts = of / f"stages/{stage:03d}/rollouts"
-    rollouts.mkdir(parents=True)
-    (root / f"stages/{stage:03d}").mkdir(parents=True)
-    (root / f"stages/{stage:03d}/rollouts").symlink_to(rollouts)
-    inside = range(96 * stage + 1, 96 * (stage + 1) + 1)
-    write_lines(
-        root / "metrics.jsonl", [line for line in read_lines(root / "metrics.jsonl") if line["update"] in inside]
-    )
-    kept = [
-        e for e in read_lines(root / "events.jsonl") if e["event"] == "evaluation" and e["stage"] in (stage, stage + 1)
-    ]
-    write_lines(root / "events.jsonl", kept)
-    return root
 
 
 @pytest.mark.parametrize(("stage", "base", "final"), [(0, "0.281", "0.613"), (1, "0.613", "0.815")])
@@ -127,8 +109,8 @@ def test_the_last_line_and_the_report_have_the_paired_interval_of_compare(recipe
 
 def test_a_report_without_a_common_update_says_so_and_draws_no_empty_chart(tmp_path):
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b")
-    lines = read_lines(b / "events.jsonl")
-    write_lines(b / "events.jsonl", [line for line in lines if line["event"] != "evaluation" or line["stage"] == 0])
+    happened = read_lines(b / "events.jsonl")
+    write_lines(b / "events.jsonl", [one for one in happened if one["event"] != "evaluation" or one["stage"] == 0])
     page = render([read_run(a, "a"), read_run(b, "b")])
     assert "were never evaluated after the same number of updates" in page
     assert "Held-out accuracy minus that of a" not in page
