@@ -57,7 +57,9 @@ def test_the_order_of_a_single_source_is_the_recorded_one(tokenizer, tmp_path):
     a = numbers(tmp_path, "a", 12)
     plain = build_prompts(recipe(file=tmp_path / "a.jsonl", heldout=3), tokenizer)
     assert [plain.train(i).text for i in range(20)] == GOLDEN
+    other_seed = build_prompts(recipe(file=tmp_path / "a.jsonl", heldout=3, seed=1), tokenizer)
     assert [prompt.text for prompt in plain.heldout()] == GOLDEN_HELDOUT
+    assert other_seed.heldout() == plain.heldout()
     alone = build_prompts(mixed(a, heldout=3), tokenizer)
     assert [alone.train(i) for i in range(2100)] == [plain.train(i) for i in range(2100)]
     assert alone.heldout() == plain.heldout()
