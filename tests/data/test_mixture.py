@@ -34,7 +34,8 @@ def mixed(*sources, heldout=0, **more):
 
 def test_each_source_has_its_share_and_its_own_order(tokenizer, tmp_path):
     a, b, c = numbers(tmp_path, "a", 50), numbers(tmp_path, "b", 400), numbers(tmp_path, "c", 7)
-    prompts = build_prompts(mixed({**a, "weight": 7}, {**b, "weight": 2.5}, {**c, "weight": 0.5}), tokenizer)
+    weighted = ({**a, "weight": 7}, {**b, "weight": 2.5}, {**c, "weight": 0.5})
+    prompts = build_prompts(mixed(*weighted), tokenizer)
     order = [prompts.train(i).text for i in range(3 * PATTERN)]
     assert Counter(text[0] for text in order) == {"a": 2100, "b": 750, "c": 150}
     for start in range(0, 3 * PATTERN, PATTERN):
@@ -46,8 +47,7 @@ def test_each_source_has_its_share_and_its_own_order(tokenizer, tmp_path):
         assert own == [alone.train(i).text for i in range(len(own))]
         assert len(set(own[:count])) == min(count, len(own)), "no repetition within an epoch"
     assert len({tuple(text[0] for text in order[n : n + PATTERN]) for n in (0, PATTERN)}) == 2
-    settings = mixed({**a, "weight": 7}, {**b, "weight": 2.5}, {**c, "weight": 0.5}, run={"seed": 0})
-    again, other = (build_prompts(wanted, tokenizer) for wanted in (settings, mixed(a, b, c, run={"seed": 1})))
+    again, other = (build_prompts(mixed(*weighted, run={"seed": seed}), tokenizer) for seed in (0, 1))
     assert [again.train(i).text for i in (2999, 3, 1000, 3)] == [order[i] for i in (2999, 3, 1000, 3)]
     assert [other.train(i).text for i in range(50)] != order[:50]
 
