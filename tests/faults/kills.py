@@ -75,6 +75,7 @@ class Run:
             pattern, most = OPERATIONS[rng.choice(list(OPERATIONS))]
             hold = [pattern, rng.randint(1, most), str(held)]
         held.unlink(missing_ok=True)
+        begun = self.begun()
         agents = self.start("--set", f"run.max_restarts={0 if hold else rng.randint(0, 1)}", hold=hold)
         while not (any_ended(agents) or (reached := held.exists() and held.read_text())):
             if time.monotonic() > end:
@@ -96,8 +97,9 @@ class Run:
                 process.send_signal(number)
         deadline = time.monotonic() + PATIENCE_SECONDS
         while any(agent.poll(0.05) is None for agent in agents) and time.monotonic() < deadline:
-            # now the parent is held too, since each process counts its operations by itself: it would wait for ever
-            if held.exists():
+            # now the parent is held too, since each process counts its operations by itself: it would wait for ever;
+            # an agent that was killed before it had joined is waited for, unless Slurm ends the others
+            if held.exists() or (any_ended(agents) and self.begun() == begun):
                 for agent in agents:
                     agent.kill()
         for agent in agents:
@@ -113,12 +115,15 @@ class Run:
         of_nodes = [{**os.environ, **shared, "NODE_RANK": str(rank)} for rank in (0, 1)]
         return [start_megarl(*self.arguments, *settings, env=environment, hold=hold) for environment in of_nodes]
 
+    def begun(self) -> list[str]:
+        """The phases that events.jsonl has begun."""
+        with contextlib.suppress(OSError, ValueError):
+            return [e["phase"] for e in read_lines(self.directory / "events.jsonl") if e["event"] == "phase_start"]
+        return []
+
     def phase(self) -> str:
         """The kind of the run and, from its events, the phase under way."""
-        with contextlib.suppress(OSError, ValueError):
-            started = [e for e in read_lines(self.directory / "events.jsonl") if e["event"] == "phase_start"]
-            return f"{self.kind}: {started[-1]['phase']}"
-        return f"{self.kind}: start"
+        return f"{self.kind}: {['start', *self.begun()][-1]}"
 
     def finish(self) -> None:
         for agent in self.start():
