@@ -215,7 +215,7 @@ class Here:
             return Report("done")
         if not codes:  # a stop signal reached the processes, but not this agent
             return Report("stopped", time=time.time())
-        if self.nodes.aborted() and all(-code in (signal.SIGKILL, signal.SIGUSR1) for code in codes.values()):
+        if ended.aborted and all(-code in (signal.SIGKILL, signal.SIGUSR1) for code in codes.values()):
             return Report("aborted", "killed because another node failed", time=time.time())
         failures = {rank: self._failure(rank) for rank in codes}
         rank = min(codes, key=lambda rank: (not _primary(codes[rank]), failures[rank].time))

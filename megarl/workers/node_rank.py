@@ -29,13 +29,6 @@ def find_node_rank(environ: Mapping[str, str]) -> NodeRank:
     jobs that share a node have different ones. The port after it is used too. `UserError` if variables are missing or
     contradict each other.
     """
-    port = PORT
-    if "SLURM_JOB_ID" in environ:
-        port = FIRST_OF_SLURM + 2 * int(environ["SLURM_JOB_ID"]) % FIRST_OF_SLURM
-    if environ.get("MASTER_PORT"):
-        port = _integer(environ, "MASTER_PORT")
-    if not 1 <= port < 65535:
-        raise UserError(f"MASTER_PORT = {port}: expected a port from 1 to 65534 that all nodes know, and the next one")
     if "NNODES" in environ:
         missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if name not in environ]
         if missing:
@@ -46,16 +39,27 @@ def find_node_rank(environ: Mapping[str, str]) -> NodeRank:
         rank, count = _integer(environ, "NODE_RANK"), _integer(environ, "NNODES")
         if not 0 <= rank < count:
             raise UserError(f"NODE_RANK = {rank}, but NNODES = {count}: ranks go from 0 to NNODES - 1")
-        node = NodeRank(rank, count, environ["MASTER_ADDR"], port)
+        node = NodeRank(rank, count, environ["MASTER_ADDR"], _port(environ))
     elif "SLURM_STEP_NODELIST" in environ:
         count, tasks = int(environ["SLURM_STEP_NUM_NODES"]), int(environ["SLURM_STEP_NUM_TASKS"])
         if tasks != count:
             raise UserError(f"{tasks} tasks on {count} nodes: start one task per node (srun --ntasks-per-node=1)")
         address = environ.get("MASTER_ADDR") or first_host(environ["SLURM_STEP_NODELIST"])
-        node = NodeRank(int(environ["SLURM_NODEID"]), count, address, port)
+        node = NodeRank(int(environ["SLURM_NODEID"]), count, address, _port(environ))
     else:
         return NodeRank()
     return node if node.count > 1 else NodeRank()
+
+
+def _port(environ: Mapping[str, str]) -> int:
+    if environ.get("MASTER_PORT"):
+        port = _integer(environ, "MASTER_PORT")
+        if not 1 <= port < 65535:
+            raise UserError(f"MASTER_PORT = {port}: expected a port from 1 to 65534; the next one is used too")
+        return port
+    if "SLURM_JOB_ID" in environ:
+        return FIRST_OF_SLURM + 2 * int(environ["SLURM_JOB_ID"]) % FIRST_OF_SLURM
+    return PORT
 
 
 def _integer(environ: Mapping[str, str], name: str) -> int:

@@ -8,13 +8,15 @@ phase at once. The only node of a run listens nowhere.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NoReturn, Self
@@ -29,6 +31,7 @@ from megarl.workers.processes import POLL_SECONDS, STALLED, Starter
 HEARTBEAT_SECONDS = 0.1
 DEAD_AFTER_SECONDS = 15.0  # without a heartbeat; less than Slurm's KillWait, so the cause is logged before a job dies
 LEADER_LOST_SECONDS = 60.0  # without an answer of the store: more than a busy machine or network needs
+CAUSE_CHARACTERS = 20_000  # of a report, which may quote a log; a value of torch's store has 8 MiB at most
 JOIN_SECONDS = 600.0  # nodes of one job start seconds apart, but may have to pull a container first
 
 
@@ -75,7 +78,8 @@ class Nodes:
             if self.rank == 0:
                 make_directory(run_dir)
                 store = _serve(node.port)
-            threading.Thread(target=self._exchange, args=(run_dir.name, store), daemon=True).start()
+            self._thread = threading.Thread(target=self._exchange, args=(run_dir.name, store), daemon=True)
+            self._thread.start()
             self._join()
 
     def _join(self) -> None:
@@ -83,10 +87,11 @@ class Nodes:
         while missing := [rank for rank in self._unheard if rank not in self._heard]:
             if time.monotonic() > deadline:
                 place = f"{self._node.address}:{self._node.port}"
+                self._closing.set()
                 raise PhaseFailed(
                     f"node {missing[0]} of {self.count} did not join at {place} within {JOIN_SECONDS:.0f} s: see that "
-                    "node's output. All nodes need the same MASTER_ADDR and MASTER_PORT, if they are set, and a run "
-                    "directory of the same name"
+                    "node's output. All nodes need the same first node and port (MASTER_ADDR and MASTER_PORT, or those "
+                    "of one Slurm job), a rank of their own, and a run directory of the same name"
                 )
             time.sleep(POLL_SECONDS)
 
@@ -122,7 +127,10 @@ class Nodes:
 
     def report(self, report: Report) -> None:
         """Say how the attempt ended here; unless it is done, all nodes abort it."""
-        self._say(report=asdict(report))
+        cause = report.cause
+        if len(cause) > CAUSE_CHARACTERS:
+            cause = f"{cause[: CAUSE_CHARACTERS // 2]} [..] {cause[-CAUSE_CHARACTERS // 2 :]}"
+        self._say(report=asdict(replace(report, cause=cause)))
 
     def reports(self) -> dict[int, Report]:
         """First agent: wait until the attempt has ended on all nodes, {rank: report}; an agent that died has failed."""
@@ -176,12 +184,9 @@ class Nodes:
 
     def _exchange(self, run: str, store: dist.Store | None) -> None:
         """Thread: say what this agent has to say, hear the others, and notice when their heartbeats stop."""
-        patience = timedelta(seconds=JOIN_SECONDS)  # until the first agent listens
-        place = self._node.address, self._node.port
         try:
-            if store is None:
-                store = dist.TCPStore(*place, is_master=False, wait_for_workers=False, timeout=patience)
-            last, agents = dict[int, int](), dist.PrefixStore(run, store)
+            agents = self._connect(run) if store is None else dist.PrefixStore(run, store)
+            last: dict[int, int] = {}  # rank -> round in which its heartbeat changed
             while not self._closing.wait(HEARTBEAT_SECONDS):
                 self._rounds += 1
                 said = self._said if self.rank else {**self._said, "abort": self._abort()}
@@ -199,12 +204,33 @@ class Nodes:
                         self.dead[rank] = Report("failed", f"{cause}{DEAD_AFTER_SECONDS:.0f} s", primary=True)
                     self._heard[rank] = said
                 self._silent = 0.0
-        except RuntimeError:  # the store is gone
-            if self._said.get("left") or not self._heard:
+        except Exception as error:
+            if self._said.get("left"):
                 return
-            if self.rank:
+            if self.rank and isinstance(error, RuntimeError):  # the store is gone
                 self._lose_first()
-            raise
+            traceback.print_exc()  # without this thread the run would wait for ever
+            os._exit(1)
+
+    def _connect(self, run: str) -> dist.Store:
+        """Others: join the first agent, waiting until it is there.
+
+        The agents of another start or run, which may still listen there, are told apart: their first one has left, or
+        their agent of this rank has joined, or their run directory has another name.
+        """
+        place = self._node.address, self._node.port
+        while not self._closing.wait(HEARTBEAT_SECONDS):
+            with contextlib.suppress(RuntimeError):  # nobody listened for so long, or the store that did has ended
+                patience = timedelta(seconds=JOIN_SECONDS)
+                store = dist.TCPStore(*place, is_master=False, wait_for_workers=False, timeout=patience)
+                agents = dist.PrefixStore(run, store)
+                while not (agents.check(["0"]) or self._closing.wait(POLL_SECONDS)):
+                    pass
+                first = json.loads(agents.get("0"))
+                if not first.get("left") and agents.add(f"joined/{self.rank}", 1) == 1:
+                    self._heard[0] = first
+                    return agents
+        raise SystemExit  # of this thread: the main thread has given up
 
     def __enter__(self) -> Self:
         return self
@@ -221,11 +247,14 @@ class Nodes:
             self._say(left=True)
             said, deadline = self._rounds + 1, time.monotonic() + DEAD_AFTER_SECONDS
             others = () if self.rank else self._unheard
-            while time.monotonic() < deadline and not (
-                self._rounds > said and all(rank in self.dead or self._heard[rank].get("left") for rank in others)
-            ):
-                time.sleep(POLL_SECONDS)
-        self._closing.set()
+            try:
+                while time.monotonic() < deadline and not (
+                    self._rounds > said and all(rank in self.dead or self._heard[rank].get("left") for rank in others)
+                ):
+                    time.sleep(POLL_SECONDS)
+            finally:
+                self._closing.set()
+                self._thread.join(1.0)
 
 
 def _serve(port: int) -> dist.TCPStore:

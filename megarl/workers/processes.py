@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerContext, SpawnContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,11 +80,12 @@ class Processes:
                 _signal(pid, number)
 
     def kill(self) -> None:
-        """Kill the processes that have not ended, their process groups, and the fork server, which may hang too."""
+        """Kill the processes that have not ended, their process groups, and their fork server, which may hang too."""
         for index, pid in enumerate(self.pids):
             if index not in self._codes:
                 _signal(pid, signal.SIGKILL, group=True)
-        kill_server()
+        if any(isinstance(process, ForkServerProcess) for process in self._started):
+            kill_server()
 
 
 def _signal(pid: int, number: int, group: bool = False) -> None:
@@ -95,15 +96,13 @@ def _signal(pid: int, number: int, group: bool = False) -> None:
         os.kill(pid, number)
 
 
-def kill_server() -> list[int]:
-    """Kill this process's fork server, if it has one; returns its process id. It may not have named itself yet."""
-    killed = []
+def kill_server() -> None:
+    """Kill this process's fork server, if it has one, and wait for its end. It may not have named itself yet."""
     for child in psutil.Process().children():
-        with contextlib.suppress(psutil.Error):
+        with contextlib.suppress(psutil.Error, ChildProcessError):
             if child.name() == preload.SERVER_NAME or "multiprocessing.forkserver" in str(child.cmdline()):
                 child.kill()
-                killed.append(child.pid)
-    return killed
+                os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # `multiprocessing` wants to hear of it too
 
 
 class Starter:
@@ -122,8 +121,8 @@ class Starter:
             return
         backend, trained = self._imported
         if recipe.actor.backend != backend or (trains and not trained):
-            for pid in kill_server() if backend else ():
-                os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+            if backend:
+                kill_server()
             self._imported = recipe.actor.backend, trains
         os.environ[preload.ORDER] = preload.order(recipe, self._imported[1])
         forkserver.set_forkserver_preload([PRELOAD])
@@ -210,6 +209,7 @@ class Ended:
     first: frozenset[int]  # processes that had failed before the others were asked to stop
     stopped: bool  # this agent received a stop signal
     stall: Stall | None = None  # the stall because of which all were killed
+    aborted: bool = False  # they were killed because another node aborted the phase
 
 
 def supervise(
@@ -238,7 +238,7 @@ def supervise(
     if watch and reason == STALLED:
         stall = stall or watch.stopped()  # the other node may only have waited for this one
     if watch and (stall or reason == STALLED):
-        watch.dump()
+        watch.dump(codes)
     kill_at = time.monotonic()
     if not (stall or reason):
         kill_at += float(os.environ.get("MEGARL_SHUTDOWN_SECONDS", SHUTDOWN_SECONDS))
@@ -254,7 +254,9 @@ def supervise(
             processes.kill()
         codes = processes.poll(POLL_SECONDS)
     end_sessions(processes.pids)
-    return Ended(dict(codes), frozenset(_failed(codes)) if stall or reason else first, bool(stop_signals), stall)
+    if stall or reason:
+        first = frozenset(_failed(codes))
+    return Ended(dict(codes), first, bool(stop_signals), stall, bool(reason))
 
 
 def _second_ctrl_c(stop_signals: Sequence[tuple[int, float]]) -> bool:

@@ -110,26 +110,28 @@ class Watch:
             for one, beat, idle in zip(self._watched, self._beats, self._idle, strict=True)
         ]
 
-    def dump(self) -> None:
+    def dump(self, ended: Collection[int]) -> None:
         """Have all processes write their Python stacks to their logs (`faulthandler`, in `megarl.phases.entry`).
 
         Stopped processes are continued, since they could not write otherwise: the caller must kill all of them next.
         """
-        sizes = before = self._sizes()
-        for watched in self._watched:
+        running = [watched for index, watched in enumerate(self._watched) if index not in ended]
+        sizes = before = _sizes(running)
+        for watched in running:
             for number in (signal.SIGUSR1, signal.SIGCONT):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(watched.pid, number)
         start = grown = time.monotonic()
         while (now := time.monotonic()) - start < DUMP_SECONDS:
-            if sizes != (sizes := self._sizes()):
+            if sizes != (sizes := _sizes(running)):
                 grown = now
             if all(map(int.__gt__, sizes, before)) and now - grown > QUIET_SECONDS:
                 break
             time.sleep(0.05)
 
-    def _sizes(self) -> list[int]:
-        return [watched.log.stat().st_size if watched.log.exists() else 0 for watched in self._watched]
+
+def _sizes(running: Sequence[Watched]) -> list[int]:
+    return [watched.log.stat().st_size if watched.log.exists() else 0 for watched in running]
 
 
 def _tree(pid: int) -> list[int]:

@@ -61,7 +61,7 @@ class Run:
     """A run whose starts can be disturbed."""
 
     def __init__(self, kind: str, recipe: Path, folder: Path) -> None:
-        self.kind, self.directory = kind, folder / "run"
+        self.kind, self.directory, self.port = kind, folder / "run", free_ports(2)[0]
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
         self.arguments = ["train", recipe, "--run-dir", self.directory]
@@ -111,7 +111,7 @@ class Run:
         """The command on each node."""
         if self.kind != "two nodes":
             return [start_megarl(*self.arguments, *settings, hold=hold)]
-        shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_ports(2)[0])}
+        shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
         of_nodes = [{**os.environ, **shared, "NODE_RANK": str(rank)} for rank in (0, 1)]
         return [start_megarl(*self.arguments, *settings, env=environment, hold=hold) for environment in of_nodes]
 
@@ -126,8 +126,13 @@ class Run:
         return f"{self.kind}: {['start', *self.begun()][-1]}"
 
     def finish(self) -> None:
-        for agent in self.start():
-            assert agent.wait(PATIENCE_SECONDS) == 0, agent.stderr
+        agents = self.start()
+        try:
+            for agent in agents:
+                assert agent.wait(PATIENCE_SECONDS) == 0, agent.stderr
+        finally:
+            for agent in agents:
+                agent.kill()
 
     def compare(self, whole: Path) -> None:
         """Raise AssertionError if anything differs from the undisturbed run ``whole``."""

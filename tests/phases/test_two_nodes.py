@@ -263,6 +263,7 @@ def test_nodes_on_a_slow_link_survive_a_moment_without_it_and_end_in_time_once_i
     assert_same_result(two_nodes, run)
 
 
+TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "h"}
 SLURM = {"SLURM_JOB_ID": "20007", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1"}
 
 
@@ -275,7 +276,7 @@ SLURM = {"SLURM_JOB_ID": "20007", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_T
         ({**SLURM, "SLURM_STEP_NODELIST": "a,b", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "99"},
          NodeRank(1, 2, "10.0.0.1", 99)),
         ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "7"}, NodeRank(0, 2, "h", 7)),
-        ({"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "h"}, NodeRank(1, 2, "h", 29500)),
+        (TWO, NodeRank(1, 2, "h", 29500)),
     ],
 )  # fmt: skip
 def test_node_rank_from_the_environment(environment, place):
@@ -289,9 +290,9 @@ def test_node_rank_from_the_environment(environment, place):
         ({"NNODES": "2", "NODE_RANK": "0", "MASTER_PORT": "7"}, "MASTER_ADDR is not"),
         ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "h", "MASTER_PORT": "7"}, "NODE_RANK = 2"),
         ({"NNODES": "two", "NODE_RANK": "0", "MASTER_ADDR": "h"}, "NNODES = 'two': expected an integer"),
-        ({"MASTER_PORT": "x"}, "MASTER_PORT = 'x': expected an integer"),
-        ({"MASTER_PORT": "65536"}, "MASTER_PORT = '65536': expected an integer from 0 to 65535"),
-        ({"MASTER_PORT": "0"}, "MASTER_PORT = 0: expected a port from 1 to 65534"),
+        ({**TWO, "MASTER_PORT": "x"}, "MASTER_PORT = 'x': expected an integer"),
+        ({**TWO, "MASTER_PORT": "65536"}, "MASTER_PORT = '65536': expected an integer from 0 to 65535"),
+        ({**TWO, "MASTER_PORT": "0"}, "MASTER_PORT = 0: expected a port from 1 to 65534"),
     ],
 )
 def test_wrong_environments_of_nodes_are_refused(environment, message):

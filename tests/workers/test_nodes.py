@@ -1,6 +1,7 @@
 """The agents of several nodes, as threads of one process: no agent waits for one that has ended or hangs."""
 
 import contextlib
+import json
 import queue
 import socket
 import threading
@@ -130,6 +131,85 @@ def test_a_replica_that_waits_for_others_can_be_interrupted():
 
     with pytest.raises(Left):
         ReplicaGroup(dist.HashStore(), 0, 2, leave).barrier("generated")
+
+
+def test_an_agent_waits_for_the_start_after_one_that_is_ending(tmp_path):
+    """At the same port: its store says that the first agent has left, and then it ends."""
+    port, met, ends = free_ports(2)[0], [], threading.Event()
+
+    def follow():
+        with Nodes(NodeRank(1, 2, "127.0.0.1", port), run_dir=tmp_path) as agents:
+            met.append(agents.meet())
+
+    before = nodes._serve(port)
+    asked = SimpleNamespace(check=dist.PrefixStore.check)
+
+    def check(store, keys):
+        ends.set()
+        return asked.check(store, keys)
+
+    dist.PrefixStore(tmp_path.name, before).set("0", json.dumps({"attempt": 1, "report": None, "left": True}))
+    follower = threading.Thread(target=follow)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.PrefixStore, "check", check)
+        follower.start()
+        assert ends.wait(60)
+    del before
+    with Nodes(NodeRank(0, 2, "127.0.0.1", port), run_dir=tmp_path) as agents:
+        agents.begin({"stage": 3})
+        agents.report(Report("done"))
+        follower.join()
+    assert met == [{"stage": 3}]
+
+
+def test_a_second_agent_of_a_node_is_refused(node, monkeypatch):
+    def follow():
+        with node(1) as agents:
+            agents.meet()
+
+    follower = threading.Thread(target=follow)
+    follower.start()
+    with node(0) as agents:
+        monkeypatch.setattr(nodes, "JOIN_SECONDS", 0.5)
+        with pytest.raises(PhaseFailed, match=r"node 0 of 2 did not join .* a rank of their own"):
+            node(1)
+        agents.begin({})
+        follower.join()
+        agents.report(Report("done"))
+
+
+def test_a_cause_is_cut_to_what_the_store_takes(node):
+    def follow():
+        with node(1) as agents:
+            agents.meet()
+            agents.report(Report("failed", "first line\n" + 2**23 * "x" + " last line"))
+            agents.meet()
+
+    follower = threading.Thread(target=follow)
+    follower.start()
+    with node(0) as agents:
+        agents.begin({})
+        agents.report(Report("done"))
+        cause = agents.reports()[1].cause
+    follower.join()
+    assert len(cause) < 20_100 and cause.startswith("first line\n") and cause.endswith("x last line")
+
+
+def test_an_agent_whose_exchange_fails_ends(node, monkeypatch):
+    """Otherwise the run would wait for ever."""
+    ended = queue.Queue()
+
+    def end(code):
+        ended.put(code)
+        raise SystemExit
+
+    follower = threading.Thread(target=lambda: node(1).__exit__(None, None, None))
+    follower.start()
+    first = node(0)
+    monkeypatch.setattr(nodes.os, "_exit", end)
+    first._say(report=object())
+    assert ended.get(timeout=60) == 1
+    follower.join()
 
 
 def test_an_agent_of_another_run_is_not_heard(tmp_path, node, monkeypatch):

@@ -88,7 +88,7 @@ def test_processes_that_an_ended_phase_left_are_waited_for(script, code):
     """Otherwise they could still hold the GPUs when the phase is started again."""
     scripts = Scripts(script)
     left = int(scripts.started[0].stdout.readline())
-    watch = SimpleNamespace(check=lambda _: Stall("stalled", certain=True), dump=lambda: None)
+    watch = SimpleNamespace(check=lambda _: Stall("stalled", certain=True), dump=lambda _: None)
     assert supervise(scripts, watch=watch if script == "stands" else None).codes == {0: code}
     assert not processes._lives_in(left, scripts.pids)
 
@@ -139,6 +139,26 @@ def test_a_stop_signal_ends_the_run_even_if_the_phase_was_just_done(tmp_path, co
     ended = processes.Ended({0: code}, frozenset({0} if code else ()), stopped)
     here = launcher.Here(SimpleNamespace(rank=0, count=1), None, "optimize", 1, tmp_path, tmp_path)
     assert here.report(ended).outcome == outcome
+
+
+def test_a_killed_process_takes_its_group_with_it(tmp_path):
+    started = processes.Processes(processes._start(processes.NEW, [(sleep_with_child, (str(tmp_path / "id"),))]), [])
+    while not ((tmp_path / "id").exists() and (tmp_path / "id").read_text()):
+        assert started.poll(0.05) == {}
+    child = psutil.Process(int((tmp_path / "id").read_text()))
+    started.kill()
+    child.wait(60)
+    while not (codes := started.poll(0.05)):
+        pass
+    assert codes == {0: -signal.SIGKILL}
+
+
+def sleep_with_child(file):
+    os.setsid()
+    child = subprocess.Popen(["sleep", "600"])
+    with open(file, "w") as written:
+        written.write(str(child.pid))
+    child.wait()
 
 
 @pytest.fixture
