@@ -44,14 +44,21 @@ def module_of(file: str) -> str:
     return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def imports_of(file: str, modules: Iterable[str]) -> set[str]:
-    """The modules that a file imports, in functions too, with the packages around them."""
-    named: set[str] = set()
-    for node in ast.walk(ast.parse((ROOT / file).read_text())):
+def named_in(source: str) -> list[str]:
+    """Everything that a source imports, in functions too: modules, and names in modules."""
+    named: list[str] = []
+    for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
-            named.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            named.update(f"{node.module}.{alias.name}" for alias in node.names)
+            named += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"relative import in line {node.lineno}"
+            named += [f"{node.module}.{alias.name}" for alias in node.names]
+    return named
+
+
+def imports_of(file: str, modules: Iterable[str]) -> set[str]:
+    """The modules that a file imports, with the packages around them."""
+    named = named_in((ROOT / file).read_text())
     found = {".".join(name.split(".")[:n]) for name in named for n in range(1, name.count(".") + 2)}
     return found & set(modules)
 

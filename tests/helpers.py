@@ -1,6 +1,7 @@
 """Helpers of tests in several folders: the root of the repository, the command line, a tiny recipe, reading a run."""
 
 import contextlib
+import io
 import itertools
 import json
 import os
@@ -71,6 +72,16 @@ def start_megarl(*arguments, env=None, hold=None, mutant=None, cwd=ROOT):
     from tests.zygote import Command
 
     return Command(arguments, dict(os.environ if env is None else env), hold, mutant, cwd)
+
+
+def refused(*arguments):
+    """What `megarl`, in this process, says on stderr about a mistake."""
+    from megarl.cli import main
+
+    with pytest.raises(SystemExit) as end, contextlib.redirect_stderr(io.StringIO()) as told:
+        main(list(map(str, arguments)))
+    assert end.value.code == 2
+    return told.getvalue()
 
 
 def free_ports(count):

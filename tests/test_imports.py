@@ -6,8 +6,8 @@ one that loads a package is found.
 
 from __future__ import annotations
 
-import ast
 import functools
+import graphlib
 import itertools
 import json
 import os
@@ -18,6 +18,7 @@ from pathlib import Path
 
 import megarl
 from megarl.recipe.names import ENGINES
+from tests.check import named_in
 
 PACKAGE = Path(megarl.__file__).parent
 MODULES = ["megarl", *(module.name for module in pkgutil.walk_packages([str(PACKAGE)], "megarl."))]
@@ -132,14 +133,7 @@ def statements(module: str) -> list[str]:
     """Everything that `module` imports anywhere in its source, also lazily or only for type checkers."""
     path = PACKAGE.parent / Path(*module.split("."))
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-    names = []
-    for node in ast.walk(ast.parse(source.read_text())):
-        if isinstance(node, ast.Import):
-            names += [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{module}: relative import in line {node.lineno}"
-            names += [f"{node.module}.{alias.name}" for alias in node.names]
-    return names
+    return named_in(source.read_text())
 
 
 def test_import_statements_of_heavy_packages_are_only_where_allowed() -> None:
@@ -191,25 +185,21 @@ def imports_of(module: str) -> list[str]:
     return sorted(found - {module})
 
 
-def circles(graph: dict[str, list[str]]) -> list[list[str]]:
-    """The sets of two or more modules that import each other, directly or through others."""
-    reached: dict[str, set[str]] = {}
-    for start in graph:
-        reached[start], pending = set(), [start]
-        while pending:
-            new = set(graph[pending.pop()]) - reached[start]
-            reached[start] |= new
-            pending += new
-    mutual = {module: {other for other in reached[module] if module in reached[other]} for module in graph}
-    return sorted(map(list, {tuple(sorted(members)) for members in mutual.values() if members}))
+def circle(graph: dict[str, list[str]]) -> list[str]:
+    """Modules that import each other, the first one again at the end; none if there is no circle."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(error.args[1])
+    return []
 
 
 def test_imports_form_no_circle() -> None:
     """Neither of modules nor of folders."""
-    assert circles({"a": ["b"], "b": ["c"], "c": ["b", "d"], "d": [], "e": ["d"]}) == [["b", "c"]]
+    assert set(circle({"a": ["b"], "b": ["c"], "c": ["b", "d"], "d": [], "e": ["d"]})) == {"b", "c"}
     modules = {module: imports_of(module) for module in MODULES}
     folders: dict[str, list[str]] = {}
     for module, names in modules.items():
-        folders.setdefault(folder(module), []).extend(folder(name) for name in names)
-    apart = {name: [other for other in others if other != name] for name, others in folders.items()}
-    assert circles(modules) + circles(apart) == []
+        others = [folder(name) for name in names if folder(name) != folder(module)]
+        folders.setdefault(folder(module), []).extend(others)
+    assert circle(modules) + circle(folders) == []

@@ -45,24 +45,19 @@ def test_what_passes_alone_is_said_to_be_flaky(suite, capfd):
     assert file.with_suffix(".count").read_text() == "ran "  # only what failed runs again
 
 
-def test_a_test_that_always_fails_does(suite, capfd):
-    suite("def test_fails():\n    assert False\n", jobs=1)
-    assert not run("small", retry=True)
-    assert "FLAKY" not in capfd.readouterr().out
-
-
-def test_without_a_retry_one_failure_is_enough(suite):
-    suite(FAILS_ONCE, jobs=1)
-    assert not run("small")
-
-
 @pytest.mark.parametrize(
-    ("text", "jobs"),
-    [("import does_not_exist_anywhere\n", 1), ("def test_crashes():\n    import os; os._exit(9)\n", 2)],
+    ("text", "jobs", "retry"),
+    [
+        ("def test_fails():\n    assert False\n", 1, True),
+        (FAILS_ONCE, 1, False),
+        ("import does_not_exist_anywhere\n", 1, True),
+        ("def test_crashes():\n    import os; os._exit(9)\n", 2, True),
+    ],
 )
-def test_neither_a_broken_file_nor_a_crash_passes(suite, text, jobs):
+def test_what_fails_always_or_may_not_run_again_fails_the_suite(suite, capfd, text, jobs, retry):
     suite(text, jobs)
-    assert not run("small", retry=True)
+    assert not run("small", retry=retry)
+    assert "FLAKY" not in capfd.readouterr().out
 
 
 def test_a_change_joins_the_suites_of_its_files(monkeypatch):

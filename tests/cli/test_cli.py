@@ -13,7 +13,7 @@ import pytest
 
 import megarl
 from megarl.cli import main
-from tests.helpers import ROOT
+from tests.helpers import ROOT, refused
 
 RECIPE = ROOT / "examples/quickstart/recipe.toml"
 
@@ -40,14 +40,6 @@ def test_the_first_line_comes_before_torch(tmp_path, command, begun, word):
         text=True,
     )
     assert (result.returncode, result.stdout) == (77, f"megarl {megarl.__version__}: {word} {run}\n"), result.stderr
-
-
-def refused(*arguments):
-    """What the command line says on stderr about a mistake."""
-    with pytest.raises(SystemExit) as end, contextlib.redirect_stderr(io.StringIO()) as told:
-        main(list(map(str, arguments)))
-    assert end.value.code == 2
-    return told.getvalue()
 
 
 def printed(*arguments):

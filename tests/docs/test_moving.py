@@ -24,7 +24,7 @@ from megarl.commands.stages.ingest import ingest
 from megarl.data.prompts import open_prompts
 from megarl.errors import UserError
 from megarl.objectives import OBJECTIVES
-from megarl.recipe.load import load_recipe, parse_recipe
+from megarl.recipe.load import apply_overrides, load_recipe, parse_recipe
 from megarl.recipe.tables import Recipe
 from megarl.rewards.parts import build_verifier, check_reward, total
 from megarl.rollout.drift import hugging_face_reference
@@ -60,17 +60,13 @@ SHELL = [line.partition(" #")[0] for line in blocks("sh")[0].replace("\\\n", "")
 COMMANDS = [text for text in SPANS + SHELL if text.startswith("megarl ")]
 
 
-def said(tables: str, key: str | None, value: Any, objective: str) -> str:
+def said(table: str, key: str | None, value: Any, objective: str) -> str:
     """What is wrong with a recipe that has this table with this key and value."""
-    recipe = tomllib.loads(RECIPE.format(model="model", prompts="prompts.jsonl"))
-    recipe["objective"]["name"] = objective
-    table = recipe
-    for part in tables.split("."):
-        table = table.setdefault(part, {})
-    if key:
-        table[key] = value
+    tables = tomllib.loads(RECIPE.format(model="model", prompts="prompts.jsonl"))
+    tables["objective"]["name"] = objective
     try:
-        parse_recipe(recipe)
+        apply_overrides(tables, [(f"{table}.{key}", value) if key else (table, {})])
+        parse_recipe(tables)
     except UserError as error:
         return str(error)
     return ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 from dataclasses import fields
 
@@ -11,11 +10,7 @@ import pytest
 from megarl.objectives import OBJECTIVES
 from megarl.recipe.tables import Recipe
 from tests.helpers import ROOT
-
-spec = importlib.util.spec_from_file_location("papers_table", ROOT / "tools/papers_table.py")
-assert spec is not None and spec.loader is not None
-table = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(table)
+from tools import papers_table as table
 
 PAPERS = table.papers()
 ROWS = [row for paper in PAPERS for row in paper["rows"]]

@@ -1,7 +1,6 @@
 """docs/reading.md: everything that it names is there, and it says where the answers to ten questions are.
 
-The questions were written before the page. A reader who has the page alone should answer them from it and from the
-files that it names.
+A reader who has the page alone should answer them from it and from the files that it names.
 """
 
 import ast
@@ -11,35 +10,18 @@ from tests.helpers import ROOT
 
 PAGE = (ROOT / "docs/reading.md").read_text()
 LINES = 300  # at most, for somebody's first hour
-# question -> the file, and the name in it, where that happens
-QUESTIONS = {
-    "What decides whether a stage generates next, trains next, or is done?": "megarl/commands/train.py: train",
-    "Two runs with the same recipe sample the same response. From what does its seed follow?": (
-        "megarl/rollout/engine.py: response_seed"
-    ),
-    "Where does a token get the log-prob that all later ratios are computed against?": (
-        "megarl/rollout/builtin.py: _Decoder.sample"
-    ),
-    "An engine still has the weights of the stage before. What notices it, and when?": (
-        "megarl/phases/rollout_worker.py: RolloutWorker.check_drift"
-    ),
-    "The machine loses power. From which moment on is a group safe?": (
-        "megarl/storage/rollouts.py: RolloutWriter.append"
-    ),
-    "Where does a reward become an advantage, and with which other rewards is it compared?": (
-        "megarl/advantages.py: group_advantages"
-    ),
-    "Which micro-batch and which rank gets a response?": "megarl/actor/packing.py: assign_groups",
-    "Where are log-probs computed without logits of the whole vocabulary ever being stored?": (
-        "megarl/actor/model.py: PolicyModel._postprocess"
-    ),
-    "The loss is a sum over tokens. By what is it divided, and who counts that?": (
-        "megarl/actor/step.py: compute_gradients"
-    ),
-    "What writes the line of metrics.jsonl, and why does no update appear twice after a kill?": (
-        "megarl/storage/metrics/__init__.py: MetricsWriter"
-    ),
-}
+ANSWERS = (
+    "megarl/commands/train.py: train",  # what decides whether a stage generates next, trains next, or is done
+    "megarl/rollout/engine.py: response_seed",  # from what the seed of a response follows
+    "megarl/rollout/builtin.py: _Decoder.sample",  # where a token gets the log-prob of all later ratios
+    "megarl/phases/rollout_worker.py: RolloutWorker.check_drift",  # what notices weights of the stage before
+    "megarl/storage/rollouts.py: RolloutWriter.append",  # from which moment on a group survives a loss of power
+    "megarl/advantages.py: group_advantages",  # where a reward becomes an advantage
+    "megarl/actor/packing.py: assign_groups",  # which micro-batch and rank get a response
+    "megarl/actor/model.py: PolicyModel._postprocess",  # log-probs without logits of the whole vocabulary
+    "megarl/actor/step.py: compute_gradients",  # by what the loss is divided
+    "megarl/storage/metrics/__init__.py: MetricsWriter",  # why no update appears twice after a kill
+)
 REFERENCE = re.compile(r"`([\w/]+\.py): ([\w.]+)`")
 
 
@@ -69,5 +51,5 @@ def test_everything_that_the_page_names_is_there():
 
 
 def test_the_page_says_where_the_answers_are_and_can_be_read_in_an_hour():
-    assert [question for question, answer in QUESTIONS.items() if f"`{answer}`" not in PAGE] == []
+    assert [answer for answer in ANSWERS if f"`{answer}`" not in PAGE] == []
     assert len(PAGE.splitlines()) <= LINES

@@ -31,14 +31,6 @@ LAYER = "model.layers.12."
 
 
 @pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-@pytest.fixture(scope="module", autouse=True)
 def base_model():
     command = [sys.executable, "-W", "ignore", EXAMPLE / "make_base.py"]
     made = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

@@ -6,17 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from lab.claims import (
-    CLAIMS,
-    FIRST,
-    SECOND,
-    Claim,
-    Part,
-    collapse,
-    find,
-    lead,
-    verdict,
-)
+from lab.claims import CLAIMS, FIRST, SECOND, Claim, Part, collapse, find, lead, verdict
 from lab.figures import charts
 from lab.results import Sweep, at, difference, estimate
 from lab.tables import text
@@ -25,7 +15,6 @@ from megarl.objectives import OBJECTIVES
 from megarl.recipe.sweep import load_sweep
 from tests.helpers import ROOT
 
-FIVE = FIRST
 ALL_CLAIMS = [claim for claims in CLAIMS.values() for claim in claims]
 
 
@@ -104,7 +93,7 @@ WILD = [x + 0.30 * (-1) ** i for i, x in enumerate(A)]
 )
 def test_a_part_holds_if_its_whole_interval_is_on_its_side(first, side, state):
     part = Part("", difference(at("x", 256), at("y", 256)), side)
-    assert find(part, sweep_of(x=first, y=A), FIVE).state == state
+    assert find(part, sweep_of(x=first, y=A), FIRST).state == state
 
 
 @pytest.mark.parametrize(
@@ -118,13 +107,13 @@ def test_a_part_holds_if_its_whole_interval_is_on_its_side(first, side, state):
 def test_a_verdict_follows_from_all_parts(sides, word):
     value = difference(at("x", 256), at("y", 256))
     claim = Claim("", "", tuple(Part("", value, side) for side in sides))
-    assert verdict([find(part, sweep_of(x=ABOVE, y=A), FIVE) for part in claim.parts]) == word
-    assert verdict([find(part, sweep_of(x=NEAR, y=A), FIVE) for part in claim.parts]) == "cannot be seen at this size"
-    assert verdict([find(part, sweep_of(x=ABOVE[:3], y=A), FIVE) for part in claim.parts]) == "not run"
+    assert verdict([find(part, sweep_of(x=ABOVE, y=A), FIRST) for part in claim.parts]) == word
+    assert verdict([find(part, sweep_of(x=NEAR, y=A), FIRST) for part in claim.parts]) == "cannot be seen at this size"
+    assert verdict([find(part, sweep_of(x=ABOVE[:3], y=A), FIRST) for part in claim.parts]) == "not run"
 
 
 def test_an_interval_is_students_t_interval_over_seeds():
-    found = estimate(sweep_of(x=[0.1, 0.2, 0.3, 0.4, 0.5])["frozen"], FIVE, at("x", 256))
+    found = estimate(sweep_of(x=[0.1, 0.2, 0.3, 0.4, 0.5])["frozen"], FIRST, at("x", 256))
     # t(4) = 2.776, standard deviation sqrt(.025)
     assert found.mean == pytest.approx(0.3)
     assert found.ci95 == pytest.approx([0.3 - 2.776 * 0.1581 / 5**0.5, 0.3 + 2.776 * 0.1581 / 5**0.5], abs=1e-3)
@@ -148,8 +137,7 @@ def test_a_collapse_and_its_warning_by_hand():
 def test_a_part_does_not_count_for_seeds_that_were_seen_before_it_was_written():
     value = difference(at("x", 256), at("y", 256))
     parts = [Part("", value), Part("", value, "below", seen=FIRST)]
-    accuracy = {("x", s): {256: x} for s, x in enumerate(ABOVE * 2)} | {("y", s): {256: y} for s, y in enumerate(A * 2)}
-    sweeps = {"frozen": Sweep(accuracy)}
+    sweeps = sweep_of(x=ABOVE * 2, y=A * 2)
     assert verdict([find(part, sweeps, FIRST) for part in parts]) == "reproduced"
     assert verdict([find(part, sweeps, SECOND) for part in parts]) == "partly"
 

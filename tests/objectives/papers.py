@@ -93,6 +93,10 @@ def grpo(rs, eps_low=0.2, eps_high=0.2):
     return clipped(rs, 1 - eps_low, 1 + eps_high)
 
 
+def dapo(rs):
+    return grpo(rs, 0.2, 0.28)
+
+
 @tokenwise
 def gppo(o, i, eps_low=0.2, eps_high=0.28):
     t = o[i]

@@ -15,19 +15,16 @@ from megarl.recipe.names import ADVANTAGES
 REWARDS = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 0.0, 0.0, 0.0], [0.1, 0.1, 0.1, 0.1]])
 
 
-def test_group_mean_std_uses_the_unbiased_deviation() -> None:
-    got = group_advantages(REWARDS, "group_mean_std")
-    first, second = math.sqrt(1 / 3), 0.5  # standard deviations with G - 1
-    expected = [
-        [0.5 / (first + 1e-6), -0.5 / (first + 1e-6), -0.5 / (first + 1e-6), 0.5 / (first + 1e-6)],
-        [0.75 / (second + 1e-6), *[-0.25 / (second + 1e-6)] * 3],
-        [0.0] * 4,
-    ]
-    torch.testing.assert_close(got, torch.tensor(expected))
-
-
-@pytest.mark.parametrize(("kind", "first", "second"), [("group_mean", 0.5, 0.75), ("leave_one_out", 2 / 3, 1.0)])
-def test_differences_from_the_mean_of_the_group_or_of_the_others(kind: str, first: float, second: float) -> None:
+# of one of two right responses, and of one of four; the standard deviations have G - 1
+@pytest.mark.parametrize(
+    ("kind", "first", "second"),
+    [
+        ("group_mean_std", 0.5 / (math.sqrt(1 / 3) + 1e-6), 0.75 / (0.5 + 1e-6)),
+        ("group_mean", 0.5, 0.75),
+        ("leave_one_out", 2 / 3, 1.0),
+    ],
+)
+def test_advantages_within_a_group_by_hand(kind: str, first: float, second: float) -> None:
     expected = [[first, -first, -first, first], [second, *[-second / 3] * 3], [0.0] * 4]
     torch.testing.assert_close(group_advantages(REWARDS, kind), torch.tensor(expected))
     assert torch.equal(group_advantages(np.asarray(REWARDS), kind), group_advantages(REWARDS, kind))

@@ -123,34 +123,6 @@ def test_every_objective_is_tested_by_hand() -> None:
     assert {case[0] for case in CASES} == set(OBJECTIVES)
 
 
-@pytest.mark.parametrize(
-    ("scope", "loss"),
-    [
-        ("sequence", [0, 0, 0, 0]),
-        ("suffix", [1.5, 0.5, 0, 0]),
-        ("non_trigger_suffix", [1.5, 0.5, 0.25, 0]),
-        ("trigger", [1.5, 0, 0, 1.5]),
-    ],
-)
-def test_tokens_that_each_scope_vetoes(scope: str, loss: list[float]) -> None:
-    """One response with A = -1 whose second and third tokens are triggers."""
-    ratio = torch.tensor([1.5, 0.5, 0.25, 1.5])
-    batch = TokenBatch(
-        logprobs=(ratio / 10).log(),
-        rollout_logprobs=torch.full((4,), 0.1).log(),
-        advantages=-torch.ones(4),
-        loss_mask=torch.ones(4, dtype=torch.bool),
-        cu_seqlens=torch.tensor([0, 4], dtype=torch.int32),
-    )
-    objective = build_objective("mu_grpo", {"veto_threshold": 0.6, "veto_scope": scope})
-    terms = objective(batch)
-    assert terms.loss.tolist() == pytest.approx(loss, abs=1e-6)
-    vetoed, tokens = (float(x) for x in terms.metrics["veto_fraction"])
-    assert (vetoed, tokens) == (sum(x == 0 for x in loss), 4)
-    positive = objective(replace(batch, advantages=torch.ones(4)))
-    assert positive.kept.all(), "responses with A > 0 are never vetoed"
-
-
 @pytest.mark.parametrize(("name", "fields"), VARIANTS)
 def test_only_the_policy_receives_a_gradient(name: str, fields: dict[str, str]) -> None:
     batch = four_tokens()

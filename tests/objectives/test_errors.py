@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -26,12 +27,6 @@ def valid_batch() -> TokenBatch:
     )
 
 
-def with_value(tensor: torch.Tensor, index: int, value: float) -> torch.Tensor:
-    changed = tensor.clone()
-    changed[index] = value
-    return changed
-
-
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -46,21 +41,12 @@ def with_value(tensor: torch.Tensor, index: int, value: float) -> torch.Tensor:
     ],
 )
 def test_error_names_what_is_wrong_with_a_batch(changes: dict[str, Any], words: list[str]) -> None:
-    valid_batch().check()
-    with pytest.raises(UserError) as error:
-        replace(valid_batch(), **changes).check()
-    assert all(word in str(error.value) for word in words), str(error.value)
-
-
-def test_untrained_tokens_may_hold_nan() -> None:
-    """Token 0 is a prompt token; its log-prob is NaN."""
-    batch = replace(valid_batch(), logprobs=with_value(torch.zeros(5), 0, math.nan))
-    for name in OBJECTIVES:
-        logprobs = batch.logprobs.clone().requires_grad_()
-        terms = build_objective(name, {})(replace(batch, logprobs=logprobs, old_logprobs=batch.rollout_logprobs))
-        (gradient,) = torch.autograd.grad(terms.loss.sum(), logprobs)
-        assert torch.isfinite(gradient).all() and torch.isfinite(terms.loss).all(), name
-        assert all(math.isfinite(float(x)) for pair in terms.metrics.values() for x in pair), name
+    for options, backend in product(({}, {"opsm": {}}), ("torch", "cpp")):
+        objective = build_objective("grpo", options)
+        objective(valid_batch(), backend=backend)
+        with pytest.raises(UserError) as error:
+            objective(replace(valid_batch(), **changes), backend=backend)
+        assert all(word in str(error.value) for word in words), str(error.value)
 
 
 @pytest.mark.parametrize(
@@ -74,9 +60,17 @@ def test_untrained_tokens_may_hold_nan() -> None:
         ("grpo", {"aggregation": "mean"}, ["aggregation", "'mean'", "sequence_mean", "token_mean"]),
         ("bapo", {"low_start": 0.95}, ["low_end", "0.9", "low_start", "0.95"]),
         ("bapo", {"positive_target": 1.2}, ["positive_target", "1.2", "[0, 1]"]),
+        ("grpo", {"kl": 0.1}, ["objective.kl", "0.1", "table"]),
+        ("grpo", {"kl": {"coef": 0.1}}, ["objective.kl", "coef", "coefficient"]),
+        ("grpo", {"kl": {"kind": "k4"}}, ["kind", "k4", "k3, k1, k2"]),
+        ("grpo", {"kl": {"coefficient": -1}}, ["coefficient", "-1", "[0, inf]"]),
+        ("grpo", {"icepopp": {}}, ["icepopp", "icepop"]),
+        ("cispo", {"dual_clip": {}}, ["dual_clip", "Cispo"]),
+        ("grpo", {"icepop": {}, "truncated_importance": {}}, ["icepop", "truncated_importance"]),
+        ("grpo", {"dual_clip": {"clip_ratio_c": 0.5}}, ["clip_ratio_c", "0.5", "[1, inf]"]),
     ],
 )
-def test_error_names_the_wrong_objective_or_field(name: str, fields: dict[str, Any], words: list[str]) -> None:
+def test_error_names_the_wrong_objective_field_or_option(name: str, fields: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(UserError) as error:
         build_objective(name, fields)
     assert all(word in str(error.value) for word in words), str(error.value)
@@ -84,11 +78,6 @@ def test_error_names_the_wrong_objective_or_field(name: str, fields: dict[str, A
 
 def test_an_integer_is_accepted_for_a_float() -> None:
     assert build_objective("mu_grpo", {"ratio_max": 5}) == build_objective("mu_grpo", {"ratio_max": 5.0})
-
-
-def test_decoupled_ppo_needs_old_logprobs() -> None:
-    with pytest.raises(UserError, match="old_logprobs"):
-        OBJECTIVES["decoupled_ppo"]()(valid_batch())
 
 
 # in these a token's loss depends on the others of its response or batch

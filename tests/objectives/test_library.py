@@ -93,15 +93,7 @@ def test_verl_example_computes_the_loss_that_verl_expects(monkeypatch: pytest.Mo
     """verl is not installed: stand-ins written after its source replace its registry and its sum over tokens."""
     registered, core = {}, ModuleType("verl.trainer.ppo.core_algos")
 
-    def agg_loss(
-        loss_mat,
-        loss_mask,
-        loss_agg_mode,
-        dp_size=1,
-        batch_num_tokens=None,
-        global_batch_size=None,
-        loss_scale_factor=None,
-    ):
+    def agg_loss(loss_mat, loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor):
         assert loss_agg_mode == "token-mean"
         return (loss_mat * loss_mask).sum() / batch_num_tokens * dp_size
 

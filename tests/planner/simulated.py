@@ -6,7 +6,6 @@ from megarl.planner.parameter_counts import StageParameters
 from megarl.planner.plan import Plan
 from megarl.recipe.layout import Layout
 from megarl.recipe.load import load_recipe, override_recipe
-from megarl.recipe.tables import Recipe
 from tests.planner.moe import EXAMPLES
 
 GPT_OSS_ATTENTION = 2 * 2880 * 4096 + 2 * 2880 * 512 + 4096 + 2 * 512 + 2880 + 64
@@ -64,10 +63,7 @@ def plan_of(
     tensor = next((int(c.partition("=")[2]) for c in changes if c.startswith("rollout.tensor_parallel")), 1)
     first = [f"actor.processes_per_node={devices}", f"rollout.workers={devices // tensor}"]
     first += ["actor.recompute=full", "actor.tokens_per_micro_batch=16384", "rollout.groups_per_chunk=128"]
-    return plan_of_recipe(override_recipe(recipe, [*first, *changes]), path, gpu, nodes, assume)
-
-
-def plan_of_recipe(recipe: Recipe, path: str, gpu: str, nodes: int, assume: Assumptions | None) -> Plan:
+    recipe = override_recipe(recipe, [*first, *changes])
     hf, layout = read_hf_config((EXAMPLES / path).parent), Layout.of(recipe, nodes * recipe.actor.processes_per_node)
     total = PUBLISHED[path.partition("/")[0]]
     experts = 0

@@ -72,8 +72,3 @@ def test_policies_within_a_stage_of_a_live_run_are_counted():
         for changes in (exported, [], ["schedule.delay=0", "schedule.max_lag=63"], ["eval.every_updates=64"])
     ]
     assert [count - counts[0] for count in counts] == [0, 2, 3, 2 + 3 + 1]  # best/ too
-
-
-def test_adapters_have_small_checkpoints():
-    parts = disk_bytes(HF, RECIPE, PARAMETERS, FULL, trained=1000)
-    assert (parts["one checkpoint"], parts["one export"]) == (14_000, POLICY)

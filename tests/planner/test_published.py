@@ -75,15 +75,14 @@ def test_rows_of_the_prime_rl_trainer(length, published):
     in_document(f"prime-rl trainer: 8 H200, {length} tokens, tokens/s/GPU", trained(found), published)
 
 
-def nemo(*changes):
-    """The plan of updates of 512 sequences, of 3306 tokens on average and 4096 at most."""
-    layout = ("actor.tensor_parallel=2", "rollout.tensor_parallel=4", "objective.name=decoupled_ppo")
-    return plan(4, "h100", 4096, 512, *layout, *changes, mean=3306 / 4096)
-
-
 def test_rows_of_nemo_rl():
-    """A step on 32 GPUs has 2048 sequences, in 4 updates, and computes log-probs of the policy before the step."""
-    found = nemo("objective.aggregation=token_mean")
+    """A step on 32 GPUs has 2048 sequences, in 4 updates, and computes log-probs of the policy before the step.
+
+    Sequences have 3306 tokens on average and 4096 at most.
+    """
+    changes = ["actor.tensor_parallel=2", "rollout.tensor_parallel=4", "objective.name=decoupled_ppo"]
+    changes += ["objective.aggregation=token_mean"]
+    found = plan(4, "h100", 4096, 512, *changes, mean=3306 / 4096)
     seconds = sum(step(found, 4))
     in_document("NeMo-RL 0.6: 32 H100, on-policy, s a step", seconds, 192)
     in_document("NeMo-RL 0.6: 32 H100, on-policy, tokens/s/GPU", 2048 * 3306 / 32 / seconds, 1102)

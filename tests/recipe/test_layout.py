@@ -4,6 +4,7 @@ import pytest
 
 from megarl.errors import UserError
 from megarl.recipe.layout import Layout, check_layout
+from megarl.recipe.load import override_recipe
 from tests.actor.conftest import make_recipe
 
 MOE = dict(
@@ -12,94 +13,77 @@ MOE = dict(
     divided={"num_attention_heads": 32, "num_key_value_heads": 4}, context_divided={},
 )  # fmt: skip
 DENSE = MOE | {"num_experts": None, "divided": MOE["divided"] | {"intermediate_size": 6144}}
+VIRTUAL = "megatron.virtual_pipeline_model_parallel_size"
+FIRST, LAST = (f"megatron.num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
 
 
-def check(hf, megatron=None, **actor):
-    check_layout(make_recipe(actor=actor, megatron=megatron or {}), hf)
+def check(hf, settings=""):
+    """settings: of [actor], or of another table that is named, each as after --set."""
+    full = [setting if "." in setting.partition("=")[0] else f"actor.{setting}" for setting in settings.split()]
+    check_layout(override_recipe(make_recipe(), full), hf)
 
 
 @pytest.mark.parametrize(
-    "actor",
+    "settings",
     [
-        {},
-        {"processes_per_node": 8, "tensor_parallel": 4, "expert_parallel": 8, "expert_tensor_parallel": 1},
-        {"processes_per_node": 8, "tensor_parallel": 2, "pipeline_parallel": 2, "context_parallel": 2},
+        "",
+        "processes_per_node=8 tensor_parallel=4 expert_parallel=8 expert_tensor_parallel=1",
+        "processes_per_node=8 tensor_parallel=2 pipeline_parallel=2 context_parallel=2",
     ],
 )
-def test_sensible_layouts_pass(actor):
-    check(MOE, **actor)
+def test_sensible_layouts_pass(settings):
+    check(MOE, settings)
 
 
 @pytest.mark.parametrize(
-    ("actor", "megatron", "words"),
+    ("settings", "words"),
     [
         # Megatron runs this one and leaves expert gradients unreduced
+        ("processes_per_node=2 tensor_parallel=2 expert_tensor_parallel=1", ["unreduced", "the two must be equal"]),
+        ("processes_per_node=8 tensor_parallel=8", ["does not divide the model's num_key_value_heads = 4"]),
+        ("processes_per_node=8 tensor_parallel=4 context_parallel=4", ["not a multiple", "= 16"]),
         (
-            {"processes_per_node": 2, "tensor_parallel": 2, "expert_tensor_parallel": 1},
-            {},
-            ["unreduced", "the two must be equal"],
-        ),
-        ({"processes_per_node": 8, "tensor_parallel": 8}, {}, ["does not divide the model's num_key_value_heads = 4"]),
-        (
-            {"processes_per_node": 8, "tensor_parallel": 4, "context_parallel": 4},
-            {},
-            ["not a multiple", "= 16"],
-        ),
-        (
-            {"processes_per_node": 5, "pipeline_parallel": 5},
-            {},
+            "processes_per_node=5 pipeline_parallel=5",
             ["num_hidden_layers = 48; set [megatron] num_layers_in_first_pipeline_stage = 9 and num_layers_in_last"],
         ),
+        ("processes_per_node=3 expert_parallel=3", ["expert_parallel = 3 does not divide the model's 128 experts"]),
         (
-            {"processes_per_node": 3, "expert_parallel": 3},
-            {},
-            ["expert_parallel = 3 does not divide the model's 128 experts"],
-        ),
-        (
-            {"processes_per_node": 4, "pipeline_parallel": 4},
-            {"virtual_pipeline_model_parallel_size": 5},
+            f"processes_per_node=4 pipeline_parallel=4 {VIRTUAL}=5",
             ["= 20", "num_hidden_layers = 48"],
         ),
-        ({"processes_per_node": 2}, {"virtual_pipeline_model_parallel_size": 2}, ["needs pipeline_parallel > 1"]),
-        ({}, {"tensor_model_parallel_size": 2}, ["tensor_model_parallel_size", "[actor] tensor_parallel"]),
-        ({}, {"num_layers_in_first_pipeline_stage": 3}, ["= 3: pipeline_parallel = 1 makes only one stage"]),
-        ({}, {"num_layers_in_last_pipeline_stage": 0}, ["num_layers_in_last_pipeline_stage = 0: must be at least 1"]),
+        (f"processes_per_node=2 {VIRTUAL}=2", ["needs pipeline_parallel > 1"]),
+        ("megatron.tensor_model_parallel_size=2", ["tensor_model_parallel_size", "[actor] tensor_parallel"]),
+        (f"{FIRST}=3", ["= 3: pipeline_parallel = 1 makes only one stage"]),
+        (f"{LAST}=0", ["num_layers_in_last_pipeline_stage = 0: must be at least 1"]),
         (
-            {"processes_per_node": 4, "pipeline_parallel": 4},
-            {"num_layers_in_first_pipeline_stage": 10},
+            f"processes_per_node=4 pipeline_parallel=4 {FIRST}=10",
             ["= 10: the other 3 pipeline stages cannot share", "num_hidden_layers = 48 evenly"],
         ),
         (
-            {"processes_per_node": 4, "pipeline_parallel": 4},
-            {"num_layers_in_first_pipeline_stage": 6, "virtual_pipeline_model_parallel_size": 4},
+            f"processes_per_node=4 pipeline_parallel=4 {FIRST}=6 {VIRTUAL}=4",
             ["= 4 does not divide the layers of every pipeline stage, 6, 14, 14, 14"],
         ),
         (
-            {"processes_per_node": 2, "pipeline_parallel": 2},
-            {
-                "num_layers_in_first_pipeline_stage": 20,
-                "num_layers_in_last_pipeline_stage": 28,
-                "virtual_pipeline_model_parallel_size": 4,
-            },
+            f"processes_per_node=2 pipeline_parallel=2 {FIRST}=20 {LAST}=28 {VIRTUAL}=4",
             ["with virtual stages on two pipeline ranks set only num_layers_in_first_pipeline_stage"],
         ),
-        ({}, {"pipeline_model_parallel_layout": "Et|tL"}, ["use num_layers_in_first_pipeline_stage and"]),
-        ({}, {"account_for_loss_in_pipeline_split": True}, ["use num_layers_in_first_pipeline_stage and"]),
-        ({}, {"calculate_per_token_loss": False}, ["calculate_per_token_loss", "wrong weights"]),
-        ({}, {"batch_p2p_comm": True}, ["batch_p2p_comm", "each other's messages"]),
+        ("megatron.pipeline_model_parallel_layout=Et|tL", ["use num_layers_in_first_pipeline_stage and"]),
+        ("megatron.account_for_loss_in_pipeline_split=true", ["use num_layers_in_first_pipeline_stage and"]),
+        ("megatron.calculate_per_token_loss=false", ["calculate_per_token_loss", "wrong weights"]),
+        ("megatron.batch_p2p_comm=true", ["batch_p2p_comm", "each other's messages"]),
     ],
 )
-def test_layouts_that_cannot_work_are_refused_with_the_reason(actor, megatron, words):
+def test_layouts_that_cannot_work_are_refused_with_the_reason(settings, words):
     with pytest.raises(UserError) as error:
-        check(MOE, megatron, **actor)
+        check(MOE, settings)
     for word in words:
         assert word in str(error.value)
 
 
 def test_expert_parallelism_of_a_dense_model_is_refused():
-    check(DENSE, processes_per_node=8, tensor_parallel=4)
+    check(DENSE, "processes_per_node=8 tensor_parallel=4")
     with pytest.raises(UserError, match="no experts"):
-        check(DENSE, processes_per_node=2, expert_parallel=2)
+        check(DENSE, "processes_per_node=2 expert_parallel=2")
 
 
 @pytest.mark.parametrize(

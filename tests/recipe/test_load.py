@@ -7,24 +7,25 @@ from megarl.errors import UserError
 from megarl.recipe.load import dump_recipe, load_recipe
 from megarl.rewards.service import Judge
 
+SINGLE = ["rollout.responses_per_prompt=1", "objective.advantage=batch_normalised"]
+
 
 @pytest.mark.parametrize(
-    ("settings", "words"),
+    ("settings", "said"),
     [
-        (["objective.zero_variance=drop"], 'zero_variance = "drop" would drop everything'),
-        (["schedule.prompts_per_update=1"], "prompts_per_update must be at least 2"),
+        ([*SINGLE, "objective.zero_variance=drop"], 'zero_variance = "drop" would drop everything'),
+        ([*SINGLE, "schedule.prompts_per_update=1"], "prompts_per_update must be at least 2"),
+        (["megatron.virtual_pipeline_model_parallel_size=1"], "leave it out for one"),
+        # what was found is said where it is one value
+        (["metrics.by=level"], r"metrics.by: expected a list, in brackets \(got 'level'\)"),
+        (["optimizer.lr=-1.0"], r"optimizer.lr: .* \(got -1.0\)$"),
+        (SINGLE[:1], r"  recipe: objective.advantage = .* compares .* must be at least 2$"),
     ],
 )
-def test_settings_that_cannot_work_with_one_response_per_prompt_are_refused(recipe, settings, words):
-    single = ["rollout.responses_per_prompt=1", "objective.advantage=batch_normalised"]
-    assert load_recipe(recipe, single).rollout.responses_per_prompt == 1
-    with pytest.raises(UserError, match=words):
-        load_recipe(recipe, [*single, *settings])
-
-
-def test_fewer_than_two_virtual_stages_are_refused(recipe):
-    with pytest.raises(UserError, match="leave it out for one"):
-        load_recipe(recipe, ["megatron.virtual_pipeline_model_parallel_size=1"])
+def test_settings_that_cannot_work_are_refused(recipe, settings, said):
+    assert load_recipe(recipe, SINGLE).rollout.responses_per_prompt == 1
+    with pytest.raises(UserError, match=said):
+        load_recipe(recipe, settings)
 
 
 def test_an_infinite_bound_of_the_ratio_survives_writing_and_reading(recipe, tmp_path):
@@ -34,19 +35,7 @@ def test_an_infinite_bound_of_the_ratio_survives_writing_and_reading(recipe, tmp
     assert first.objective.fields["ratio_max"] == float("inf")
 
 
-def test_a_text_where_a_list_is_expected_is_said_in_those_words(recipe):
-    with pytest.raises(UserError, match=r"metrics.by: expected a list, in brackets \(got 'level'\)"):
-        load_recipe(recipe, ["metrics.by=level"])
-
-
-def test_what_was_found_is_said_where_it_is_one_value(recipe):
-    with pytest.raises(UserError, match=r"  recipe: objective.advantage = .* compares .* must be at least 2$"):
-        load_recipe(recipe, ["rollout.responses_per_prompt=1"])
-    with pytest.raises(UserError, match=r"optimizer.lr: .* \(got -1.0\)$"):
-        load_recipe(recipe, ["optimizer.lr=-1.0"])
-
-
-SHORT = '[model]\npath = "m"\n[data]\nSINGLE[reward]\nkind = "exact"\n[eval]\nevery = 0\n'
+SHORT = '[model]\npath = "m"\n[data]\nSOURCE[reward]\nkind = "exact"\n[eval]\nevery = 0\n'
 ONE = 'source = "file"\ntrain = "p.jsonl"\n'
 JUDGE = ["reward.kind=judge", "reward.service.url=http://h/v1", "reward.service.model=m"]
 FILES = [
@@ -73,7 +62,7 @@ def test_a_file_behind_a_link_keeps_its_name_and_is_found_from_any_directory(
     (tmp_path / "blobs" / "0ab1").write_text("score = mine = lambda *given: given")
     (tmp_path / "hub" / name).symlink_to("../blobs/0ab1")
     single = "" if setting.startswith("data.sources") else ONE
-    (tmp_path / "r.toml").write_text(SHORT.replace("SINGLE", single))
+    (tmp_path / "r.toml").write_text(SHORT.replace("SOURCE", single))
     monkeypatch.chdir(tmp_path)
     text = dump_recipe(load_recipe(tmp_path / "r.toml", [setting, *more]))
     assert f'"{tmp_path / "hub" / name}' in text and "blobs" not in text
@@ -84,7 +73,7 @@ def test_a_file_behind_a_link_keeps_its_name_and_is_found_from_any_directory(
 
 def test_files_that_begin_with_a_mark_of_the_byte_order_are_read_without_it(tmp_path):
     """As Notepad and PowerShell write them (OpenViking issue 499)."""
-    (tmp_path / "r.toml").write_bytes(b"\xef\xbb\xbf" + SHORT.replace("SINGLE", ONE).replace("\n", "\r\n").encode())
+    (tmp_path / "r.toml").write_bytes(b"\xef\xbb\xbf" + SHORT.replace("SOURCE", ONE).replace("\n", "\r\n").encode())
     assert load_recipe(tmp_path / "r.toml").reward.kind == "exact"
     (tmp_path / "q.txt").write_bytes(b"\xef\xbb\xbf{response}?")
     table = load_recipe(tmp_path / "r.toml", [*JUDGE, f"reward.service.prompt={tmp_path / 'q.txt'}"]).reward.service
@@ -98,6 +87,6 @@ def test_a_prompt_file_that_cannot_be_found_is_named(tmp_path, monkeypatch, path
     monkeypatch.chdir(tmp_path)
     (tmp_path / "loop.jsonl").symlink_to("loop.jsonl")
     (tmp_path / "folder.jsonl").mkdir()
-    (tmp_path / "r.toml").write_text(SHORT.replace("SINGLE", ONE))
+    (tmp_path / "r.toml").write_text(SHORT.replace("SOURCE", ONE))
     with pytest.raises(UserError, match="there is no prompt file "):
         read_rows(load_recipe(tmp_path / "r.toml", [("data.train", path)]).data.mixture[0])

@@ -13,43 +13,27 @@ HOST = AWARE | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0
 
 
 @pytest.mark.parametrize(
-    ("table", "backend", "message"),
+    ("table", "message"),
     [
-        (
-            {"main_params_dtype": "float16"},
-            "cuda",
-            "main_params_dtype = float16: megarl keeps master weights in float32",
-        ),
-        (AWARE | {"store_param_remainders": True}, "cuda", "checkpoints hold whole master weights"),
-        (
-            AWARE | {"exp_avg_dtype": "uint8"},
-            "cuda",
-            "exp_avg_dtype = uint8: checkpoints do not hold the scaling factors",
-        ),
-        (
-            {"exp_avg_sq_dtype": "bfloat16"},
-            "cuda",
-            "exp_avg_sq_dtype = bfloat16: it needs use_precision_aware_optimizer",
-        ),
-        (HOST | {"exp_avg_dtype": "bfloat16"}, "cuda", "the optimizer on the host keeps float32; leave it out"),
-        (HOST, "cpu", 'optimizer_cpu_offload = true: needs [actor] backend = "cuda"'),
-        (
-            {"optimizer_cpu_offload": True},
-            "cuda",
-            "without use_precision_aware_optimizer = true master weights would stay",
-        ),
-        (HOST | {"optimizer_offload_fraction": 0.0}, "cuda", "set optimizer_offload_fraction, the share"),
-        (
-            AWARE,
-            "cuda",
-            "it needs Transformer Engine, which is not installed; optimizer_cpu_offload = true works without it",
-        ),
+        ({"main_params_dtype": "float16"}, "main_params_dtype = float16: megarl keeps master weights in float32"),
+        (AWARE | {"store_param_remainders": True}, "checkpoints hold whole master weights"),
+        (AWARE | {"exp_avg_dtype": "uint8"}, "exp_avg_dtype = uint8: checkpoints do not hold the scaling factors"),
+        ({"exp_avg_sq_dtype": "bfloat16"}, "= bfloat16: it needs use_precision_aware_optimizer"),
+        (HOST | {"exp_avg_dtype": "bfloat16"}, "the optimizer on the host keeps float32; leave it out"),
+        ({"optimizer_cpu_offload": True}, "without use_precision_aware_optimizer = true master weights would stay"),
+        (HOST | {"optimizer_offload_fraction": 0.0}, "set optimizer_offload_fraction, the share"),
+        (AWARE, "it needs Transformer Engine, which is not installed; optimizer_cpu_offload = true works without it"),
     ],
 )
-def test_settings_that_megarl_does_not_support_are_refused(table, backend, message):
+def test_settings_that_megarl_does_not_support_are_refused(table, message):
     with pytest.raises(UserError) as error:
-        check_optimizer(make_recipe(megatron_optimizer=table, actor={"backend": backend}))
+        check_optimizer(make_recipe(megatron_optimizer=table, actor={"backend": "cuda"}))
     assert message in str(error.value)
+
+
+def test_the_cpu_has_no_other_memory_for_the_optimizer():
+    with pytest.raises(UserError, match=r'optimizer_cpu_offload = true: needs \[actor\] backend = "cuda"'):
+        check_optimizer(make_recipe(megatron_optimizer=HOST))
 
 
 def test_settings_that_megarl_supports_pass(monkeypatch):

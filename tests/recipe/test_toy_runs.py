@@ -5,7 +5,6 @@ of the optimizer, and evaluations are the example's, with a scaled-down schedule
 """
 
 import itertools
-import json
 import tomllib
 
 import pytest
@@ -13,28 +12,8 @@ import tomli_w
 
 from megarl.storage.run_dir import RunDir
 from tests.extent import few
-from tests.helpers import ROOT, events, five_letters, megarl, metrics
+from tests.helpers import ROOT, events, megarl, metrics
 
-TINY = {
-    "model.tokenizer": None,
-    "data.source": "file",
-    "data.prompt_template": "{prompt}=",
-    "data.max_prompt_tokens": 8,
-    "reward.kind": "exact",
-    "rollout.engine": "builtin",
-    "rollout.workers": 1,
-    "rollout.tensor_parallel": 1,
-    "rollout.max_response_tokens": 6,
-    "rollout.groups_per_chunk": 8,
-    "optimizer.lr": 2e-4,
-    "optimizer.warmup_updates": 0,
-    "optimizer.warmup_step": None,
-    "actor.checkpoint_every": 8,
-    "eval.prompts": 16,
-    "eval.samples": 2,
-    "schedule.prompts_per_update": 4,
-    "run.tensorboard": False,
-}
 # example: its settings that are scaled down, and the lags that follow: of every update, or an int, the largest one
 FAMILIES = {
     # stale-256: in the paper lags 256 to 259, after 256 updates on rollouts of the base model
@@ -56,43 +35,33 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(scope="module")
-def prompts(tmp_path_factory):
-    file = tmp_path_factory.mktemp("data") / "prompts.jsonl"
-    file.write_text("".join(json.dumps({"prompt": word, "answer": word[0]}) + "\n" for word in five_letters()))
-    return file
-
-
-def toy(example, divided, model, prompts):
-    """The tables of the example with the tiny model and a scaled-down schedule."""
-    table = tomllib.loads((ROOT / f"examples/{example}.toml").read_text())
-    for tables in ("actor", "megatron", "megatron_ddp", "megatron_optimizer"):  # their settings are for GPUs
-        table.pop(tables, None)
-    table["actor"], table["data"] = {"backend": "cpu"}, {}
-    table["reward"] = {key: table["reward"][key] for key in ("require_stop",) if key in table["reward"]}
-    for key in ("suites", "suite", "source", "data"):
+def toy(tiny, example, divided):
+    """The tiny recipe's tables with the example's, whose data and sizes are the tiny one's and its schedule divided."""
+    table, theirs = (tomllib.loads(path.read_text()) for path in (tiny, ROOT / f"examples/{example}.toml"))
+    table |= {name: theirs[name] for name in ("objective", "schedule", "optimizer", "eval")}
+    for key in ("temperature", "responses_per_prompt", "oversample", "require_stop"):
+        for name in ("rollout", "reward"):
+            table[name] |= {key: theirs[name][key]} if key in theirs[name] else {}
+    for key in ("suites", "suite", "source", "data", "samples"):
         table["eval"].pop(key, None)
-    kept = ("temperature", "responses_per_prompt", "oversample")
-    table["rollout"] = {key: table["rollout"][key] for key in kept if key in table["rollout"]}
-    settings = TINY | {"model.path": str(model), "data.train": str(prompts)}
+    table["optimizer"].pop("warmup_step", None)
+    table["actor"]["checkpoint_every"] = 8
+    table["eval"] |= {"prompts": 16} if table["eval"].get("greedy") else {"prompts": 16, "samples": 2}
+    table["optimizer"] |= {"lr": 2e-4, "warmup_updates": 0}
+    table["schedule"]["prompts_per_update"] = 4
     places = {"every": "eval", "every_updates": "eval", "token_budget": "rollout"}
-    settings |= {f"{places.get(key, 'schedule')}.{key}": value for key, value in divided.items()}
-    if table["eval"].get("greedy"):  # one response to a prompt
-        settings["eval.samples"] = None
-    for key, value in settings.items():
-        name, field = key.split(".")
-        table.setdefault(name, {})[field] = value
-    return {name: {key: value for key, value in keys.items() if value is not None} for name, keys in table.items()}
+    for key, value in divided.items():
+        table[places.get(key, "schedule")][key] = value
+    return table
 
 
 # a live and a partial one
 @pytest.mark.parametrize("example", few(FAMILIES, "qwen3_8b/m2po", "deepseek_7b/bapo-partial"))
-def test_a_scaled_down_example_has_the_lags_and_evaluations_of_its_schedule(example, guessing_model, prompts, tmp_path):
+def test_a_scaled_down_example_has_the_lags_and_evaluations_of_its_schedule(example, recipe, tmp_path):
     divided, lags = FAMILIES[example]
-    table = toy(example, divided, guessing_model, prompts)
-    recipe, path = tmp_path / "recipe.toml", tmp_path / "run"
-    recipe.write_text(tomli_w.dumps(table))
-    trained = megarl("train", str(recipe), "--run-dir", str(path))
+    table, path = toy(recipe, example, divided), tmp_path / "run"
+    (tmp_path / "recipe.toml").write_text(tomli_w.dumps(table))
+    trained = megarl("train", tmp_path / "recipe.toml", "--run-dir", path)
     assert trained.returncode == 0, trained.stderr
     run = RunDir.open(path)
     schedule, updates = run.recipe.schedule, metrics(run)
@@ -108,5 +77,5 @@ def test_a_scaled_down_example_has_the_lags_and_evaluations_of_its_schedule(exam
     assert occasions == [n for n in range(schedule.total_updates + 1) if run.recipe.is_evaluated(n)]
     assert len(occasions) > 2 or schedule.stages == 1
     assert (path / "final/config.json").exists()
-    audited = megarl("audit", str(path))
+    audited = megarl("audit", path)
     assert audited.returncode == 0, audited.stdout
