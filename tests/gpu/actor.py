@@ -17,10 +17,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.actor.layout_ranks import LAYOUTS
-from tests.gpu.probes import fill_free_memory_with_nan
 from tests.gpu.steps import package
-from tests.rehearsal.forks import in_fork, in_ranks
-from tests.rehearsal.updates import Case, Distance, Outcome, run_updates, seal
+from tests.rehearsal.forks import in_fork
+from tests.rehearsal.updates import Case, Distance, Outcome, outcome_of, seal
 
 SMALL = ("kernels cuda", "transformer_engine", "EP2")
 TORCH = {"kernels": "torch", "layers": "torch"}
@@ -57,34 +56,17 @@ def lacks(name: str) -> str | None:
 
 
 @contextlib.contextmanager
-def waits() -> Iterator[list[warnings.WarningMessage]]:
+def waits() -> Iterator[list[str]]:
     """Collects torch's warnings of operations that waited for the device."""
     import torch
 
+    found: list[str] = []
     torch.cuda.set_sync_debug_mode("warn")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        yield caught
+        yield found
     torch.cuda.set_sync_debug_mode("default")
-    caught[:] = [warning for warning in caught if "synchroniz" in str(warning.message)]
-
-
-def outcome(case: Case, backend: str, folder: Path) -> Outcome:
-    """The outcome on the rank that reports metrics, with the gradient of the first rank and the number of waits."""
-    with tempfile.TemporaryDirectory(dir=folder) as meeting:
-        counted = waits if backend == "cuda" else contextlib.nullcontext
-
-        def rank(rank: int) -> Outcome:
-            if backend == "cuda":
-                fill_free_memory_with_nan()
-            done = run_updates(rank, case, backend, folder / "model", folder / "rollouts", Path(meeting), counted)
-            done.seen = [len(seen or []) for seen in done.seen]
-            return done
-
-        results = in_ranks(rank, case.layout.ranks)
-    (reporting,) = [result for result in results if result.reports]
-    reporting.gradient = results[0].gradient
-    return reporting
+    found += [text for warning in caught if "synchroniz" in (text := str(warning.message))]
 
 
 def main() -> None:
@@ -94,7 +76,7 @@ def main() -> None:
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
     chosen = options.cases or (SMALL if options.small else list(cases(options.gpus)))
-    failed, right = 0, {}
+    failed, right = 0, dict[str, Outcome]()
     with tempfile.TemporaryDirectory(prefix="megarl-gpu-") as name:
         for title, case in cases(options.gpus).items():
             if title not in chosen:
@@ -107,14 +89,14 @@ def main() -> None:
                 if family not in right:
                     folder.mkdir()
                     in_fork(lambda: seal(family, folder))  # noqa: B023 - called at once
-                    right[family] = outcome(Case(actor={"kernels": "torch"}, family=family), "cpu", folder)
-                ours = outcome(case, "cuda", folder)
+                    right[family] = outcome_of(Case(actor={"kernels": "torch"}, family=family), "cpu", folder)
+                ours = outcome_of(case, "cuda", folder, waits)
                 distance = Distance.between(ours, right[family])
                 loss, norm = (max(abs(a - b) for a, b in x) for x in (distance.losses, distance.norms))
                 wrong = not distance.tolerable()
                 print(
                     f"{title:<20}{'WRONG' if wrong else 'right'}: gradient {distance.gradient:.4f} of its length, loss "
-                    f"{loss:.1e} nats, norm {norm:.1e} off; waits per update {ours.seen}",
+                    f"{loss:.1e} nats, norm {norm:.1e} off; waits per update {list(map(len, ours.seen))}",
                     flush=True,
                 )
                 failed += wrong

@@ -5,7 +5,6 @@ It needs only CMake and nvcc, because a machine with GPUs may have no package in
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 from pathlib import Path
 
@@ -14,9 +13,6 @@ KERNELS = ROOT / "build/gpu-kernels"  # on PYTHONPATH of every step; it has libr
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", action="store_true")
-    parser.parse_args()
     from megarl.kernels.library import find_library
 
     found = find_library("cuda")

@@ -8,6 +8,7 @@ import platform
 import shutil
 import subprocess
 import time
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,18 +34,17 @@ class Result:
         return self.outcome not in ("passed", "skipped")
 
 
-def write_page(out: Path, results: list[Result], waiting: list[str]) -> Path:
+def write_page(out: Path, results: list[Result], waiting: list[str]) -> None:
     """Write ``out/summary.md`` and ``out/steps.csv``; after each step, so that an interruption leaves the results."""
-    counts = {
-        outcome: sum(r.outcome == outcome for r in results) for outcome in dict.fromkeys(r.outcome for r in results)
-    }
+    counts = Counter(r.outcome for r in results)
     lines = ["# megarl on this machine's GPUs", ""]
     lines += [f"- {name}: {value}" for name, value in origin().items()]
     lines += ["", ", ".join(f"{count} {outcome}" for outcome, count in counts.items()) or "nothing done", ""]
     if waiting:
         lines += [f"Not begun: {', '.join(waiting)}.", ""]
     lines += ["| step | shows that | outcome | s |", "|---|---|---|---|"]
-    lines += [f"| {r.name} | {r.shows} | {_outcome(r)} | {r.seconds:.0f} |" for r in results]
+    for r in results:
+        lines += [f"| {r.name} | {r.shows} | {r.outcome}{': ' * bool(r.why)}{r.why} | {r.seconds:.0f} |"]
     for table in sorted(out.glob("*.csv")):
         if table.name != "steps.csv":
             lines += ["", f"## {table.stem}", "", *_table(table)]
@@ -56,9 +56,7 @@ def write_page(out: Path, results: list[Result], waiting: list[str]) -> Path:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(["step", "outcome", "why", "seconds"])
         writer.writerows([r.name, r.outcome, r.why, f"{r.seconds:.1f}"] for r in results)
-    page = out / "summary.md"
-    page.write_text("\n".join(lines) + "\n")
-    return page
+    (out / "summary.md").write_text("\n".join(lines) + "\n")
 
 
 def origin() -> dict[str, str]:
@@ -66,12 +64,7 @@ def origin() -> dict[str, str]:
     import torch
 
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    versions = {}
-    for package in PACKAGES:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "none"
+    installed = {d.metadata["Name"].lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()}
     return {
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "commit": output_of("git", "describe", "--always", "--dirty=+", "--abbrev=12") or "unknown",
@@ -81,7 +74,7 @@ def origin() -> dict[str, str]:
         "nvcc": output_of("nvcc", "--version").rpartition("\n")[2] or "none",
         "cuda of torch": torch.version.cuda or "none",
         "processor": f"{platform.machine()}, Python {platform.python_version()}",
-    } | versions
+    } | {package: installed.get(package, "none") for package in PACKAGES}
 
 
 def output_of(*command: str) -> str:
@@ -90,10 +83,6 @@ def output_of(*command: str) -> str:
         return ""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return "" if done.returncode else done.stdout.strip()
-
-
-def _outcome(result: Result) -> str:
-    return f"{result.outcome}: {result.why}" if result.why else result.outcome
 
 
 def _table(path: Path) -> list[str]:

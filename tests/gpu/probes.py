@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from tests.rehearsal.forks import in_fork
 
 SECONDS = 20
 
@@ -81,18 +82,11 @@ def main() -> None:
     for name, probe in PROBES.items():
         if small and name.startswith("expandable"):
             continue
-        sys.stdout.flush()
-        if not (pid := os.fork()):
-            signal.alarm(SECONDS)
-            try:
-                print(f"{name}: {probe()}", flush=True)
-            except Exception as error:
-                print(f"{name}: {type(error).__name__} {error}", flush=True)
-                os._exit(1)
-            os._exit(0)
-        if status := os.waitpid(pid, 0)[1]:
+        try:
+            print(f"{name}: {in_fork(probe, SECONDS)}", flush=True)
+        except AssertionError as error:
             failed += 1
-            print(f"{name}: ended with {os.waitstatus_to_exitcode(status)}", flush=True)
+            print(f"{name}: {error}", flush=True)
     sys.exit(failed > 0)
 
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import itertools
 import json
 import math
-import os
 import random
-import signal
 import string
 import subprocess
 import sys
@@ -63,14 +62,21 @@ def finish(process: subprocess.Popen[bytes]) -> None:
         raise AssertionError(f"megarl train ended with exit code {code}")
 
 
-def kill_at_first_checkpoint(process: subprocess.Popen[bytes], run: Path) -> None:
-    """Kill `megarl train` with SIGKILL once the run has a checkpoint; the processes of its phase end with it."""
+def kill_and_finish(work: Path, run: Path, values: list[str], updates: int) -> None:
+    """Kill `megarl train` with SIGKILL once the run has a checkpoint; the processes of its phase end with it. Started
+    again, it makes each of its updates once."""
+    process = train(work, run, values)
     while not list(run.glob("stages/000/checkpoints/update_*")):
         if process.poll() is not None:
             raise AssertionError(f"megarl train ended with exit code {process.returncode} before its first checkpoint")
         time.sleep(0.01)
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
+    finish(train(work, run, values))
+    made = lines(run / "metrics.jsonl")
+    assert [line["update"] for line in made] == list(range(1, updates + 1)), "an update is missing or repeated"
+    assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in made)
+    print_drift(run)
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -89,10 +95,7 @@ def print_drift(run: Path) -> None:
 
 def quickstart(work: Path, small: bool) -> None:
     run, values = work / "run", [f'model.path="{base(work, small)}"', *settings(work, small), "run.rehearse=false"]
-    kill_at_first_checkpoint(train(work, run, values), run)
-    finish(train(work, run, values))
-    check_updates(run, 2 * 4 if small else 2 * 96)
-    print_drift(run)
+    kill_and_finish(work, run, values, updates=2 * 4 if small else 2 * 96)
     accuracy = [event["accuracy"] for event in lines(run / "events.jsonl") if event["event"] == "evaluation"]
     print(f"held-out accuracy by stage: {', '.join(f'{a:.3f}' for a in accuracy)}")
     assert small or accuracy[-1] > accuracy[0] + GAIN, "the policy did not improve"
@@ -103,25 +106,12 @@ def live(work: Path, small: bool) -> None:
     run, values = work / "live", [f'model.path="{base(work, small)}"', *settings(work, small)]
     values += ['schedule.kind="live"', "schedule.colocate=true", "schedule.stages=1"]
     updates, sync = (4, 2) if small else (48, 8)
-    values += [
-        f"schedule.updates_per_stage={updates}",
-        f"schedule.sync_every={sync}",
-        f"schedule.max_lag={2 * sync - 1}",
-    ]
-    values += [f"actor.checkpoint_every={sync}", "eval.every=0"]
-    kill_at_first_checkpoint(train(work, run, values), run)
-    finish(train(work, run, values))
-    check_updates(run, updates)
-    print_drift(run)
+    values += [f"schedule.updates_per_stage={updates}", f"schedule.sync_every={sync}", "eval.every=0"]
+    values += [f"schedule.max_lag={2 * sync - 1}", f"actor.checkpoint_every={sync}"]
+    kill_and_finish(work, run, values, updates)
     for event in lines(run / "events.jsonl"):
         if event["event"] == "idle":
             print(f"{event['role']}: idle {event['idle_seconds']} of {event['seconds']} s")
-
-
-def check_updates(run: Path, number: int) -> None:
-    updates = lines(run / "metrics.jsonl")
-    assert [line["update"] for line in updates] == list(range(1, number + 1)), "an update is missing or repeated"
-    assert all(math.isfinite(line["loss"]) and math.isfinite(line["grad_norm"]) for line in updates)
 
 
 def engine(work: Path, name: str, small: bool) -> None:
@@ -137,17 +127,12 @@ def engine(work: Path, name: str, small: bool) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("quickstart", "live", "engine"))
-    parser.add_argument("--engine", default="builtin")
+    parser.add_argument("what", help='"quickstart", "live" or the name of an engine')
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
-    if options.what == "quickstart":
-        quickstart(options.work, options.small)
-    elif options.what == "live":
-        live(options.work, options.small)
-    else:
-        engine(options.work, options.engine, options.small)
+    runs = {"quickstart": quickstart, "live": live}
+    runs.get(options.what, functools.partial(engine, name=options.what))(options.work, small=options.small)
 
 
 if __name__ == "__main__":

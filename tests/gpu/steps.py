@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,61 +26,50 @@ class Step:
     lacks: Callable[[], str | None] = lambda: None  # returns the reason to skip the step, or None
 
 
-def package(*names: str) -> Callable[[], str | None]:
-    """A `Step.lacks` for packages, by the names with which Python imports them."""
+def lacking(names: Sequence[str], find: Callable[[str], object], what: str) -> Callable[[], str | None]:
+    """A `Step.lacks` for names that ``find`` finds."""
 
     def lacks() -> str | None:
-        missing = [name for name in names if importlib.util.find_spec(name) is None]
-        return f"{' and '.join(missing)} not installed" if missing else None
+        missing = [name for name in names if not find(name)]
+        return what.format(" and ".join(missing)) if missing else None
 
     return lacks
+
+
+def package(*names: str) -> Callable[[], str | None]:
+    """For packages, by the names with which Python imports them."""
+    return lacking(names, importlib.util.find_spec, "{} not installed")
 
 
 def distribution(name: str) -> Callable[[], str | None]:
-    """A `Step.lacks` for a package by its name in pip: an engine's CPU build has another name and the same modules."""
-
-    def lacks() -> str | None:
-        found = any(True for _ in importlib.metadata.distributions(name=name))
-        return None if found else f"{name} not installed"
-
-    return lacks
+    """For a package by its name in pip: an engine's CPU build has another name and the same modules."""
+    return lacking([name], lambda name: [*importlib.metadata.distributions(name=name)], "{} not installed")
 
 
 def programs(*names: str) -> Callable[[], str | None]:
-    """A `Step.lacks` for programs on PATH."""
-
-    def lacks() -> str | None:
-        missing = [name for name in names if shutil.which(name) is None]
-        return f"no {' and no '.join(missing)} on PATH" if missing else None
-
-    return lacks
+    """For programs on PATH."""
+    return lacking(names, shutil.which, "{} not on PATH")
 
 
 def steps(out: Path, work: Path, gpus: int, small: bool) -> list[Step]:
     """All steps in order. out: folder of the results; work: removed at the end; small: sizes for a rehearsal."""
 
+    python = [sys.executable, "-W", "ignore", "-m"]
+
     def module(name: str, *arguments: object) -> list[str]:
-        return [sys.executable, "-W", "ignore", "-m", f"tests.gpu.{name}", *map(str, arguments), *["--small"] * small]
+        return [*python, f"tests.gpu.{name}", *map(str, arguments), *["--small"] * small]
+
+    def run(name: str) -> list[str]:
+        return module("runs", name, "--work", work)
 
     def table(name: str, shows: str, limit: int) -> Step:
         return Step(name, shows, module("tables", name, "--out", out), "numbers", limit)
 
     def generate(engine: str) -> Step:
-        command = module("runs", "engine", "--engine", engine, "--work", work)
         shows = f"{engine}'s log-probs are those of the actor that exported the weights, for two policies"
-        return Step(engine, shows, command, "engines", 300, lacks=distribution(engine))
+        return Step(engine, shows, run(engine), "engines", 300, lacks=distribution(engine))
 
-    pytest = [
-        sys.executable,
-        "-W",
-        "ignore",
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "tests/kernels/test_gpu.py",
-    ]
+    pytest = [*python, "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/test_gpu.py"]
     side_by_side = [] if small or package("xdist")() else ["-n", "8"]
     sanitizer = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
     return [
@@ -114,14 +103,14 @@ def steps(out: Path, work: Path, gpus: int, small: bool) -> list[Step]:
         Step(
             "quickstart",
             "a run from a prompt file is killed, resumes, and improves the policy; its engine's weights do not drift",
-            module("runs", "quickstart", "--work", work),
+            run("quickstart"),
             limit=300,
             beside=True,
         ),
         Step(
             "live",
             "a live run whose trainer and engine take turns on one GPU is killed and resumes",
-            module("runs", "live", "--work", work),
+            run("live"),
             "engines",
             300,
         ),
@@ -140,8 +129,6 @@ def steps(out: Path, work: Path, gpus: int, small: bool) -> list[Step]:
         table("linear_logprob", "time of the lm head against materialised logits, Liger and Cut Cross-Entropy", 60),
         table("token_pass", "time of the fused token pass against eager torch and torch.compile", 120),
         table("selection", "time of batch statistics against sorting and the released loops", 50),
-        table(
-            "weight_gradient", "time of experts' weight gradients, added by one kernel or by a product and a sum", 40
-        ),
+        table("weight_gradient", "time of experts' weight gradients, added by a kernel or by a product and a sum", 40),
         table("adam", "an optimizer's step on the device, and on the host by number of threads", 40),
     ]

@@ -94,7 +94,7 @@ def test_steps_pass_on_the_rehearsal_device(tmp_path):
     log = (out / "log.txt").read_text()
     assert done.returncode == 0, done.stdout + done.stderr + log
     expected = dict.fromkeys(REHEARSED, "passed") | {"vllm": "skipped vllm not installed"}
-    assert outcomes(out) == expected | {"sanitizer": "skipped no compute-sanitizer on PATH"}
+    assert outcomes(out) == expected | {"sanitizer": "skipped compute-sanitizer not on PATH"}
     left_out = {step.name for step in steps(out, tmp_path, 1, small=True)} - set(REHEARSED)
     assert left_out == {"sglang", "operators"}  # torch's profiler is too slow with so many calls on the host
     page = (out / "summary.md").read_text()

@@ -23,14 +23,13 @@ SEARCH_PATH = f"{os.environ['PATH']}:/usr/sbin"
 NODES = ("127.0.0.1", "127.0.0.2")  # names that the nodes' agents can resolve
 CPUS = 8  # of each node, as Slurm is told: more than there are, so that jobs on both nodes fit
 
+# all else is Slurm's default
 CONFIGURATION = """
 ClusterName=private
 SlurmctldHost={host}(127.0.0.1)
 SlurmctldPort={ports[0]}
 SlurmUser={user}
 SlurmdUser={user}
-AuthType=auth/munge
-CredType=cred/munge
 # credentials that expire soon let a requeued job start again after seconds
 AuthInfo=socket={root}/munge/socket,cred_expire=5
 StateSaveLocation={root}/state
@@ -42,18 +41,10 @@ SlurmdSpoolDir={root}/spool-%n
 SlurmdParameters=config_overrides
 ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-AccountingStorageType=accounting_storage/none
-SwitchType=switch/none
-MpiDefault=none
 ReturnToService=2
-SchedulerType=sched/backfill
 SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
-JobRequeue=1
-# what a preempted job, or one at its limit, gets between SIGTERM and SIGKILL
-KillWait=30
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 MinJobAge=3600

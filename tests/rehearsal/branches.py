@@ -4,8 +4,7 @@ A size decides by a threshold: of Megatron-Core (the size of a bucket) or of meg
 megarl's actor and kernels that is one, with the value that makes tiny models take the branches of large ones;
 `NOT_THRESHOLDS` has the others. `tests/rehearsal/test_branches.py` compares both with the source.
 
-``PYTHONPATH=tests/rehearsal/site .venv/bin/python -m tests.rehearsal.branches`` prints those of each recipe in
-examples/; a test of `on_device/test_updates.py` compares them with those of all rehearsed updates.
+A test of `on_device/test_updates.py` compares those of each recipe in examples/ with those of all rehearsed updates.
 """
 
 from __future__ import annotations
@@ -15,12 +14,14 @@ import importlib
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
+
+from megarl.recipe.layout import Layout
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted(path for path in ROOT.glob("examples/*/*.toml") if 'backend = "cpu"' not in path.read_text())
@@ -80,15 +81,6 @@ def many_pieces() -> Iterator[None]:
         yield
 
 
-@dataclass(frozen=True)
-class _Hidden:
-    """What `chunk_tokens` reads of the head's input."""
-
-    shape: tuple[int, int]
-    dtype: torch.dtype
-    device: torch.device
-
-
 def branches(recipe: Any, models: list[Any], replicas: list[Any], longest: int, response: int) -> set[str]:
     """The branches that this rank takes. longest: tokens of the longest sequence, response: of the longest response."""
     return {
@@ -128,7 +120,9 @@ def _of_head(recipe: Any, model: Any) -> Iterator[str]:
     kernels = importlib.import_module(f"megarl.kernels.linear_logprob.{backend}_backend")
     rows = model.output_layer.output_size_per_partition
     tokens = recipe.actor.tokens_per_micro_batch // recipe.actor.context_parallel
-    hidden = _Hidden((tokens, model.config.hidden_size), torch.bfloat16, torch.device("cuda", 0))
+    hidden = SimpleNamespace(
+        shape=(tokens, model.config.hidden_size), dtype=torch.bfloat16, device=torch.device("cuda", 0)
+    )
     chunk = kernels.chunk_tokens(hidden, rows)
     yield f"head, {backend}: {'one chunk' if chunk >= tokens else 'several chunks'}"
     padded = rows * recipe.actor.tensor_parallel > model.true_vocab_size
@@ -182,54 +176,35 @@ def _of_sequences(recipe: Any, model: Any, longest: int, response: int) -> Itera
 
 def branches_of_recipe(path: Path) -> set[str]:
     """Those of every pipeline stage's first rank, on the meta device. Patches Megatron-Core in this process."""
+    from megatron.core import parallel_state as mpu
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from megarl.actor import cpu_backend
+    from megarl.actor import cpu_backend, lora, parallel
+    from megarl.actor.model import build_model
+    from megarl.actor.optimizer import wrap
     from megarl.models.hf_config import read_hf_config
     from megarl.recipe.load import load_recipe
 
     cpu_backend.install(torch.device("meta"))
     meta = ["megatron.init_model_with_meta_device=true", "megatron.perform_initialization=false"]
     recipe, found = load_recipe(path, meta), set()
-    ranks = _ranks(recipe)
-    for stage in range(recipe.actor.pipeline_parallel):
-        torch.distributed.init_process_group(
-            "fake", store=FakeStore(), rank=stage * ranks // recipe.actor.pipeline_parallel, world_size=ranks
-        )
-        found |= _of_rank(recipe, read_hf_config(path.parent))
-    return found
-
-
-def _ranks(recipe: Any) -> int:
-    """Those of the smallest number of whole nodes that the layout needs."""
-    table = recipe.actor
-    model = table.tensor_parallel * table.pipeline_parallel * table.context_parallel
-    experts = table.expert_parallel * (table.expert_tensor_parallel or table.tensor_parallel) * table.pipeline_parallel
-    return math.lcm(table.processes_per_node, model, experts)
-
-
-def _of_rank(recipe: Any, hf: dict[str, Any]) -> set[str]:
-    from megatron.core import parallel_state as mpu
-    from megatron.core.distributed import DistributedDataParallel
-
-    from megarl.actor import lora, optimizer, parallel
-    from megarl.actor.model import build_model
-
-    try:
+    response, stages = recipe.rollout.max_response_tokens, recipe.actor.pipeline_parallel
+    # of the smallest number of whole nodes that the layout needs
+    layout = Layout.of(recipe, 1)
+    experts = layout.expert_parallel * layout.expert_tensor_parallel
+    share = math.lcm(layout.tensor_parallel * layout.context_parallel, experts)
+    ranks = math.lcm(recipe.actor.processes_per_node, share * stages)
+    for stage in range(stages):
+        torch.distributed.init_process_group("fake", store=FakeStore(), rank=stage * ranks // stages, world_size=ranks)
         parallel.build_groups(recipe, gloo=False)
         with torch.device("meta"):
-            models = build_model(hf, recipe)
+            models = build_model(read_hf_config(path.parent), recipe)
             lora.attach(models, recipe)
-            ddp = optimizer.ddp_config(recipe)
-            replicas = [
-                DistributedDataParallel(models[0].config, ddp, model, disable_bucketing=number > 0)
-                for number, model in enumerate(models)
-            ]
-        response = recipe.rollout.max_response_tokens
-        return branches(recipe, models, replicas, recipe.data.max_prompt_tokens + response, response)
-    finally:
+            replicas, _ = wrap(models, recipe)
+        found |= branches(recipe, models, replicas, recipe.data.max_prompt_tokens + response, response)
         mpu.destroy_model_parallel()
         torch.distributed.destroy_process_group()
+    return found
 
 
 def of_all_recipes() -> dict[str, set[str]]:
@@ -237,12 +212,3 @@ def of_all_recipes() -> dict[str, set[str]]:
     from tests.rehearsal.forks import in_fork
 
     return in_fork(lambda: {str(path.relative_to(ROOT)): branches_of_recipe(path) for path in RECIPES})
-
-
-def main() -> None:
-    for path, found in of_all_recipes().items():
-        print(f"{path}:", *sorted(found), sep="\n    ")
-
-
-if __name__ == "__main__":
-    main()

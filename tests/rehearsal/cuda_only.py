@@ -35,8 +35,10 @@ def _on_device(name: str, function: Callable[..., Any], lib: Any) -> Callable[..
         (device,) = {x.device for x in tensors}
         lib.launched(f"aten::{name}")
         host_args, host_kwargs = pytree.tree_map_only(torch.Tensor, lib.host_view, (args, kwargs))
+        out = host_kwargs.pop("out", None)
         results = function(*host_args, **host_kwargs)
-        if name.endswith("out"):
+        if out is not None:
+            out.copy_(results)
             return kwargs["out"]
         return pytree.tree_map_only(torch.Tensor, lambda x: lib.device_view(x, device.index), results)
 
@@ -61,14 +63,6 @@ def _mm(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def _addmm(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, beta=1, alpha=1) -> torch.Tensor:
     product = alpha * (a.float() @ b.float())
     return (product + beta * x.float() if beta else product).to(dtype)  # beta 0 ignores x, even NaN
-
-
-def _mm_out(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, out: torch.Tensor) -> torch.Tensor:
-    return out.copy_(_mm(a, b, dtype))
-
-
-def _addmm_out(x: torch.Tensor, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype, out, **scales) -> torch.Tensor:
-    return out.copy_(_addmm(x, a, b, dtype, **scales))
 
 
 def _histc(x: torch.Tensor, bins: int = 100, min: float = 0, max: float = 0) -> torch.Tensor:
@@ -199,11 +193,11 @@ def _rms_norm_backward(grad, x, shape, rstd, weight, wanted):
 
 KERNELS: dict[str, Callable[..., Any]] = {
     "mm.dtype": _mm,
-    "mm.dtype_out": _mm_out,
+    "mm.dtype_out": _mm,
     "bmm.dtype": _mm,
-    "bmm.dtype_out": _mm_out,
+    "bmm.dtype_out": _mm,
     "addmm.dtype": _addmm,
-    "addmm.dtype_out": _addmm_out,
+    "addmm.dtype_out": _addmm,
     "histc": _histc,
     "_grouped_mm": _grouped_mm,
     "_fused_rms_norm": _rms_norm,

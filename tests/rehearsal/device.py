@@ -88,12 +88,8 @@ class _Event:
         lib.waited("synchronize")
 
 
-class _Properties(types.SimpleNamespace):
-    """``torch._C._CudaDeviceProperties``"""
-
-
-def _properties(device: Any) -> _Properties:
-    return _Properties(
+def _properties(device: Any) -> types.SimpleNamespace:
+    return types.SimpleNamespace(
         name=NAME,
         major=9,
         minor=0,
@@ -161,7 +157,6 @@ def _nothing(*_: Any, **__: Any) -> int:
 
 def _answers() -> dict[str, Any]:
     """What ``torch._C`` has in a CUDA build and not in a CPU build."""
-    stream = {"_cuda_getCurrentStream", "_cuda_getDefaultStream"}
     nothing = {
         "_cuda_setStream", "_cuda_emptyCache", "_cuda_ipc_collect", "_cuda_getCurrentBlasHandle",
         "_cuda_getCurrentRawStream", "_cuda_setMemoryFraction", "_cuda_resetAccumulatedMemoryStats",
@@ -172,7 +167,7 @@ def _answers() -> dict[str, Any]:
         "_cudart": _Runtime(),
         "_CudaStreamBase": _Stream,
         "_CudaEventBase": _Event,
-        "_CudaDeviceProperties": _Properties,
+        "_CudaDeviceProperties": types.SimpleNamespace,
         "_CUDAGraph": type("_CUDAGraph", (), {}),
         "_graph_pool_handle": _nothing,
         "_cuda_isCurrentStreamCapturing": lambda: False,
@@ -197,7 +192,7 @@ def _answers() -> dict[str, Any]:
         "_nvtx": types.SimpleNamespace(
             rangePushA=_nothing, rangePop=_nothing, markA=_nothing, rangeStartA=_nothing, rangeEnd=_nothing
         ),
-        **{name: lambda *_: (0, lib.current_device(), 1) for name in stream},
+        **dict.fromkeys(("_cuda_getCurrentStream", "_cuda_getDefaultStream"), lambda *_: (0, lib.current_device(), 1)),
         **dict.fromkeys(nothing, _nothing),
     }  # fmt: skip
 

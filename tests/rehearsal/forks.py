@@ -18,18 +18,18 @@ import torch
 SECONDS = 900  # limit for all ranks together: one may wait for another that hangs
 
 
-def in_fork(function: Callable[[], Any]) -> Any:
+def in_fork(function: Callable[[], Any], seconds: float = SECONDS) -> Any:
     """The result of ``function()`` in a fork; an exception there becomes an AssertionError here, with its traceback."""
-    (result,) = in_ranks(lambda rank: function(), 1)
+    (result,) = in_ranks(lambda rank: function(), 1, seconds)
     return result
 
 
-def in_ranks(function: Callable[[int], Any], ranks: int) -> list[Any]:
+def in_ranks(function: Callable[[int], Any], ranks: int, seconds: float = SECONDS) -> list[Any]:
     """The results of ``function(rank)``, each in a fork with that rank's environment. A failure kills the others."""
     with tempfile.TemporaryDirectory(prefix="megarl-ranks-") as folder:
         files = [Path(folder) / str(rank) for rank in range(ranks)]
         running = {_fork(function, rank, ranks, files[rank]): rank for rank in range(ranks)}
-        deadline = time.monotonic() + SECONDS
+        deadline = time.monotonic() + seconds
         failed = None
         while running and failed is None:
             pid, status = os.waitpid(-1, os.WNOHANG)

@@ -67,24 +67,6 @@ AFTER: dict[str, Callable[[Any], None]] = {
 }
 
 
-class _Loader:
-    """The module's own loader, with the functions of BEFORE and AFTER called around it."""
-
-    def __init__(self, loader: Any) -> None:
-        self.loader = loader
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.loader, name)
-
-    def create_module(self, spec: Any) -> Any:
-        return self.loader.create_module(spec)
-
-    def exec_module(self, module: Any) -> None:
-        BEFORE.get(module.__name__, lambda: None)()
-        self.loader.exec_module(module)
-        AFTER.get(module.__name__, lambda _: None)(module)
-
-
 class _Finder:
     @staticmethod
     def find_spec(name: str, path: Any = None, target: Any = None) -> Any:
@@ -92,7 +74,14 @@ class _Finder:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
         if spec and spec.loader:
-            spec.loader = _Loader(spec.loader)
+            execute = spec.loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                BEFORE.get(name, lambda: None)()
+                execute(module)
+                AFTER.get(name, lambda _: None)(module)
+
+            spec.loader.exec_module = exec_module
         return spec
 
 

@@ -6,7 +6,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,9 @@ from tests.actor.layout_ranks import (
     update_samples,
     whole_gradient,
 )
+from tests.gpu.probes import fill_free_memory_with_nan
 from tests.rehearsal.branches import branches, many_pieces
+from tests.rehearsal.forks import in_ranks
 
 # tolerances of bfloat16: relative, in nats per token, relative; see `tests/rehearsal/on_device/test_updates.py`
 GRADIENT, LOSS, NORM = 0.05, 3e-3, 0.02
@@ -55,7 +57,8 @@ class Case:
 
 @dataclass
 class Outcome:
-    """Results of one rank. gradient: of the first update and the whole model, on the first rank alone."""
+    """Results of one rank, or of several (`outcome_of`). gradient: of the first update and the whole model, on the
+    first rank alone."""
 
     gradient: dict[str, torch.Tensor]
     metrics: list[dict[str, float]]
@@ -103,9 +106,9 @@ def fits(family: str, layout: Layout) -> bool:
     return not any(wanted.problems(hf))
 
 
-def seal(family: str, folder: Path) -> None:
-    """Write a model that is exact in bfloat16, and rollouts of a policy near it."""
-    model = make_hf_model(family, num_hidden_layers=layers_of(family), initializer_range=0.1)
+def seal(family: str, folder: Path, **shape: int) -> None:
+    """Write a model that is exact in bfloat16, and rollouts of a policy near it. shape: changes of the tiny model."""
+    model = make_hf_model(family, **{"num_hidden_layers": layers_of(family), "initializer_range": 0.1} | shape)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer *= 10  # larger than differences of scores: between two nearly equal ones rounding would decide
@@ -114,24 +117,31 @@ def seal(family: str, folder: Path) -> None:
     seal_rollouts(model, folder / "rollouts", updates=4)
 
 
-def run_updates(rank: int, case: Case, backend: str, *arguments: Any) -> Outcome:
-    """As `make_updates`, on the device with the thresholds of the case."""
-    with many_pieces() if case.many_pieces and backend == "cuda" else nullcontext():
-        return make_updates(rank, case, backend, *arguments)
+def outcome_of(
+    case: Case, backend: str, sealed: Path, counted: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> Outcome:
+    """The outcome of the rank that reports metrics, with the whole gradient and the branches of all ranks."""
+    with tempfile.TemporaryDirectory() as name:
+
+        def rank(rank: int) -> Outcome:
+            with many_pieces() if case.many_pieces and backend == "cuda" else nullcontext():
+                return make_updates(rank, case, backend, sealed, Path(name), counted)
+
+        results = in_ranks(rank, case.layout.ranks)
+    (reporting,) = [result for result in results if result.reports]
+    taken = set().union(*(result.branches for result in results))
+    return replace(reporting, gradient=results[0].gradient, branches=taken)
 
 
 def make_updates(
-    rank: int,
-    case: Case,
-    backend: str,
-    model: Path,
-    rollouts: Path,
-    folder: Path,
-    counted: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    rank: int, case: Case, backend: str, sealed: Path, folder: Path, counted: Callable[[], AbstractContextManager[Any]]
 ) -> Outcome:
     """The gradient of the first update from the sealed rollouts, then the updates, each inside ``counted()``."""
-    join(rank, case.layout.ranks, backend, folder / f"ranks-{backend}")
-    from megarl.actor import packing, parallel, step
+    model, rollouts = sealed / "model", sealed / "rollouts"
+    join(rank, case.layout.ranks, backend, folder / "ranks")
+    if backend == "cuda":
+        fill_free_memory_with_nan()
+    from megarl.actor import frozen, packing, parallel, step
 
     replay = case.actor.get("routing_replay", "none")
     # a bucket for each parameter, as the head of a model of true size has one: Megatron waits for each on its own
@@ -140,7 +150,11 @@ def make_updates(
     def build(optimizer: str) -> Any:
         tables = {"actor": case.actor | {"backend": backend}, "megatron_ddp": ddp}
         tables["megatron_optimizer"] = OPTIMIZERS[optimizer] if backend == "cuda" else {}
-        return build_actor(recipe_of(case.layout, model, **tables), model, replay)
+        recipe = recipe_of(case.layout, model, **tables)
+        actor = step.Actor.build(recipe, model, device_of(backend))
+        if replay == "actor":
+            actor.frozen.append(frozen.FrozenPolicy.build(("routed_experts",), recipe, model))
+        return actor
 
     recipe = recipe_of(case.layout, model, actor=case.actor | {"backend": backend})
     parallel.build_groups(recipe)
@@ -154,7 +168,7 @@ def make_updates(
 
     step.compute_gradients(actor, batches(0), objective)
     if recipe.actor.lora is None:
-        gradient = whole_gradient(actor, model, folder / f"gradient-{backend}")
+        gradient = whole_gradient(actor, model, folder / "gradient")
     else:
         gradient = adapter_gradient(actor)
 
@@ -172,8 +186,8 @@ def make_updates(
         metrics = train(actor, range(case.updates))
     else:
         metrics = train_twice(case, actor, build, train, folder)
-    longest = max(len(sample) for sample in update_samples(rollouts, 0))
-    response = max(len(sample.response_tokens) for sample in update_samples(rollouts, 0))
+    samples = update_samples(rollouts, 0)
+    longest, response = max(map(len, samples)), max(len(sample.response_tokens) for sample in samples)
     return Outcome(
         gradient if rank == 0 else {},
         metrics,
@@ -211,8 +225,8 @@ def train_twice(
     assert checkpoint.load(resumed, path) == case.saved_after
     assert train(resumed, others) == metrics[case.saved_after :]
     gather_parameters(resumed.replicas)
-    pairs = zip(weights(actor), weights(resumed), strict=True)
-    assert all(torch.equal(ours, again) for ours, again in pairs)
+    for ours, again in zip(actor.models, resumed.models, strict=True):
+        assert all(torch.equal(*pair) for pair in zip(ours.parameters(), again.parameters(), strict=True))
     check_place(resumed, case.optimizer)
     for other in case.others:  # within Adam's rounding
         changed = build(other)
@@ -234,19 +248,6 @@ def check_place(actor: Any, optimizer: str) -> None:
     assert {x.dtype for x in tensors} == {torch.float32}
     on_host = sum(x.numel() for x in tensors if not x.is_cuda) / sum(x.numel() for x in tensors)
     assert {"host": on_host == 1, "half": 0.4 < on_host < 0.9, "device": on_host == 0}[optimizer], on_host
-
-
-def weights(actor: Any) -> list[torch.Tensor]:
-    return [parameter for model in actor.models for parameter in model.parameters()]
-
-
-def build_actor(recipe: Any, model: Path, replay: str) -> Any:
-    from megarl.actor import frozen, step
-
-    actor = step.Actor.build(recipe, model, device_of(recipe.actor.backend))
-    if replay == "actor":
-        actor.frozen.append(frozen.FrozenPolicy.build(("routed_experts",), recipe, model))
-    return actor
 
 
 def device_of(backend: str) -> torch.device:

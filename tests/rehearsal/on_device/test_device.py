@@ -2,28 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
-import os
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch.nn.attention.varlen import varlen_attn
 
 from tests.rehearsal.counts import counted
 from tests.rehearsal.forks import in_fork
-
-
-def test_tensors_are_cuda_tensors_and_compute_as_on_the_cpu():
-    x = torch.randn(3, 4, requires_grad=True)
-    y = x.detach().cuda().requires_grad_()
-    for tensor in (x, y):
-        (tensor @ tensor.t()).softmax(-1)[0].square().sum().backward()
-    assert y.grad.type() == "torch.cuda.FloatTensor" and y.grad.device == torch.device("cuda:0")
-    assert torch.equal(y.grad.cpu(), x.grad)
-    assert y.view(2, 6)._base is y and y[1:].data_ptr() == y.data_ptr() + 16
-    assert torch.empty(3, device="cuda").isnan().all()  # memory that was never written
 
 
 def test_mixed_devices_are_refused():
@@ -76,13 +60,6 @@ def test_a_fork_cannot_use_cuda_that_its_parent_initialised():
         in_fork(lambda: torch.ones(1, device="cuda"))
 
 
-def test_no_devices_where_none_are_visible():
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    assert not torch.cuda.is_available()
-    with pytest.raises(RuntimeError, match="No CUDA GPUs are available"):
-        torch.ones(1, device="cuda")
-
-
 def test_nccl_takes_only_cuda_tensors():
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     assert dist.get_backend() == "nccl"
@@ -126,7 +103,7 @@ def test_a_copy_to_the_host_is_unread_until_somebody_waits_for_it():
         torch.cuda.synchronize()
 
 
-def test_random_state_is_restored_and_memory_counted():
+def test_random_state_is_restored_and_memory_counted_and_not_empty():
     state = torch.cuda.get_rng_state()
     first = torch.rand(3, device="cuda")
     torch.rand(3)  # draws from the generator of the host
@@ -137,39 +114,8 @@ def test_random_state_is_restored_and_memory_counted():
     assert torch.cuda.memory_allocated() == before + 4000
     del x
     assert torch.cuda.memory_allocated() == before and torch.cuda.max_memory_allocated() >= before + 4000
+    assert torch.empty(3, device="cuda").isnan().all()  # memory that was never written
     assert torch.empty(3, pin_memory=True).is_pinned() and not torch.empty(3).is_pinned()
-
-
-def test_attention_and_norm_equal_their_definitions():
-    """FlashAttention's operators, packed and padded, and the fused norm equal their definitions on the CPU."""
-    torch.manual_seed(0)
-    ends = [0, 3, 8]
-    q, k, v = (torch.randn(8, heads, 16).bfloat16() for heads in (4, 2, 2))
-
-    def packed(q, k, v):
-        cu_seqlens = torch.tensor(ends, dtype=torch.int32, device="cuda")
-        return varlen_attn(q, k, v, cu_seqlens, cu_seqlens, 5, 5, window_size=(-1, 0), enable_gqa=True)
-
-    def one_by_one(q, k, v):
-        parts = []
-        for start, end in itertools.pairwise(ends):
-            one = [x[start:end].transpose(0, 1)[None] for x in (q, k, v)]
-            out = F.scaled_dot_product_attention(*one, is_causal=True, enable_gqa=True)
-            parts.append(out[0].transpose(0, 1))
-        return torch.cat(parts)
-
-    def norm(x, weight, _):
-        return F.rms_norm(x, (16,), weight[0, 0], 1e-6)
-
-    for ours, right in ((packed, one_by_one), (one_by_one, one_by_one), (norm, norm)):
-        device = [x.cuda().requires_grad_() for x in (q, k, v)]
-        host = [x.float().requires_grad_() for x in (q, k, v)]
-        for inputs, function in ((device, ours), (host, right)):
-            function(*inputs).float().square().sum().backward()
-        for a, b in zip(device, host, strict=True):
-            if b.grad is not None:  # a few roundings of bfloat16
-                largest = b.grad.abs().max().item()
-                torch.testing.assert_close(a.grad.float().cpu(), b.grad, rtol=0.02, atol=0.01 * largest)
 
 
 def test_an_expert_without_tokens_has_no_gradient(monkeypatch):

@@ -30,19 +30,14 @@ def numbers(objective: Any, batch: TokenBatch, backend: str) -> dict[str, torch.
     return {"loss": terms.loss, "gradient": gradient, "kept": terms.kept} | metrics | terms.histograms
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [(name, backend) for name in OBJECTIVES for backend in ("torch", "cuda")]
-    + [("m2po", "triton"), ("gspo", "triton")],
-)
-def test_token_pass_equals_the_cpu(name, backend):
+@pytest.mark.parametrize("name", ["m2po", "gspo"])
+def test_triton_token_pass_equals_the_cpu_without_a_wait(name):
     host, objective = make_batch([3, 0, 17, 40, 1]), CASES[name]
     device = on_device(host)
     host.logprobs.requires_grad_()
     with counted() as seen:
-        ours = numbers(objective, device, backend)
-    made_once = " _constants"
-    assert backend == "torch" or all(place.endswith(made_once) for place in seen.waits), seen.waits
+        ours = numbers(objective, device, "triton")
+    assert all(place.endswith(" _constants") for place in seen.waits), seen.waits  # made once
     for key, expected in numbers(objective, host, "torch").items():
         assert ours[key].is_cuda
         torch.testing.assert_close(ours[key].cpu(), expected, rtol=1e-5, atol=1e-5, check_dtype=False, msg=key)

@@ -9,9 +9,7 @@ from __future__ import annotations
 import gc
 import hashlib
 import pickle
-import re
 from collections.abc import Iterable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,17 +19,8 @@ from tests.actor.layout_ranks import LAYOUTS, MATRIX, TRAINED
 from tests.extent import EVERY
 from tests.rehearsal.branches import of_all_recipes
 from tests.rehearsal.counts import counted
-from tests.rehearsal.forks import in_fork, in_ranks
-from tests.rehearsal.updates import (
-    EVERY_LAYOUT,
-    LAYERS,
-    Case,
-    Distance,
-    Outcome,
-    fits,
-    run_updates,
-    seal,
-)
+from tests.rehearsal.forks import in_fork
+from tests.rehearsal.updates import EVERY_LAYOUT, LAYERS, Case, Distance, Outcome, fits, outcome_of, seal
 
 OWN_WAITS = 2  # of megarl itself, per update
 # at most, in an update of two micro-batches on one rank, with four MoE layers of four experts; some 25 launches of a
@@ -72,8 +61,8 @@ FAMILIES = {
     for family in (*TRAINED, *(PLAIN if EVERY else ()))
     for layout in layouts_of(family)
 }
-# these compute something else than CASES, so the CPU computes each of them too
-OTHER_CASES = {
+# these compute something else, so the CPU computes each of them too
+CASES |= {
     "replay actor": Case(LAYOUTS["DP2"], actor=TORCH | {"routing_replay": "actor"}, updates=2),
     "replay engine": Case(
         LAYOUTS["TP2 ETP2"], actor=TORCH | {"routing_replay": "engine", "recompute": "full"}, updates=2
@@ -122,11 +111,6 @@ def sealed_of(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def sealed(sealed_of):
-    return sealed_of("qwen3_moe")
-
-
-@pytest.fixture(scope="module")
 def outcome(sealed_of, tmp_path_factory):
     """``outcome(case, backend)``, computed once and kept on disk, because each test is a process of its own."""
     known = tmp_path_factory.mktemp("outcomes")
@@ -134,15 +118,7 @@ def outcome(sealed_of, tmp_path_factory):
     def of(case: Case, backend: str) -> Outcome:
         file = known / hashlib.sha256(repr((case, backend)).encode()).hexdigest()
         if not file.exists():
-            folder, sealed = tmp_path_factory.mktemp("ranks"), sealed_of(case.family)
-
-            def rank(rank: int) -> Outcome:
-                return run_updates(rank, case, backend, sealed / "model", sealed / "rollouts", folder, counted)
-
-            results = in_ranks(rank, case.layout.ranks)
-            (reporting,) = [result for result in results if result.reports]
-            taken = set().union(*(result.branches for result in results))
-            file.write_bytes(pickle.dumps(replace(reporting, gradient=results[0].gradient, branches=taken)))
+            file.write_bytes(pickle.dumps(outcome_of(case, backend, sealed_of(case.family), counted)))
         return pickle.loads(file.read_bytes())
 
     return of
@@ -155,9 +131,9 @@ def on_cpu(case: Case) -> Case:
     return Case(objective=case.objective, fields=case.fields, actor=actor, family=case.family)
 
 
-@pytest.mark.parametrize("name", [*CASES, *OTHER_CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_updates_agree_with_the_cpu(outcome, name):
-    case = (CASES | OTHER_CASES)[name]
+    case = CASES[name]
     cpu, device = outcome(on_cpu(case), "cpu"), outcome(case, "cuda")
     distance = Distance.between(device, cpu)
     print(f"\n{name}: {distance}")
@@ -177,7 +153,7 @@ def check_waits(outcome: Outcome, allowed: int) -> None:
 
 @pytest.mark.parametrize("name", ["one", *SEVERAL, *FAMILIES, "adapters DP2", "adapters TP2 EP2"])
 def test_megarl_waits_at_most_twice_per_update_outside_dispatch(outcome, name):
-    check_waits(outcome((CASES | OTHER_CASES)[name], "cuda"), OWN_WAITS)
+    check_waits(outcome(CASES[name], "cuda"), OWN_WAITS)
 
 
 def test_waits_and_launches_stay_within_limits(outcome):
@@ -188,61 +164,8 @@ def test_waits_and_launches_stay_within_limits(outcome):
 
 def test_no_branch_of_a_recipe_is_unvisited(outcome):
     """Branches that depend on sizes: those of the 34 recipes of full size, and those of the updates above."""
-    visited = set().union(*(outcome(case, "cuda").branches for case in (CASES | OTHER_CASES).values()))
+    visited = set().union(*(outcome(case, "cuda").branches for case in CASES.values()))
     recipes = of_all_recipes()
     assert len(recipes) == 34
     missing = {path: sorted(taken - visited) for path, taken in recipes.items() if not taken <= visited}
     assert not missing, missing
-
-
-# Mistakes that the rehearsal device shows, and no test on a CPU would.
-
-
-def test_a_missing_name_of_transformer_engine_is_found(outcome):
-    from megatron.core.transformer.moe import moe_utils
-
-    del moe_utils.te_general_gemm  # which megarl.actor defines
-    # a setting that no other test has, here and below, so that the outcome is computed anew
-    with pytest.raises(AssertionError, match="NameError: name 'te_general_gemm' is not defined"):
-        outcome(replace(CASES["one"], fields={"ratio_max": 4.7}), "cuda")
-
-
-@pytest.mark.parametrize("bucket_size", [1, 2000])
-def test_a_head_that_is_read_without_a_call_is_found(outcome, monkeypatch, bucket_size):
-    """Nobody waits for its weight, in which Megatron itself finds a fault one update later: here it has not arrived."""
-    from megarl.actor.model import LogprobHead
-
-    monkeypatch.setattr(LogprobHead, "__call__", LogprobHead.forward)
-    found = outcome(Case(LAYOUTS["DP2"], actor=TORCH, updates=0, bucket_size=bucket_size), "cuda")
-    assert all(gradient.isnan().any() for gradient in found.gradient.values())
-
-
-def test_a_tensor_on_the_host_is_found(outcome, monkeypatch):
-    from megarl.actor import step
-
-    def on_host(micro_batch, output):
-        batch = token_batch(micro_batch, output)
-        return replace(batch, advantages=batch.advantages.cpu())
-
-    token_batch = step.token_batch
-    monkeypatch.setattr(step, "token_batch", on_host)
-    with pytest.raises(AssertionError, match="RuntimeError: Expected all tensors to be on the same device"):
-        outcome(replace(CASES["one"], fields={"ratio_max": 4.8}), "cuda")
-
-
-def test_a_wait_in_the_objective_is_found(outcome, monkeypatch):
-    from megarl.objectives import OBJECTIVES
-
-    before = max(seen.own_waits.total() for seen in outcome(CASES["one"], "cuda").seen)
-    kind = OBJECTIVES["mu_grpo"]
-    terms = kind.terms
-
-    def curious(self, batch, statistics):
-        result = terms(self, batch, statistics)
-        assert result.loss.sum().item() == result.loss.sum().item()
-        return result
-
-    monkeypatch.setattr(kind, "terms", curious)
-    again = outcome(replace(CASES["one"], fields={"ratio_max": 4.9}), "cuda")
-    with pytest.raises(AssertionError, match=re.escape(f"{2 * again.micro_batches} x item at") + ".* curious"):
-        check_waits(again, before)
