@@ -93,28 +93,15 @@ def test_the_number_of_candidates_of_a_stage(oversample, candidates):
 
 
 @pytest.mark.parametrize(
-    ("tables", "message"),
+    ("schedule", "others", "message"),
     [
-        (
-            {"rollout": {"oversample": 2.0, "responses_per_prompt": 1}, "objective": {"advantage": "batch_normalised"}},
-            "oversample = 2.0 .*responses_per_prompt must be at least 2",
-        ),
-        (
-            {
-                "rollout": {"oversample": 2.0},
-                "schedule": {"kind": "live", "sync_every": 1, "max_lag": 4, "partial": True},
-            },
-            "oversample = 2.0 .*schedule.partial = true would continue the others",
-        ),
-        (
-            {
-                "rollout": {"oversample": 2.0},
-                "schedule": {"kind": "live", "sync_every": 4, "lockstep": True, "stages": 1, "updates_per_stage": 10},
-            },
-            "oversample = 2.0 .*sync_every must divide",
-        ),
+        ({}, {"responses_per_prompt": 1}, "responses_per_prompt must be at least 2"),
+        ({"max_lag": 4, "sync_every": 1, "partial": True}, {}, "schedule.partial = true would continue the others"),
+        ({"lockstep": True, "sync_every": 4, "stages": 1, "updates_per_stage": 10}, {}, "sync_every must divide"),
     ],
 )
-def test_unusable_oversampling_is_refused(tables, message):
-    with pytest.raises(UserError, match=message):
-        parse_recipe(TABLES | tables)
+def test_unusable_oversampling_is_refused(schedule, others, message):
+    tables = TABLES | {"rollout": {"oversample": 2.0} | others, "objective": {"advantage": "batch_normalised"}}
+    tables["schedule"] = ({"kind": "live"} if schedule else {}) | schedule
+    with pytest.raises(UserError, match=f"oversample = 2.0 .*{message}"):
+        parse_recipe(tables)

@@ -1,32 +1,30 @@
 """Dynamic sampling in a tiny run, compared with one that generates all candidates; a killed run chooses the same."""
 
 import itertools
-import json
 import os
+import re
 import shutil
 import signal
 
+import numpy as np
 import pytest
 
-from megarl.recipe.load import load_recipe
 from megarl.storage.ledger import parse
-from megarl.storage.policies import copy_policy
 from megarl.storage.rollouts import RolloutStore
-from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
-from tests.helpers import RECIPE
-from tests.phases.live.conftest import events, metrics, phases  # noqa: F401 - a fixture
+from tests.helpers import write_recipe
+from tests.phases.live.conftest import events, make_run, metrics, phases  # noqa: F401 - a fixture
 from tests.storage.sample_rollouts import as_bytes
 
 GROUPS, CHUNK = 6, 2
 SETTINGS = {
-    "rollout.max_response_tokens": 1,  # one letter: a solvable prompt is solved now and then
-    "rollout.responses_per_prompt": 24,
-    "rollout.groups_per_chunk": CHUNK,
-    "reward.require_stop": False,
-    "schedule.updates_per_stage": 3,
-    "schedule.prompts_per_update": 2,
-    "eval.every": 0,
+    "rollout__max_response_tokens": 1,  # one letter: a solvable prompt is solved now and then
+    "rollout__responses_per_prompt": 24,
+    "rollout__groups_per_chunk": CHUNK,
+    "reward__require_stop": False,
+    "updates_per_stage": 3,
+    "prompts_per_update": 2,
+    "eval__every": 0,
 }
 CANDIDATES = 60
 
@@ -34,27 +32,17 @@ CANDIDATES = 60
 @pytest.fixture(scope="module")
 def new_run(tiny_model, tmp_path_factory):
     directory = tmp_path_factory.mktemp("dynamic_sampling")
-    path, prompts = directory / "recipe.toml", directory / "prompts.jsonl"
-    words = ["".join(letters) for letters in itertools.product("abcde", repeat=3)]
+    recipe = write_recipe(directory, tiny_model, ["".join(letters) for letters in itertools.product("abcde", repeat=3)])
     # no response of one letter is "never", so three of five prompts are never solved
-    answers = {word: word[0] if word[0] in "ab" else "never" for word in words}
-    prompts.write_text("".join(json.dumps({"prompt": word, "answer": answers[word]}) + "\n" for word in words))
-    path.write_text(RECIPE.format(model=tiny_model, prompts=prompts))
-
-    def make(name, **settings):
-        settings = SETTINGS | {key.replace("__", "."): value for key, value in settings.items()}
-        recipe = load_recipe(path, [f"{key}={json.dumps(value)}" for key, value in settings.items()])
-        run = RunDir.create(directory / name, recipe)
-        copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.stage(0).policy)
-        return run
-
-    return make
+    prompts = directory / "prompts.jsonl"
+    prompts.write_text(re.sub('"answer": "[cde]"', '"answer": "never"', prompts.read_text()))
+    return lambda name, **settings: make_run(directory / name, recipe, SETTINGS | settings)
 
 
 @pytest.fixture(scope="module")
 def all_candidates(new_run, phases):  # noqa: F811
     """All candidates of the first stage, generated without dynamic sampling."""
-    run = new_run("everything", schedule__updates_per_stage=CANDIDATES // 2)
+    run = new_run("everything", updates_per_stage=CANDIDATES // 2)
     phases(run, "rollout")
     return RolloutStore(run.stage(0).rollouts).read(range(CANDIDATES))
 
@@ -87,11 +75,8 @@ def test_a_stage_generates_until_enough_groups_have_variance_and_trains_only_the
     updates = metrics(undisturbed)
     assert [update["update"] for update in updates] == list(range(1, 7))
     assert all(update["zero_variance_fraction"] == 0 for update in updates)
-    for update, first in zip(updates[:3], range(0, GROUPS, 2), strict=True):
-        rewards = [
-            response.reward for group in chosen[first : first + 2] for response in all_candidates[group].responses
-        ]
-        assert update["reward/mean"] == pytest.approx(sum(rewards) / len(rewards))
+    rewards = np.array([[response.reward for response in all_candidates[group].responses] for group in chosen])
+    assert [update["reward/mean"] for update in updates[:3]] == pytest.approx(rewards.reshape(3, -1).mean(1))
     generated = (chosen[-1] // CHUNK + 1) * CHUNK
     assert generated < CANDIDATES and store.group_ids == list(range(generated))
     with_variance = sum(len({r.reward for r in g.responses}) > 1 for g in all_candidates[:generated])
@@ -124,14 +109,14 @@ def test_a_missing_chunk_below_a_chosen_group_is_generated(undisturbed, new_run,
     assert contents(run) == contents(undisturbed)
 
 
-LIVE = {"schedule__kind": "live", "schedule__stages": 1, "schedule__updates_per_stage": 6, "schedule__sync_every": 3}
+LIVE = {"kind": "live", "stages": 1, "updates_per_stage": 6, "sync_every": 3}
 LIVE |= {"rollout__oversample": 10, "actor__checkpoint_every": 2}
 
 
 def test_a_live_run_chooses_for_each_version_as_a_staged_run_does(undisturbed, new_run, phases):  # noqa: F811
     """Its two versions generate what the two stages of the staged run have, and the same updates follow."""
     # of three updates the last one must not be more than 4 after the version, so the version is that before them
-    run = new_run("live", **LIVE, schedule__max_lag=4, schedule__colocate=True)
+    run = new_run("live", **LIVE, max_lag=4, colocate=True)
     phases(run, "live")
     check_equal_to_staged(run, undisturbed)
     (event,) = events(run, "dynamic_sampling")
@@ -153,7 +138,7 @@ def check_equal_to_staged(run, staged):
 
 @pytest.mark.crash
 def test_a_killed_live_run_ends_as_if_it_had_not_been(undisturbed, new_run, phases):  # noqa: F811
-    run = new_run("killed live", rollout__workers=2, **LIVE, schedule__lockstep=True)
+    run = new_run("killed live", rollout__workers=2, **LIVE, lockstep=True)
     kill_at_a_shard(phases, run, 10, "live")
     phases(run, "live")
     check_equal_to_staged(run, undisturbed)

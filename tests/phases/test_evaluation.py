@@ -7,7 +7,6 @@ import shutil
 import numpy as np
 import pyarrow as pa
 import pytest
-from safetensors.torch import load_file
 
 from megarl.estimates import summarise
 from megarl.recipe.load import load_recipe
@@ -19,7 +18,7 @@ from megarl.views.report.pairs import pair_charts, pair_columns
 from megarl.views.run_reader import read_run
 from tests.helpers import events, megarl, read_lines
 from tests.phases.commands import settings, succeed, train
-from tests.phases.test_kill import kill_command
+from tests.phases.test_kill import assert_same_weights, kill_command
 
 SUITES = """
 every_updates = 2
@@ -140,11 +139,6 @@ def test_best_can_be_the_policy_with_the_highest_mean_over_all_suites(whole, tmp
     assert best_version(RunDir.open(run.root)) == 2
 
 
-def assert_same_weights(a, b):
-    ours, theirs = load_file(a / "model.safetensors"), load_file(b / "model.safetensors")
-    assert ours.keys() == theirs.keys() and all((ours[name] == theirs[name]).all() for name in ours)
-
-
 @pytest.mark.crash
 def test_a_killed_run_repeats_no_stored_response_and_gives_the_same_figures(whole, suites, tmp_path):
     run, arguments = tmp_path / "run", ("train", suites, "--run-dir", tmp_path / "run", *settings(*SMALL))
@@ -206,58 +200,55 @@ def test_eval_of_a_model_on_several_suites_resumes_after_a_kill(whole, suites, t
     starts = events(RunDir.open(output), "phase_start")
     assert len(starts) == 2, "engines were started for an evaluation that is complete"
     version = best_version(whole)
-    compared = megarl("compare", output, f"{whole.root}:{version}", "--suite", "heldout")
-    assert compared.returncode == 0, compared.stderr
+    compared = succeed("compare", output, f"{whole.root}:{version}", "--suite", "heldout")
     assert f"B = {whole.root}:{version} (update {version})" in compared.stdout
     assert "+0.0000 [+0.0000, +0.0000]  0 prompts better, 0 worse, sign test p = 1" in compared.stdout
 
 
-def test_compare_prints_differences_and_refuses_other_prompts(whole, tmp_path):
-    result = succeed("compare", f"{whole.root}:0", whole.root)
+def test_compare_gives_means_and_differences(whole):
+    told = succeed("compare", f"{whole.root}:0", whole.root).stdout
+    listed = json.loads(succeed("compare", f"{whole.root}:0", whole.root, "--json").stdout)
     for name, samples in (("heldout", 4), ("short", 3), ("greedy", 1)):
         means = [np.mean([row["reward"] for row in table(whole, name, update)]) for update in (0, 8)]
-        assert f"{name}: " in result.stdout and f"avg@{samples}    {means[0]:.4f} -> {means[1]:.4f}" in result.stdout
-    listed = json.loads(megarl("compare", f"{whole.root}:0", whole.root, "--json").stdout)
-    heldout = next(one for one in listed if one["suite"] == "heldout")
-    means = [np.mean([row["reward"] for row in table(whole, "heldout", update)]) for update in (0, 8)]
-    assert (heldout["estimates"][0]["a"], heldout["estimates"][0]["b"]) == pytest.approx(means)
-    assert heldout["estimates"][0]["mean"] == pytest.approx(means[1] - means[0])
-    other = tmp_path / "other"
-    (other / "evaluations").mkdir(parents=True)
-    shutil.copy(whole.root / "recipe.toml", other)
-    shutil.copytree(whole.root / "evaluations/heldout", other / "evaluations/heldout")
-    lines = (other / "evaluations/heldout/prompts.jsonl").read_text().splitlines()
-    changed = json.loads(lines[3])
-    (other / "evaluations/heldout/prompts.jsonl").write_text("\n".join(lines[:3]) + "\n")
-    result = megarl("compare", whole.root, other)
-    assert result.returncode == 2 and f"prompt 3, {changed['question']!r}, is only in" in result.stderr
-    changed = {key: changed[key] for key in changed if key != "crc"} | {"answer": "z"}
-    lines[3] = json.dumps(changed)
-    (other / "evaluations/heldout/prompts.jsonl").write_text("\n".join(lines) + "\n")
-    result = megarl("compare", whole.root, other)
-    assert result.returncode == 2 and "prompt 3 of" in result.stderr and "with 'z'" in result.stderr
-    result = megarl("compare", f"{whole.root}:3", whole.root)
-    assert result.returncode == 2 and "it has those of updates 0, 2, 4, 6, 8" in result.stderr
+        assert f"{name}: " in told and f"avg@{samples}    {means[0]:.4f} -> {means[1]:.4f}" in told
+        (first, *_) = next(one["estimates"] for one in listed if one["suite"] == name)
+        assert [first[key] for key in ("a", "b", "mean")] == pytest.approx([*means, means[1] - means[0]])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda lines: lines[:3], "prompt 3, '{question}', is only in"),
+        (lambda lines: [*lines[:3], lines[3] | {"answer": "z"}, *lines[4:]], "with 'z'"),
+        (None, "it has those of updates 0, 2, 4, 6, 8"),
+    ],
+)
+def test_compare_refuses_other_prompts_and_missing_updates(whole, tmp_path, change, words):
+    other = shutil.copytree(whole.root, tmp_path / "other", symlinks=True)
+    path = other / "evaluations/heldout/prompts.jsonl"
+    lines = [{key: line[key] for key in line if key != "crc"} for line in read_lines(path)]
+    if change:
+        path.write_text("".join(json.dumps(line) + "\n" for line in change(lines)))
+    result = megarl("compare", whole.root, f"{other}:{8 if change else 3}")
+    assert result.returncode == 2 and words.format(**lines[3]) in result.stderr, result.stderr
 
 
 def test_runs_of_different_lengths_are_compared_after_equal_updates(whole, tmp_path):
     """One run is a copy of the other, cut as if it had stopped after 4 of 8 updates."""
-    short = tmp_path / "short"
-    shutil.copytree(whole.root, short, symlinks=True)
-    for place in (*short.glob("evaluations/*/update_000006"), *short.glob("evaluations/*/update_000008")):
-        shutil.rmtree(place)
+    short = shutil.copytree(whole.root, tmp_path / "short", symlinks=True)
+    for update in (6, 8):
+        for place in short.glob(f"evaluations/*/update_{update:06d}"):
+            shutil.rmtree(place)
     lines = [line for line in read_lines(short / "events.jsonl") if line.get("update", 0) <= 4]
     (short / "events.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    result = succeed("compare", whole.root, short)
-    head, accuracy, *_ = result.stdout.splitlines()
+    head, accuracy, *rest = succeed("compare", whole.root, short).stdout.splitlines()
     assert f"A = {whole.root} (update 4), B = {short} (update 4)" in head
     assert "+0.0000 [+0.0000, +0.0000]" in accuracy
-    assert f"  {whole.root} goes on to update 8" in result.stdout.splitlines()
-    runs = [read_run(path, name) for path, name in ((whole.root, "whole"), (short, "short"))]
-    means = [np.mean([row["reward"] for row in table(whole, "heldout", update)]) for update in (4, 8)]
+    assert f"  {whole.root} goes on to update 8" in rest
+    runs = [read_run(path, path.name) for path in (whole.root, short)]
+    mean = np.mean([row["reward"] for row in table(whole, "heldout", 4)])
     assert pair_columns(runs) == [
-        {"At update 4": f"{means[0]:.3f}", "Difference from whole": "-"},
-        {"At update 4": f"{means[0]:.3f}", "Difference from whole": "+0.000 [+0.000, +0.000]"},
+        {"At update 4": f"{mean:.3f}", "Difference from run": said} for said in ("-", "+0.000 [+0.000, +0.000]")
     ]
     (trace,) = pair_charts(runs)[0].traces
     assert (trace["x"], trace["y"]) == ([2, 4], [0, 0])

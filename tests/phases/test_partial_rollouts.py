@@ -7,10 +7,9 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-import torch
 
 from megarl.errors import UserError
-from megarl.phases.rollout_worker import RolloutWorker
+from megarl.phases.rollout_worker import RolloutWorker, _Requests
 from megarl.planner.preflight import check_recipe
 from megarl.recipe.load import load_recipe
 from megarl.storage.checked_json import decode, write_checked
@@ -26,29 +25,29 @@ from megarl.views.sql import query
 from tests.helpers import events, metrics
 from tests.phases.commands import train
 from tests.phases.live.conftest import new_run, phases  # noqa: F401 - fixtures
-from tests.phases.live.test_partial import load
-from tests.phases.mutants import nan
+from tests.phases.live.test_partial import logprobs_under
+from tests.phases.mutants import nan, returning
 from tests.phases.test_kill import assert_same_run, kill_at
 
 TRAINED, CANDIDATES, STAGES, BUDGET = 6, 18, 3, 2  # groups that a stage trains, its candidates, stages, tokens
 SETTINGS = {
-    "rollout.token_budget": BUDGET,
-    "rollout.max_response_tokens": 6,
-    "rollout.oversample": CANDIDATES / TRAINED,
-    "rollout.temperature": 2.0,  # about half of the responses are longer than the budget
-    "rollout.groups_per_chunk": 4,
-    "reward.require_stop": False,
-    "schedule.stages": STAGES,
-    "schedule.updates_per_stage": 3,
-    "schedule.prompts_per_update": 2,
-    "optimizer.lr": 1e-2,
-    "eval.every": 0,
+    "rollout__token_budget": BUDGET,
+    "rollout__max_response_tokens": 6,
+    "rollout__oversample": CANDIDATES / TRAINED,
+    "rollout__temperature": 2.0,  # about half of the responses are longer than the budget
+    "rollout__groups_per_chunk": 4,
+    "reward__require_stop": False,
+    "schedule__stages": STAGES,
+    "schedule__updates_per_stage": 3,
+    "schedule__prompts_per_update": 2,
+    "optimizer__lr": 1e-2,
+    "eval__every": 0,
 }
 
 
 def options(**settings):
-    changed = SETTINGS | {key.replace("__", "."): value for key, value in settings.items()}
-    return [text for key, value in changed.items() for text in ("--set", f"{key}={json.dumps(value)}")]
+    changed = (f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in (SETTINGS | settings).items())
+    return [text for setting in changed for text in ("--set", setting)]
 
 
 @pytest.fixture(scope="module")
@@ -93,28 +92,17 @@ def test_a_response_gets_its_token_budget_in_each_stage(undisturbed):
     for stage in undisturbed.stages():
         complete, cut = stores(stage)
         for group in cut.read(cut.group_ids):
-            assert all(response.reward == 0 for response in group.responses)
-            unfinished = [response for response in group.responses if response.finish_reason == "unfinished"]
-            assert unfinished
-            for response in unfinished:
-                assert len(response.tokens) == BUDGET * len(np.unique(response.versions)) < 6
+            assert all(response.reward == 0 for response in group.responses) and any_unfinished(group.responses)
+            for response in group.responses:
+                budget = BUDGET * len(np.unique(response.versions))
+                assert response.finish_reason != "unfinished" or len(response.tokens) == budget < 6
         for group in complete.read(complete.group_ids):
             for response in group.responses:
                 assert response.finish_reason in ("stop", "length")
-                tokens = np.unique(response.versions, return_counts=True)[1]
-                assert (tokens[:-1] == BUDGET).all()
-                assert tokens[-1] <= BUDGET or group.group_id in cut.group_ids
-                versions_seen.add(tuple(np.unique(response.versions).tolist()))
+                versions, tokens = np.unique(response.versions, return_counts=True)
+                assert (tokens[:-1] == BUDGET).all() and (tokens[-1] <= BUDGET or group.group_id in cut.group_ids)
+                versions_seen.add(tuple(versions.tolist()))
     assert {(0, 3), (0, 3, 6)} <= versions_seen, "the test needs responses that two and three stages have sampled"
-
-
-@torch.inference_mode()
-def logprobs_under(policy, group, response):
-    """[n] float32: log-probs of a response's tokens under a policy, at the temperature at which they were sampled."""
-    tokens = torch.tensor([[*group.prompt_tokens.tolist(), *response.tokens.tolist()]])
-    rows = load(policy)(input_ids=tokens, use_cache=False).logits[0, -len(response.tokens) - 1 : -1].float()
-    rows = (rows / SETTINGS["rollout.temperature"]).log_softmax(-1)
-    return rows.gather(1, tokens[0, -len(response.tokens) :, None])[:, 0].numpy()
 
 
 def test_each_span_has_the_log_probs_of_its_own_policy(undisturbed):
@@ -125,7 +113,8 @@ def test_each_span_has_the_log_probs_of_its_own_policy(undisturbed):
             for response in group.responses:
                 own = np.zeros(len(response.tokens), np.float32)
                 for version in np.unique(response.versions):
-                    under = logprobs_under(undisturbed.version(int(version)), group, response)
+                    policy = undisturbed.version(int(version))
+                    under = logprobs_under(policy, group, response, SETTINGS["rollout__temperature"])
                     own[response.versions == version] = under[response.versions == version]
                 np.testing.assert_allclose(response.rollout_logprobs, own, rtol=0, atol=1e-4)
                 apart += bool(np.abs(under - own).max() > 1e-2)  # ``under``: all tokens under the newest policy
@@ -176,25 +165,16 @@ def test_the_budget_changes_no_response_of_the_same_policy(worker):
 
 def test_discarded_attempts_are_counted_over_all_stages(worker, monkeypatch):
     """Two attempts at each response of a group were discarded before; one more attempt at a response is now."""
-    step, damaged = worker.engine.step, []
-
-    def faulty():
-        ended = step()
-        if ended and not damaged:
-            damaged.append(ended[0])
-            ended = [(ended[0][0], nan(ended[0][1])), *ended[1:]]
-        return ended
-
     found = generate(worker, list(range(8)), BUDGET, {})
     number = unfinished(found)[0]
     before = tuple(replace(response, discarded=2) for response in found[number].responses)
-    monkeypatch.setattr(worker.engine, "step", faulty)
+    monkeypatch.setattr(_Requests, "receive", returning(nan, lambda number: number == 0))
     (group,) = generate(worker, [number], BUDGET, {number: replace(found[number], responses=before)}).values()
     assert sorted(response.discarded for response in group.responses) == [2, 2, 2, 3]
 
 
 def test_two_replicas_generate_the_same_groups(undisturbed, new_run, phases):  # noqa: F811
-    run = new_run("two", **{key.replace(".", "__"): value for key, value in SETTINGS.items()}, rollout__workers=2)
+    run = new_run("two", **SETTINGS, rollout__workers=2)
     phases(run, "rollout")
     for ours, theirs in zip(stores(run.stage(0)), stores(undisturbed.stage(0)), strict=True):
         assert (ours.group_ids, ours.chosen) == (theirs.group_ids, theirs.chosen)
@@ -246,21 +226,21 @@ def test_unfinished_responses_are_shown(undisturbed):
     assert said[0] == "stage 1/3 rollout chose 6 of 18 groups, carries 12 on"
 
 
-def test_the_audit_finds_groups_that_are_not_carried(undisturbed, tmp_path):
-    run = tmp_path / "run"
-    shutil.copytree(undisturbed.root, run, symlinks=True)
-    change_seal(run / "stages/000/rollouts", carried=lambda ids: ids[1:])
-    change_seal(run / "stages/001/rollouts", carried=lambda ids: [*ids, 99])
-    change_seal(run / "stages/002/rollouts", chosen=lambda ids: [*ids[:-1], ids[-1] + 1])
-    problems = "\n".join(audit(run, 0).problems)
-    expected = ("stage 0 does not carry on exactly", "group 99 is in no shard", "stage 2 is sealed with other groups")
-    for said in expected:
-        assert said in problems, problems
-
-
-def change_seal(directory, **changes):
-    sealed = decode((directory / SEALED).read_bytes())
-    write_checked(directory / SEALED, sealed | {name: change(sealed[name]) for name, change in changes.items()})
+@pytest.mark.parametrize(
+    ("stage", "key", "change", "said"),
+    [
+        (0, "carried", lambda ids: ids[1:], "stage 0 does not carry on exactly"),
+        (1, "carried", lambda ids: [*ids, 99], "group 99 is in no shard"),
+        (2, "chosen", lambda ids: [*ids[:-1], ids[-1] + 1], "stage 2 is sealed with other groups"),
+    ],
+)
+def test_the_audit_finds_groups_that_are_not_carried(undisturbed, tmp_path, stage, key, change, said):
+    run = shutil.copytree(undisturbed.root, tmp_path / "run", symlinks=True)
+    path = run / f"stages/{stage:03d}/rollouts" / SEALED
+    sealed = decode(path.read_bytes())
+    write_checked(path, sealed | {key: change(sealed[key])})
+    problems = audit(run, 0).problems
+    assert any(said in problem for problem in problems), problems
 
 
 @pytest.mark.parametrize(

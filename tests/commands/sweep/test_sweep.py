@@ -1,21 +1,20 @@
 """`megarl sweep`: its runs equal those of single commands, a killed sweep continues, and its table is right."""
 
 import csv
+import itertools
 import json
 import math
 import re
-import signal
 
 import numpy as np
 import pytest
-from safetensors.torch import load_file
 
 from lab.collect import collect
 from lab.results import load, read
 from megarl.commands.sweep import describe, sweep
 from megarl.commands.sweep.plan import plan_sweep
 from megarl.errors import UserError
-from megarl.estimates import interval, paired
+from megarl.estimates import interval, mean_of_replicates, paired
 from megarl.recipe.sweep import load_sweep
 from megarl.storage.run_dir import RunDir
 from megarl.storage.run_dir.evaluations import SuiteResponses
@@ -25,10 +24,9 @@ from tests.helpers import (
     megarl,
     metrics,
     processes_with_files_in,
-    start_megarl,
-    wait_until_held,
-    wait_until_nobody_works_on,
 )
+from tests.phases.commands import succeed
+from tests.phases.test_kill import assert_same_weights, kill_command
 
 SWEEP = """
 recipe = "{recipe}"
@@ -54,13 +52,8 @@ def swept(recipe):
     output = recipe.with_name("sweep")
     dry = megarl("sweep", file, "--dry-run")
     assert not output.exists()
-    held = recipe.with_name("held")
-    hold = [r"open .*/grpo/seed_3/.*/checkpoints/\.update_000004\..*\.tmp/.", 1, str(held)]
-    killed = start_megarl("sweep", file, "--jobs", "1", hold=hold)
-    wait_until_held(killed, held)
-    killed.send_signal(signal.SIGKILL)
-    killed.wait()
-    wait_until_nobody_works_on(output)
+    moment = r"open .*/grpo/seed_3/.*/checkpoints/\.update_000004\..*\.tmp/."
+    kill_command(moment, 1, output, "sweep", file, "--jobs", "1")
     resumed = megarl("sweep", file, "--jobs", "2")
     again = megarl("sweep", file, "--json")
     assert [resumed.returncode, again.returncode] == [0, 0], resumed.stderr + again.stderr
@@ -98,15 +91,11 @@ def test_a_killed_sweep_continues_and_finished_runs_are_not_repeated(swept):
 
 def test_a_run_has_the_weights_that_megarl_optimize_alone_gives(swept, tmp_path):
     _, output, *_ = swept
-    made = megarl(
+    succeed(
         "optimize", output / "base/seed_3", "--stage", 0, "--output", tmp_path / "alone",
         "--set", "objective.name=grpo", "--set", "objective.eps_low=0.1",
     )  # fmt: skip
-    assert made.returncode == 0, made.stderr
-    alone, swept_one = (
-        load_file(path / "final/model.safetensors") for path in (tmp_path / "alone", output / "grpo/seed_3")
-    )
-    assert all((alone[name] == swept_one[name]).all() for name in alone)
+    assert_same_weights(tmp_path / "alone/final", output / "grpo/seed_3/final")
 
 
 def test_existing_runs_take_the_place_of_a_recipe_and_seeds(swept, tmp_path):
@@ -147,41 +136,35 @@ def scores_of(output, point, seed):
 
 
 def wider(values, prompts):
-    """The interval of two seeds with the same prompts, by Student's t with one degree of freedom and over
-    prompts: the distances from the mean add as those of independent errors do."""
-    mean, student = np.mean(values), math.tan(0.475 * math.pi) * abs(values[0] - values[1]) / 2
-    low, high = (math.hypot(student, abs(bound - mean)) for bound in prompts)
-    return mean, (mean - low, mean + high)
+    """Seeds with the same prompts: the distances of both bounds, over seeds and over prompts, add as those of
+    independent errors do."""
+    mean, bounds = mean_of_replicates(np.array(values))
+    low, high = (math.hypot(mean - one, mean - other) for one, other in zip(bounds, prompts, strict=True))
+    return mean, mean - low, mean + high
 
 
 def test_the_table_has_means_and_paired_intervals_over_seeds(swept):
     _, output, _, _, again = swept
+    points, first, last, scores = ("grpo", "mu_grpo"), {}, {}, {}
+    for point in points:
+        found = [[e["accuracy"] for e in events(run_of(output, f"{point}/seed_{s}"), "evaluation")] for s in (3, 4)]
+        first[point], last[point] = np.transpose(found)
+        scores[point] = np.mean([scores_of(output, point, seed) for seed in (3, 4)], axis=0)
     rows = json.loads(again.stdout)
-    accuracy = {
-        (point, seed): [e["accuracy"] for e in events(run_of(output, f"{point}/seed_{seed}"), "evaluation")]
-        for point in ("grpo", "mu_grpo")
-        for seed in (3, 4)
-    }
-    for row, point in zip(rows, ("grpo", "mu_grpo"), strict=True):
-        found = np.array([accuracy[point, seed] for seed in (3, 4)])  # [seeds, base and result]
-        scores = np.mean([scores_of(output, point, seed) for seed in (3, 4)], axis=0)
-        samples = 2 * EVALUATED[1]
-        mean, (low, high) = wider(found[:, 1], interval(scores, samples))
+    for row, point in zip(rows, points, strict=True):
         assert (row["objective"], row["replicates"]) == (point, 2)
-        assert [row[k] for k in ("accuracy", "accuracy_low", "accuracy_high")] == pytest.approx(
-            [mean, max(low, 0), min(high, 1)], abs=1e-5
+        mean, low, high = wider(last[point], interval(scores[point], 2 * EVALUATED[1]))
+        expected = (mean, max(low, 0), min(high, 1), (last[point] - first[point]).mean())
+        assert [row[k] for k in ("accuracy", "accuracy_low", "accuracy_high", "gain")] == pytest.approx(
+            expected, abs=1e-5
         )
-        assert row["gain"] == pytest.approx((found[:, 1] - found[:, 0]).mean(), abs=1e-5)
     assert rows[0]["difference"] is None
-    pairs = np.array([accuracy["mu_grpo", s][1] - accuracy["grpo", s][1] for s in (3, 4)])
-    means = [np.mean([scores_of(output, point, s) for s in (3, 4)], axis=0) for point in ("grpo", "mu_grpo")]
-    mean, (low, high) = wider(pairs, paired(*means).ci95)
-    found = [rows[1][k] for k in ("difference", "difference_low", "difference_high")]
-    assert found == pytest.approx([mean, low, high], abs=1e-5)
-    lines = list(csv.DictReader((output / "runs.csv").open()))
-    assert {(line["objective"], line["replicate"], line["update"]) for line in lines} == {
-        (point, f"seed_{seed}", update) for point in ("grpo", "mu_grpo") for seed in (3, 4) for update in ("0", "4")
-    }
+    expected = wider(last["mu_grpo"] - last["grpo"], paired(*scores.values()).ci95)
+    assert [rows[1][f"difference{k}"] for k in ("", "_low", "_high")] == pytest.approx(expected, abs=1e-5)
+    lines = csv.DictReader((output / "runs.csv").open())
+    assert {(line["objective"], line["replicate"], line["update"]) for line in lines} == set(
+        itertools.product(points, ("seed_3", "seed_4"), "04")
+    )
     assert "Difference from grpo on" in (output / "figure.html").read_text()
 
 

@@ -80,23 +80,24 @@ def phases():
         yield running
 
 
+def make_run(root, recipe, settings):
+    """A run directory with its first policy. settings: as of `new_run`."""
+    overrides = [
+        f"{key.replace('__', '.') if '__' in key else 'schedule.' + key}={json.dumps(value)}"
+        for key, value in settings.items()
+    ]
+    run = RunDir.create(root, load_recipe(recipe, overrides))
+    copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, run.stage(0).policy)
+    return run
+
+
 @pytest.fixture
 def new_run(recipe, tmp_path):
     """A function that makes a run directory with its first policy.
 
     A setting is a key of [schedule], or of another table if it has the form table__key.
     """
-
-    def make(name, **settings):
-        overrides = [
-            f"{key.replace('__', '.') if '__' in key else 'schedule.' + key}={json.dumps(value)}"
-            for key, value in settings.items()
-        ]
-        run = RunDir.create(tmp_path / name, load_recipe(recipe, overrides))
-        copy_policy(run.recipe.model.path, run.recipe.model.tokenizer_path, run.stage(0).policy)
-        return run
-
-    return make
+    return lambda name, **settings: make_run(tmp_path / name, recipe, settings)
 
 
 def histogram(updates):

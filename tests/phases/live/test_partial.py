@@ -25,10 +25,11 @@ def load(policy):
 
 
 @torch.inference_mode()
-def logprobs_under(policy, prompt, tokens):
-    logits = load(policy)(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits
-    rows = logits[0, len(prompt) - 1 : -1].float().log_softmax(-1)
-    return rows.gather(1, torch.tensor(tokens)[:, None])[:, 0].numpy()
+def logprobs_under(policy, group, response, temperature=1.0):
+    """[n] float32: log-probs of a response's tokens under a policy, at the temperature at which they were sampled."""
+    tokens = torch.tensor([[*group.prompt_tokens.tolist(), *response.tokens.tolist()]])
+    rows = load(policy)(input_ids=tokens, use_cache=False).logits[0, -len(response.tokens) - 1 : -1].float()
+    return (rows / temperature).log_softmax(-1).gather(1, tokens[0, -len(response.tokens) :, None])[:, 0].numpy()
 
 
 def test_a_continuation_in_another_block_of_random_numbers_changes_nothing(tmp_path):
@@ -105,7 +106,7 @@ def test_spans_in_a_live_run_have_the_log_probs_of_their_own_policies(phases, ne
             for version in np.unique(versions):
                 mine, policy = versions == version, kept / f"{version:06d}"
                 if (policy / "model.safetensors").exists():
-                    expected = logprobs_under(policy, group.prompt_tokens, response.tokens.tolist())
+                    expected = logprobs_under(policy, group, response)
                     np.testing.assert_allclose(response.rollout_logprobs[mine], expected[mine], rtol=0, atol=1e-4)
                     here += 1
             compared = max(compared, here)
