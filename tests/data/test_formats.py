@@ -19,8 +19,7 @@ from megarl.errors import UserError
 from megarl.recipe.data_table import SourceTable
 from megarl.recipe.names import VERIFIERS
 from megarl.recipe.tables import RewardTable
-from megarl.rewards.code import Code, read_tests
-from megarl.rewards.math import Math
+from megarl.rewards.code import read_tests
 from tests.data import prompt_sources
 
 
@@ -59,41 +58,47 @@ SKYWORK = {
     "prompt": chat(SQUARE),
     "reward_model": {"ground_truth": '["9", "9.0"]', "style": "rule"},
 }
-MATH = {
-    "problem": SQUARE,
-    "level": "Level 1",
-    "type": "Algebra",
-    "solution": r"First \boxed{3}, so it is $\boxed{\frac{18}{2}}$.",
-}
+SKYWORK_EXAM = {"prompt": chat(SQUARE + SKYWORK_AFTER), "reward_model": {"ground_truth": "9"}}
+BOXES = r"First \boxed{3}, so it is $\boxed{\frac{18}{2}}$."
+MATH = {"problem": SQUARE, "level": "Level 1", "type": "Algebra", "solution": BOXES}
 MATH500 = {"problem": SQUARE, "solution": "", "answer": "9", "subject": "Algebra", "level": 1}
 GSM8K = {"question": SQUARE, "answer": "Three threes are 3*3=<<3*3=9>>9.\nIn cents 900.\n#### 1,009"}
 KEPT = {"source": "orca_math", "domain": ["Mathematics -> Algebra"], "llama8b_solve_rate": 0.875}
+HOT = {"id": "Mercury_1", "question": "Which is hot?", "answerKey": "2"}
+HOT |= {"choices": {"text": ["ice", "fire", "air"], "label": ["1", "2", "3"]}}
+GRIDS = [{"input": [[0, 1], [2, 3]], "output": [[1]]}, {"input": [[4]], "output": [[5, 6], [7, 8]]}]
+GRID = "Input:\n0 1\n2 3\n\nOutput:"
+SUDOKU = {"answer": [[1, 2], [2, 1]], "difficulty": "easy"}
+PUZZLE = {"id": "1", "task_name": "sudoku", "prompt": SQUARE, "answer": "", "meta": json.dumps(SUDOKU)}
 
 
 @pytest.mark.parametrize(
-    ("name", "suffix", "row", "answer", "columns"),
+    ("name", "suffix", "row", "question", "answer", "columns"),
     [
-        ("dapo_math", "parquet", DAPO, "9", {}),
-        ("deepscaler", "json", {"problem": SQUARE, "answer": "9", "solution": "Three times three."}, "9", {}),
-        ("skywork_or1", "parquet", SKYWORK, "9", {"also_right": ["9.0"]}),
+        ("dapo_math", "parquet", DAPO, DAPO["prompt"][0]["content"], "9", {}),  # its instructions stay
+        ("deepscaler", "json", {"problem": SQUARE, "answer": "9", "solution": "Three."}, SQUARE, "9", {}),
+        ("skywork_or1", "parquet", SKYWORK, SQUARE, "9", {"also_right": ["9.0"]}),
+        ("skywork_or1", "parquet", SKYWORK_EXAM, SQUARE, "9", {}),
+        ("math", "parquet", MATH, SQUARE, r"\frac{18}{2}", {"level": "Level 1", "subject": "Algebra"}),
+        ("math", "jsonl", MATH500, SQUARE, "9", {"level": 1, "subject": "Algebra"}),
+        ("gsm8k", "jsonl", GSM8K, SQUARE, "1009", {}),
+        ("big_math", "parquet", {"problem": SQUARE, "answer": "9"} | KEPT, SQUARE, "9", KEPT),
+        ("arc", "parquet", HOT, "Which is hot?\n\nA. ice\nB. fire\nC. air", "B", {}),
         (
-            "skywork_or1",
-            "parquet",
-            {"prompt": chat(SQUARE + SKYWORK_AFTER), "reward_model": {"ground_truth": "9"}},
-            "9",
-            {},
+            *("arc_agi", "json", {"train": GRIDS[:1], "test": GRIDS[1:]}),
+            *(f"{GRID}\n1\n\nInput:\n4\n\nOutput:", "5 6\n7 8", {}),
         ),
-        ("math", "parquet", MATH, r"\frac{18}{2}", {"level": "Level 1", "subject": "Algebra"}),
-        ("math", "jsonl", MATH500, "9", {"level": 1, "subject": "Algebra"}),
-        ("gsm8k", "jsonl", GSM8K, "1009", {}),
-        ("big_math", "parquet", {"problem": SQUARE, "answer": "9"} | KEPT, "9", KEPT),
+        (
+            *("arc_agi", "json", {"train": GRIDS[:1], "test": GRIDS}),
+            *(f"{GRID}\n1\n\n{GRID}\n\nInput:\n4\n\nOutput:", "1\n\n5 6\n7 8", {}),
+        ),
+        ("enigmata", "parquet", PUZZLE, SQUARE, "[[1, 2], [2, 1]]", {"task_name": "sudoku", "meta": SUDOKU}),
+        ("enigmata", "jsonl", PUZZLE | {"answer": "42", "meta": ""}, SQUARE, "42", {"task_name": "sudoku", "meta": {}}),
     ],
 )
-def test_formats_of_mathematical_problems(tmp_path, name, suffix, row, answer, columns):
+def test_questions_and_answers(tmp_path, name, suffix, row, question, answer, columns):
     (item,) = read(tmp_path / f"p.{suffix}", [row], format=name)
-    question = DAPO["prompt"][0]["content"] if row is DAPO else SQUARE  # DAPO's instructions stay
     assert item == {"question": question, "answer": answer, "metadata": columns}
-    assert Math(RewardTable(kind="math")).gold(as_prompt(item))
 
 
 @pytest.mark.parametrize("kind", ["math", "dapo"])
@@ -104,15 +109,6 @@ def test_any_answer_of_a_list_is_right(tmp_path, kind):
     writing = {"dapo": "Answer: %s", "math": "\\boxed{%s}"}[kind]
     found = [verifier.score(as_prompt(item), writing % answer) for answer in ("7", "(3,4)", "3", "(4,3)")]
     assert found == [1.0, 1.0, 0.0, 0.0]
-
-
-def test_a_task_of_arc_agi_is_its_grids(tmp_path):
-    pairs = [{"input": [[0, 1], [2, 3]], "output": [[1]]}, {"input": [[4]], "output": [[5, 6], [7, 8]]}]
-    (item,) = read(tmp_path / "tasks.json", [{"train": pairs[:1], "test": pairs[1:]}], format="arc_agi")
-    assert item["question"] == "Input:\n0 1\n2 3\n\nOutput:\n1\n\nInput:\n4\n\nOutput:"
-    assert item["answer"] == "5 6\n7 8"
-    (both,) = read(tmp_path / "two.json", [{"train": pairs[:1], "test": pairs}], format="arc_agi")
-    assert both["answer"] == "1\n\n5 6\n7 8"
 
 
 def test_rows_that_a_file_repeats_are_trained_once_an_epoch(tmp_path):
@@ -129,10 +125,6 @@ def as_prompt(item):
     return Prompt(0, str(item["question"]), (), item["answer"], item)
 
 
-def code_tests_of(item):
-    return read_tests(as_prompt(item), "python")
-
-
 CONTEST = {
     "name": "1_A. Sum",
     "description": "Read two numbers, write their sum.",
@@ -144,14 +136,6 @@ CONTEST = {
 }
 
 
-def test_code_contests(tmp_path):
-    (item,) = read(tmp_path / "p.parquet", [CONTEST], format="code_contests")
-    assert (item["question"], item["answer"]) == ("Read two numbers, write their sum.", "")
-    assert item["metadata"].keys() == {"tests", "name", "difficulty"}, "solutions are left out"
-    pairs = (("1 2\n", "3\n"), ("5 5\n", "10\n"), ("0 0\n", "0\n"))
-    assert code_tests_of(item).pairs == pairs
-
-
 def live_code_bench(public, private, **more):
     tests = {"public_test_cases": json.dumps(public), "private_test_cases": private}
     return {"question_content": "Add.", "starter_code": "", "metadata": "{}", "difficulty": "easy", **tests, **more}
@@ -161,17 +145,42 @@ def packed(value):
     return base64.b64encode(zlib.compress(pickle.dumps(value))).decode()
 
 
-def test_livecodebench(tmp_path):
-    first, second = ({"input": f"{n} 2", "output": f"{n + 2}", "testtype": "stdin"} for n in (1, 5))
-    called = [{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}]
-    starter = "class Solution:\n    def add(self, a, b):"
-    functional = live_code_bench(called, "[]", starter_code=starter, metadata='{"func_name": "add"}')
-    rows = [live_code_bench([first], packed(json.dumps([second]))), functional]
-    stdin, function = read(tmp_path / "p.jsonl", rows, format="livecodebench")
-    assert code_tests_of(stdin).pairs == (("1 2", "3"), ("5 2", "7"))
-    assert stdin["question"] == "Add."
-    assert function["question"] == f"Add.\n\n```python\n{starter}\n```"
-    assert code_tests_of(function).assertions == "\nassert __same_list__(add(*[[1, 2], 3]), 6)"
+FIRST, SECOND = ({"input": f"{n} 2", "output": f"{n + 2}", "testtype": "stdin"} for n in (1, 5))
+CALLED = [{"input": "[1, 2]\n3", "output": "6", "testtype": "functional"}]
+STARTER = "class Solution:\n    def add(self, a, b):"
+FUNCTIONAL = live_code_bench(CALLED, "[]", starter_code=STARTER, metadata='{"func_name": "add"}')
+CHECK = "def check(candidate):\n    assert candidate(1) == 2"
+TRUTHS = (
+    {"inputs": ["1 2"], "outputs": ["3"], "test_code": None, "fn_name": None},
+    {"entry_point": "add", "import_prefix": "import math\n", "test_code": CHECK},
+)
+SKYWORK_CODE = [SKYWORK | {"reward_model": {"ground_truth": json.dumps(truth)}} for truth in TRUTHS]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "question", "pairs", "assertions"),
+    [
+        (
+            *("code_contests", CONTEST, CONTEST["description"]),
+            *((("1 2\n", "3\n"), ("5 5\n", "10\n"), ("0 0\n", "0\n")), ""),
+        ),
+        (
+            *("livecodebench", live_code_bench([FIRST], packed(json.dumps([SECOND]))), "Add."),
+            *((("1 2", "3"), ("5 2", "7")), ""),
+        ),
+        (
+            *("livecodebench", FUNCTIONAL, f"Add.\n\n```python\n{STARTER}\n```"),
+            *((), "\nassert __same_list__(add(*[[1, 2], 3]), 6)"),
+        ),
+        ("skywork_or1", SKYWORK_CODE[0], SQUARE, (("1 2", "3"),), ""),
+        ("skywork_or1", SKYWORK_CODE[1], SQUARE, (), f"import math\n\n{CHECK}\ncheck(add)\n"),
+    ],
+)
+def test_questions_with_programs_as_answers(tmp_path, name, row, question, pairs, assertions):
+    (item,) = read(tmp_path / "p.parquet", [row], format=name)
+    assert (item["question"], item["answer"], "solutions" in item["metadata"]) == (question, "", False)
+    tests = read_tests(as_prompt(item), "python")
+    assert (tests.pairs, tests.assertions) == (pairs, assertions)
 
 
 class Bomb:
@@ -182,16 +191,6 @@ class Bomb:
 def test_a_pickle_is_never_executed(tmp_path):
     with pytest.raises(UserError, match=r"p\.jsonl, line 1 is not a row of data\.format = 'livecodebench'"):
         read(tmp_path / "p.jsonl", [live_code_bench([], packed(Bomb()))], format="livecodebench")
-
-
-def test_rows_of_skywork_or1_with_code_tests(tmp_path):
-    check = "def check(candidate):\n    assert candidate(1) == 2"
-    called = {"entry_point": "add", "import_prefix": "import math\n", "test_code": check}
-    pairs = {"inputs": ["1 2"], "outputs": ["3"], "test_code": None, "fn_name": None}
-    rows = [SKYWORK | {"reward_model": {"ground_truth": json.dumps(truth)}} for truth in (pairs, called)]
-    first, second = map(code_tests_of, read(tmp_path / "p.parquet", rows, format="skywork_or1"))
-    assert first.pairs == (("1 2", "3"),)
-    assert (second.assertions, second.entry_point) == (f"import math\n\n{check}\ncheck(add)\n", "add")
 
 
 COMPARES = """import numpy as np
@@ -213,25 +212,18 @@ def assertion(out, exp, atol):
         assert out == exp, f"out: {out}, exp: {exp}"
 
 """
-HALVES = "inputs = [[1.0], [float('inf')]]\nresults = [[0.5, 1.0], [float('inf')] * 2]\n"
 LOOP = "for i, (inp, exp) in enumerate(zip(inputs, results)):\n"
 
 
 def test_evalplus(tmp_path):
-    checked = f"{COMPARES}def check(candidate):\n    {HALVES}    {LOOP}        assertion(candidate(*inp), exp, 0)\n"
-    stub = 'def halves(x):\n    """A half, and all."""\n'
-    human = {"task_id": "HumanEval/0", "prompt": stub, "entry_point": "halves"}
-    mbpp = {"task_id": 2, "prompt": "Halve it.", "test_list": ["assert halves(2)", "no"]}
-    human["test"] = checked.replace("\nresults", "\n    results")
-    mbpp["test"] = f"{COMPARES}{HALVES}{LOOP}    assertion(halves(*inp), exp, 0)\n"
+    """The verdicts of its tests: tests/rewards/test_publishers.py."""
+    human = {"task_id": "HumanEval/0", "prompt": "def halves(x):\n", "entry_point": "halves", "test": COMPARES}
+    mbpp = {"task_id": 2, "prompt": "Halve it.", "test_list": ["assert halves(2)", "no"], "test": COMPARES}
     (stubbed,) = read(tmp_path / "human.parquet", [human], format="evalplus")
     (told,) = read(tmp_path / "mbpp.parquet", [mbpp], format="evalplus")
-    assert (stubbed["question"], told["question"]) == (stub, "Halve it.\n\nassert halves(2)")
-    verifier = Code(RewardTable(kind="code"))
-    for item in (stubbed, told):
-        for program, right in (("[x / 2 + 1e-9, x]", 1), ("[x / 2 + 1e-3, x]", 0), ("[x / 2]", 0), ("None", 0)):
-            assert verifier.score(as_prompt(item), f"def halves(x): return {program}").value == right
-        assert verifier.score(as_prompt(item), "def halves(x): return [x / 2, x if x < 2 else -x]").value == 0
+    assert (stubbed["question"], stubbed["metadata"]["entry_point"]) == ("def halves(x):\n", "halves")
+    assert told["question"] == "Halve it.\n\nassert halves(2)"
+    assert all("import numpy" not in item["metadata"]["tests"] for item in (stubbed, told))
 
 
 def test_gpqa(tmp_path):
@@ -246,25 +238,6 @@ def test_gpqa(tmp_path):
         assert all(f". {choice}" in item["question"] for choice in ("x", "y", "z, or\nw"))
         assert item["metadata"] == {"subdomain": "Physics"}
     assert {item["answer"] for item in items} == set("ABCD")
-
-
-def test_arc(tmp_path):
-    choices = {"text": ["ice", "fire", "air"], "label": ["1", "2", "3"]}
-    row = {"id": "Mercury_1", "question": "Which is hot?", "choices": choices, "answerKey": "2"}
-    (item,) = read(tmp_path / "p.parquet", [row], format="arc")
-    assert (item["question"], item["answer"]) == ("Which is hot?\n\nA. ice\nB. fire\nC. air", "B")
-    with pytest.raises(UserError, match="answerKey 'E' is not one of"):
-        read(tmp_path / "p.parquet", [{**row, "answerKey": "E"}], format="arc")
-
-
-def test_enigmata(tmp_path):
-    row = {"id": "1", "task_name": "sudoku", "prompt": "Solve it.", "answer": "", "ability": "logic"}
-    meta = {"answer": [[1, 2], [2, 1]], "difficulty": "easy"}
-    rows = [{**row, "meta": json.dumps(meta)}, {**row, "answer": "42", "meta": "{}"}]
-    grid, number = read(tmp_path / "p.parquet", rows, format="enigmata")
-    assert (grid["question"], grid["answer"]) == ("Solve it.", "[[1, 2], [2, 1]]")
-    assert grid["metadata"] == {"task_name": "sudoku", "meta": meta}
-    assert number["answer"] == "42"
 
 
 # ---------------------------------------------------------------------------------------------------------- columns
@@ -300,6 +273,8 @@ def test_a_row_that_does_not_fit_its_format_is_an_error_that_names_it(tmp_path):
         read(tmp_path / "p.jsonl", [GSM8K, {"question": "1", "answer": "2"}], format="gsm8k")
     with pytest.raises(UserError, match="row 1: answer must be a non-empty string or a finite number, got None"):
         read(tmp_path / "p.parquet", [{**MATH, "solution": "No box."}], format="math")
+    with pytest.raises(UserError, match="answerKey 'E' is not one of"):
+        read(tmp_path / "p.parquet", [{**HOT, "answerKey": "E"}], format="arc")
     with pytest.raises(UserError, match="data.format = 'gsm8': unknown; did you mean 'gsm8k'"):
         read(tmp_path / "p.jsonl", [GSM8K], format="gsm8")
 

@@ -11,6 +11,8 @@ from megarl.data.sources import BLOCK
 from megarl.errors import UserError
 from tests.data.prompt_sources import recipe
 
+# single digits: the generator has only 200 prompts
+FEW = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "allow_negation": False}
 SPELL = {"options": {"min_word_len": 3, "max_word_len": 8}, "prompt_template": "{word}="}
 
 
@@ -29,15 +31,14 @@ def test_seeds_and_blocks_do_not_overlap(tokenizer):
 
 
 def test_heldout_prompts_are_distinct_and_never_trained_on(tokenizer):
-    """The generator has only 200 prompts, so every fifth item is a held-out prompt and must be replaced."""
-    options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "allow_negation": False}
-    prompts = build_prompts(recipe("chain_sum", options=options, heldout=40), tokenizer)
+    """Every fifth item is a held-out prompt and must be replaced."""
+    prompts = build_prompts(recipe("chain_sum", options=FEW, heldout=40), tokenizer)
     heldout = {p.tokens for p in prompts.heldout()}
     assert len(heldout) == len(prompts.heldout()) == 40
     trained = [prompts.train(i) for i in range(2000)]
     assert heldout.isdisjoint(p.tokens for p in trained)
     assert len({p.tokens for p in trained}) > 60
-    again = build_prompts(recipe("chain_sum", options=options, heldout=40), tokenizer)
+    again = build_prompts(recipe("chain_sum", options=FEW, heldout=40), tokenizer)
     assert [again.train(i) for i in (1999, 77, 0)] == [trained[i] for i in (1999, 77, 0)]
 
 
@@ -50,11 +51,8 @@ def test_prompts_that_differ_in_case_are_one_prompt(tokenizer):
 
 
 def test_of_a_generator_with_few_prompts_half_are_held_out_with_a_warning(tokenizer):
-    options = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "allow_negation": False}
-    with pytest.warns(
-        UserWarning, match=r"evaluation uses only the \d+ distinct prompts of chain_sum, but eval.prompts asks for 500"
-    ):
-        prompts = build_prompts(recipe("chain_sum", options=options, heldout=500), tokenizer)
+    with pytest.warns(UserWarning, match=r"only the \d+ distinct prompts of chain_sum, but eval.prompts asks for 500"):
+        prompts = build_prompts(recipe("chain_sum", options=FEW, heldout=500), tokenizer)
     heldout = {p.tokens for p in prompts.heldout()}
     assert 60 <= len(heldout) <= 100
     assert heldout.isdisjoint(prompts.train(i).tokens for i in range(200))

@@ -4,6 +4,7 @@ import json
 import re
 
 import pytest
+import tomli_w
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -277,15 +278,19 @@ def test_templates_that_do_not_fit_are_refused(tokenizer, tmp_path):
         render(strict, "1", template="chat", system="S")
 
 
+def write_recipe(folder, **data):
+    """A recipe whose prompts are those of p.jsonl, with the tokenizer in ``folder``."""
+    tables = {"model": {"path": str(folder)}, "reward": {"kind": "exact"}, "eval": {"prompts": 2}}
+    tables["data"] = {"source": "file", "train": str(folder / "p.jsonl"), **data}
+    (folder / "r.toml").write_text(tomli_w.dumps(tables))
+    return folder / "r.toml"
+
+
 def test_a_run_refuses_a_changed_template_file(tmp_path):
     template = tmp_path / "t.jinja"
     template.write_text("{{ messages[0].content }}")
     write(tmp_path / "p.jsonl", [{"prompt": "1", "answer": "1"}])
-    (tmp_path / "r.toml").write_text(
-        f'[model]\npath = "{tmp_path}"\n[data]\nsource = "file"\ntrain = "{tmp_path}/p.jsonl"\n'
-        f'template = "{template}"\n[reward]\nkind = "exact"\n'
-    )
-    run = RunDir.create(tmp_path / "run", load_recipe(tmp_path / "r.toml"))
+    run = RunDir.create(tmp_path / "run", load_recipe(write_recipe(tmp_path, template=str(template))))
     run.check_prompts()
     template.write_text("{{ messages[-1].content }}")
     with pytest.raises(UserError, match=r"the chat template .*t\.jinja has changed"):
@@ -295,11 +300,7 @@ def test_a_run_refuses_a_changed_template_file(tmp_path):
 def test_data_show_prints_prompts_with_all_their_tokens(tokenizer, tmp_path, capsys):
     tokenizer.save_pretrained(tmp_path)
     write(tmp_path / "p.jsonl", [{"prompt": f"{i}+1<|end|>", "answer": i + 1} for i in range(6)])
-    path = tmp_path / "r.toml"
-    path.write_text(
-        f'[model]\npath = "{tmp_path}"\n[data]\nsource = "file"\ntrain = "{tmp_path}/p.jsonl"\ntemplate = "chat"\n'
-        '[eval]\nprompts = 2\n[reward]\nkind = "exact"\n'
-    )
+    path = write_recipe(tmp_path, template="chat")
     cli.main(["data", "show", str(path), "--count", "1", "--set", "data.max_prompt_tokens=40"])
     said = capsys.readouterr().out
     prompts = build_prompts(load_recipe(path), tokenizer)

@@ -12,8 +12,9 @@ from dataclasses import replace
 import numpy as np
 
 from megarl.storage.checked_json import append_json, decode, write_checked
-from megarl.storage.ledger import LEDGER, SEALED, LedgerEntry, parse, to_line
-from megarl.storage.shards import Shard, encode
+from megarl.storage.ledger import LEDGER, SEALED, parse, to_line
+from megarl.storage.rollouts import RolloutWriter, seal
+from megarl.storage.shards import Shard
 
 
 def lines(run):
@@ -45,27 +46,17 @@ def entries_of(run, stage):
 
 
 def rewrite(run, change, stage=0):
-    """Replace the groups of the stage's first shard by ``change(groups)``, in shard, ledger and seal."""
-    first, *others = entries_of(run, stage)
-    path = run / f"stages/{stage:03d}/rollouts" / first.shard
-    shard = Shard.open(path)
-    groups = change([shard.group(group) for group in first.groups])
-    payload = encode(groups, first.weights_hash, first.logprob_mode)
-    path.unlink()
-    path.write_bytes(payload)
-    responses = [response for group in groups for response in group.responses]
-    new = LedgerEntry(
-        first.shard,
-        tuple(group.group_id for group in groups),
-        len(responses),
-        sum(len(r.tokens) for r in responses),
-        float(sum(r.reward for r in responses)),
-        payload.size,
-        hashlib.sha256(payload).hexdigest(),
-        first.weights_hash,
-        first.logprob_mode,
-    )
-    reseal(run, stage, [new, *others])
+    """Write the stage's rollouts again, with ``change(groups)`` instead of the groups of the first shard."""
+    folder, entries = run / f"stages/{stage:03d}/rollouts", entries_of(run, stage)
+    hashes = [entry.weights_hash for entry in entries]
+    shards = [[Shard.open(folder / e.shard).group(group) for group in e.groups] for e in entries]
+    shards[0], one_policy = change(shards[0]), len(set(hashes)) == 1
+    shutil.rmtree(folder)
+    policy = hashes[0] if one_policy else None
+    with RolloutWriter(folder, weights_hash=policy, logprob_mode=entries[0].logprob_mode) as writer:
+        for groups, weights in zip(shards, hashes, strict=True):
+            writer.append(groups, weights)
+    seal(folder, sorted(group.group_id for groups in shards for group in groups), one_policy=one_policy)
 
 
 def other_values_in_the_metrics(run):

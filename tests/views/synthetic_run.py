@@ -3,11 +3,13 @@
 import json
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from megarl.recipe.load import dump_recipe
 from megarl.recipe.tables import Recipe
+from tests.helpers import read_lines
 
 START = 1_700_000_000.0
 ACCURACY = (0.281, 0.613, 0.815, 0.902)
@@ -92,6 +94,11 @@ def write_lines(path: Path, records: list[dict[str, Any]]) -> None:
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
 
 
+def change_lines(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Write a file of JSON lines again with ``change(record)`` of each."""
+    write_lines(path, list(map(change, read_lines(path))))
+
+
 def make_events(recipe: Recipe, gain: float = 1.0) -> list[dict[str, Any]]:
     events, now = [], START
 
@@ -125,4 +132,19 @@ def make_run(root: Path, *, seed: int = 0, gain: float = 1.0, recipe: Recipe | N
     updates = [update_record(n, size, noise) for n in range(1, recipe.schedule.total_updates + 1)]
     write_lines(root / "metrics.jsonl", updates)
     write_lines(root / "events.jsonl", make_events(recipe, gain))
+    return root
+
+
+def make_branch(root: Path, of: Path, stage: int) -> Path:
+    """A branch as `megarl optimize --stage STAGE --output` makes it: updates of one stage, a link to its rollouts."""
+    make_run(root)
+    place = f"stages/{stage:03d}/rollouts"
+    for each in (of / place, (root / place).parent):
+        each.mkdir(parents=True)
+    (root / place).symlink_to(of / place)
+    for name, kept in (
+        ("metrics", lambda line: line["stage"] == stage),
+        ("events", lambda line: line["event"] == "evaluation" and line["stage"] in (stage, stage + 1)),
+    ):
+        write_lines(root / f"{name}.jsonl", list(filter(kept, read_lines(root / f"{name}.jsonl"))))
     return root

@@ -1,17 +1,27 @@
 """The report: numbers of its summary, traces of its charts, and what it shows if files are missing or damaged."""
 
-import json
 import math
 import re
 
 import pytest
 
 from megarl.errors import UserError
+from megarl.storage.checked_json import append_json
 from megarl.views.report import short_names, summary, write_report
 from megarl.views.report.charts import POINTS, make_charts
 from megarl.views.run_reader import read_run
 from tests.helpers import read_lines
-from tests.views.synthetic_run import make_recipe, make_run, write_lines
+from tests.views.synthetic_run import change_lines, make_recipe, make_run, write_lines
+
+
+@pytest.fixture
+def root(tmp_path):
+    return make_run(tmp_path / "a")
+
+
+@pytest.fixture
+def other(tmp_path):
+    return make_run(tmp_path / "b")
 
 
 def charts_of(*roots):
@@ -19,8 +29,7 @@ def charts_of(*roots):
     return {c.title: c for c in make_charts([read_run(r, n) for r, n in zip(roots, names, strict=True)])}
 
 
-def test_summary(tmp_path):
-    root = make_run(tmp_path / "a")
+def test_summary(root):
     row = summary(read_run(root, "a"))
     half = [1.96 * math.sqrt(p * (1 - p) / 1024) for p in (0.281, 0.902)]
     assert row == {
@@ -40,63 +49,54 @@ def test_summary(tmp_path):
     assert summary(read_run(root, "a"))["Objective"] == "soft.py:SoftPrefix"
 
 
-def test_dashes_tell_the_values_of_a_column_apart_if_colours_tell_the_runs(tmp_path):
-    roots = [make_run(tmp_path / "a"), make_run(tmp_path / "b")]
-    for root in roots:
-        records = read_lines(root / "metrics.jsonl")
-        values = {"by/level/hard/accuracy": 0.2, "by/level/easy/accuracy": 0.8}
-        write_lines(root / "metrics.jsonl", [record | values for record in records])
-    one, both = (charts_of(*chosen)["Training accuracy by level"].traces for chosen in (roots[:1], roots))
+def test_dashes_tell_the_values_of_a_column_apart_if_colours_tell_the_runs(root, other):
+    values = {"by/level/hard/accuracy": 0.2, "by/level/easy/accuracy": 0.8}
+    for each in (root, other):
+        change_lines(each / "metrics.jsonl", lambda record: record | values)
+    one, both = (charts_of(*chosen)["Training accuracy by level"].traces for chosen in ((root,), (root, other)))
     assert len({trace["line"]["color"] for trace in one}) == 2
     assert {trace["line"].get("dash", "solid") for trace in one} == {"solid"}
     looks = {(trace["line"]["color"], trace["line"].get("dash", "solid")) for trace in both}
     assert len(looks) == len(both) == 4
 
 
-def test_held_out_accuracy_is_drawn_for_the_values_of_a_column(tmp_path):
-    root = make_run(tmp_path / "a")
-    records, events = (read_lines(root / f"{name}.jsonl") for name in ("metrics", "events"))
-    write_lines(root / "metrics.jsonl", [record | {"by/level/hard/accuracy": 0.2} for record in records])
+def test_held_out_accuracy_is_drawn_for_the_values_of_a_column(root):
+    change_lines(root / "metrics.jsonl", lambda record: record | {"by/level/hard/accuracy": 0.2})
     of_evaluations = {"by/level/hard/accuracy": 0.25, "by/level/hard/reward": 0.5}
-    write_lines(root / "events.jsonl", [e | of_evaluations if e["event"] == "evaluation" else e for e in events])
+    change_lines(root / "events.jsonl", lambda e: e | of_evaluations if e["event"] == "evaluation" else e)
     (hard,) = charts_of(root)["Held-out accuracy by level"].traces
     assert hard["name"] == "hard" and hard["x"] == [0, 96, 192, 288] and hard["y"] == [0.25] * 4
 
 
-def test_idle_times_of_a_live_run_are_shown_beside_a_staged_run(tmp_path):
-    roots = [make_run(tmp_path / "a"), make_run(tmp_path / "b")]
-    recipe = roots[1] / "recipe.toml"
+def test_idle_times_of_a_live_run_are_shown_beside_a_staged_run(root, other):
+    recipe = other / "recipe.toml"
     recipe.write_text(recipe.read_text().replace('kind = "staged"', 'kind = "live"'))
-    records, events = (read_lines(roots[1] / f"{name}.jsonl") for name in ("metrics", "events"))
     waits = {"idle_seconds": 0.025, "seconds": 0.1, "staleness/mean": 2.5}
-    write_lines(roots[1] / "metrics.jsonl", [record | waits for record in records])
-    idle = {"event": "idle", "role": "rollout", "seconds": 5.0}
-    write_lines(roots[1] / "events.jsonl", [*events, *(idle | {"idle_seconds": s} for s in (1.0, 3.0))])
-    row = summary(read_run(roots[1], "b"))
+    change_lines(other / "metrics.jsonl", lambda record: record | waits)
+    for seconds in (1.0, 3.0):
+        idle = {"event": "idle", "role": "rollout", "seconds": 5.0, "idle_seconds": seconds}
+        append_json(other / "events.jsonl", idle)
+    row = summary(read_run(other, "b"))
     assert (row["Mean staleness"], row["Trainers idle"], row["Engines idle"]) == ("2.5", "25.0%", "40.0%")
-    assert "Trainers idle" not in summary(read_run(roots[0], "a"))
+    assert "Trainers idle" not in summary(read_run(root, "a"))
 
 
-def test_reward_is_not_smoothed_over_a_stage_boundary(tmp_path):
-    root = make_run(tmp_path / "a")
-    updates = [line | {"reward/mean": 0.0} for line in read_lines(root / "metrics.jsonl")]
-    for record in updates[96:192]:
-        record["reward/mean"] = 1.0
-    write_lines(root / "metrics.jsonl", updates)
-    _, smooth = charts_of(root)["Training reward"].traces
-    assert smooth["y"] == [0.0] * 96 + [1.0] * 96 + [0.0] * 96
+def test_reward_is_not_smoothed_over_a_stage_boundary(root):
+    updates = [line | {"reward/mean": float(line["stage"] == 1)} for line in read_lines(root / "metrics.jsonl")]
+
+    def smooth(updates):
+        write_lines(root / "metrics.jsonl", updates)
+        return charts_of(root)["Training reward"].traces[1]["y"]
+
+    assert smooth(updates) == [0.0] * 96 + [1.0] * 96 + [0.0] * 96
     updates[50]["reward/mean"] = 15.0
-    write_lines(root / "metrics.jsonl", updates)
-    _, smooth = charts_of(root)["Training reward"].traces
-    assert smooth["y"][43:58] == [1.0] * 15 and smooth["y"][42] == smooth["y"][58] == 0.0
+    assert smooth(updates)[42:59] == [0.0] + [1.0] * 15 + [0.0]
     # a short run is averaged over fewer updates (Prefix-Ratio GRPO, figure 2)
-    write_lines(root / "metrics.jsonl", updates[:60])
-    _, smooth = charts_of(root)["Training reward"].traces
-    assert smooth["y"][48:53] == [3.0] * 5 and smooth["y"][47] == smooth["y"][53] == 0.0
+    assert smooth(updates[:60])[47:54] == [0.0] + [3.0] * 5 + [0.0]
 
 
-def test_traces_of_every_chart(tmp_path):
-    charts = charts_of(make_run(tmp_path / "a"))
+def test_traces_of_every_chart(root):
+    charts = charts_of(root)
     empty = {title for title, chart in charts.items() if not chart.traces}
     experts = {"Load of experts", "Entropy of the routers", "Experts that differ from the recorded ones"}
     assert empty == {"pass@k", *experts} and len(charts) == 24
@@ -137,10 +137,8 @@ def test_a_report_stays_small_however_long_the_run(tmp_path):
     stages = 1100
     recipe = make_recipe({"stages": stages, "updates_per_stage": 2})
     roots = [make_run(tmp_path / name, recipe=recipe) for name in "ab"]
-    for root in roots:
-        write_lines(
-            root / "metrics.jsonl", [r | {"entropy": r["update"] % 2} for r in read_lines(root / "metrics.jsonl")]
-        )
+    for each in roots:
+        change_lines(each / "metrics.jsonl", lambda record: record | {"entropy": record["update"] % 2})
     assert write_report(roots, tmp_path / "page.html").stat().st_size < 3 << 20
     charts = charts_of(*roots)
     traces = [trace for chart in charts.values() for trace in chart.traces]
@@ -159,8 +157,7 @@ def notes_of(root):
     return read_run(root, "a").notes
 
 
-def test_a_run_that_has_just_begun_gives_a_page(tmp_path):
-    root = make_run(tmp_path / "a")
+def test_a_run_that_has_just_begun_gives_a_page(root, tmp_path):
     (root / "metrics.jsonl").unlink()
     (root / "events.jsonl").unlink()
     assert notes_of(root) == [
@@ -177,8 +174,7 @@ def test_a_run_that_has_just_begun_gives_a_page(tmp_path):
     assert summary(read_run(root, "a"))["Gain (95 %)"] == "-"
 
 
-def test_damaged_lines_and_values_that_are_no_numbers_are_left_out(tmp_path):
-    root = make_run(tmp_path / "a")
+def test_damaged_lines_and_values_that_are_no_numbers_are_left_out(root, tmp_path):
     lines = (root / "metrics.jsonl").read_text().splitlines()
     lines[10] = lines[10][:30]
     lines[200] = '{"update": 201, "entropy": NaN, "grad_norm": "big", "reward/mean": null, "loss": Infinity}'
@@ -195,26 +191,29 @@ def test_damaged_lines_and_values_that_are_no_numbers_are_left_out(tmp_path):
 def test_strings_from_files_are_escaped(tmp_path):
     evil = "<script>alert(1)</script>"
     root = make_run(tmp_path / "<b>x<b>", recipe=make_recipe(name=evil))
-    with open(root / "events.jsonl", "a") as file:
-        file.write(json.dumps({"event": "phase_end", "stage": 0, "phase": "</script>" + evil, "seconds": 1}) + "\n")
-        file.write(json.dumps({"event": "evaluation", "stage": 3, "accuracy": 1, "prompts": "</script>" + evil}) + "\n")
+    append_json(root / "events.jsonl", {"event": "phase_end", "stage": 0, "phase": f"</script>{evil}", "seconds": 1})
+    of_evil = {"event": "evaluation", "stage": 3, "accuracy": 1, "prompts": f"</script>{evil}"}
+    append_json(root / "events.jsonl", of_evil)
     page = write_report([root], tmp_path / "r.html").read_text()
     assert evil not in page and "<b>x<b>" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
+    drawn = repr([chart.traces for chart in charts_of(root, make_run(tmp_path / "<a href='x'>")).values()])
+    assert "&lt;a href" in drawn, "Plotly takes some markup in names for its own"
+    assert "<a " not in drawn and "<b>x" not in drawn and "<script" not in drawn
 
 
-def test_invalid_run_directories_and_outputs_are_refused(tmp_path):
+def test_invalid_run_directories_and_outputs_are_refused(root, tmp_path):
     (tmp_path / "empty").mkdir()
-    with pytest.raises(UserError, match="empty is not a run directory: it has no recipe.toml"):
-        write_report([tmp_path / "empty"], tmp_path / "r.html")
-    with pytest.raises(UserError, match="gone is not a run directory"):
-        write_report([tmp_path / "gone"], tmp_path / "r.html")
-    (tmp_path / "empty/recipe.toml").write_text("[schedule]\nstages = 'many'\n")
-    with pytest.raises(UserError, match=r"not a resolved recipe: schedule\.stages is 'many'"):
-        write_report([tmp_path / "empty"], tmp_path / "r.html")
-    (tmp_path / "empty/recipe.toml").write_text("[schedule")
-    with pytest.raises(UserError, match=r"cannot read .*recipe\.toml"):
-        write_report([tmp_path / "empty"], tmp_path / "r.html")
+    for name, recipe, said in (
+        ("gone", None, "gone is not a run directory"),
+        ("empty", None, "empty is not a run directory: it has no recipe.toml"),
+        ("empty", "[schedule]\nstages = 'many'\n", r"not a resolved recipe: schedule\.stages is 'many'"),
+        ("empty", "[schedule", r"cannot read .*recipe\.toml"),
+    ):
+        if recipe:
+            (tmp_path / "empty/recipe.toml").write_text(recipe)
+        with pytest.raises(UserError, match=said):
+            write_report([tmp_path / name], tmp_path / "r.html")
     with pytest.raises(UserError, match="is a directory"):
-        write_report([make_run(tmp_path / "a")], tmp_path)
+        write_report([root], tmp_path)
     assert not (tmp_path / "r.html").exists()

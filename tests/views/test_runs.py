@@ -6,8 +6,8 @@ import shutil
 
 from megarl.storage.checked_json import append_json
 from megarl.views.runs import list_runs, runs_table
-from tests.helpers import megarl
-from tests.views.synthetic_run import ACCURACY, make_run
+from tests.phases.commands import succeed
+from tests.views.synthetic_run import ACCURACY, make_branch, make_run
 
 
 def states(folder):
@@ -28,11 +28,7 @@ def test_the_state_of_a_run_follows_from_its_files_and_its_lock(tmp_path):
 
 
 def test_a_branch_is_finished_after_its_stage(tmp_path):
-    make_run(tmp_path / "run")
-    branch = make_run(tmp_path / "branch")
-    (tmp_path / "run/stages/001/rollouts").mkdir(parents=True)
-    (branch / "stages/001").mkdir(parents=True)
-    (branch / "stages/001/rollouts").symlink_to(tmp_path / "run/stages/001/rollouts")
+    branch = make_branch(tmp_path / "branch", make_run(tmp_path / "run"), 1)
     assert states(tmp_path)["branch"] == "stopped"
     (branch / "stages/002/policy").mkdir(parents=True)
     assert states(tmp_path) == {"branch": "finished", "run": "stopped"}
@@ -58,13 +54,10 @@ def test_directories_that_are_no_runs_are_left_out_and_damaged_runs_are_listed(t
     shutil.copy(tmp_path / "run/recipe.toml", tmp_path / "recipes")
     (make_run(tmp_path / "torn") / "recipe.toml").write_text("[schedule")
     make_run(tmp_path / "\x1b[2Jname")
-    result = megarl("runs", tmp_path, "--json")
-    assert result.returncode == 0, result.stderr
-    found = [json.loads(line) for line in result.stdout.splitlines()]
+    found = [json.loads(line) for line in succeed("runs", tmp_path, "--json").stdout.splitlines()]
     assert [(line["run"], line["state"]) for line in found] == [
         ("\x1b[2Jname", "stopped"), ("run", "stopped"), ("torn", "unreadable"),
     ]  # fmt: skip
-    result = megarl("runs", tmp_path)
-    assert result.stdout.replace("\n", "").isprintable()
-    assert megarl("runs", tmp_path / "recipes").stdout == f"there are no runs below {tmp_path / 'recipes'}\n"
-    assert megarl("runs", tmp_path / "gone").returncode == 2
+    assert succeed("runs", tmp_path).stdout.replace("\n", "").isprintable()
+    assert succeed("runs", tmp_path / "recipes").stdout == f"there are no runs below {tmp_path / 'recipes'}\n"
+    succeed("runs", tmp_path / "gone", code=2)

@@ -13,28 +13,11 @@ from megarl.storage.run_dir import RunDir
 from megarl.views.report import render, summary
 from megarl.views.report.pairs import pair_charts
 from megarl.views.run_reader import read_run
-from tests.helpers import events, five_letters, megarl, read_lines, write_recipe
-from tests.views.synthetic_run import make_recipe, make_run, write_lines
+from tests.helpers import events, five_letters, read_lines, write_recipe
+from tests.phases.commands import settings, succeed, train
+from tests.views.synthetic_run import make_branch, make_recipe, make_run, write_lines
 
 GOOD = {"reward/mean": 0.5, "zero_variance_fraction": 0.5, "grad_norm": 0.1, "entropy": 1.0, "ess": 0.9}
-
-
-def make_branch(root, of, stage):
-    """A branch as `megarl optimize --stage STAGE --output` makes it: updates of one stage, a link to its rollouts."""
-    make_run(root)
-    rollouts = of / f"stages/{stage:03d}/rollouts"
-    rollouts.mkdir(parents=True)
-    (root / f"stages/{stage:03d}").mkdir(parents=True)
-    (root / f"stages/{stage:03d}/rollouts").symlink_to(rollouts)
-    inside = range(96 * stage + 1, 96 * (stage + 1) + 1)
-    write_lines(
-        root / "metrics.jsonl", [line for line in read_lines(root / "metrics.jsonl") if line["update"] in inside]
-    )
-    kept = [
-        e for e in read_lines(root / "events.jsonl") if e["event"] == "evaluation" and e["stage"] in (stage, stage + 1)
-    ]
-    write_lines(root / "events.jsonl", kept)
-    return root
 
 
 @pytest.mark.parametrize(("stage", "base", "final"), [(0, "0.281", "0.613"), (1, "0.613", "0.815")])
@@ -98,14 +81,8 @@ def test_a_cause_is_logged_once_per_stage(tmp_path):
 def test_a_run_that_learns_nothing_says_so_on_the_screen_in_events_and_in_the_report(tiny_model, tmp_path):
     """The untrained model never answers with the letter that is asked for."""
     recipe = write_recipe(tmp_path, tiny_model, five_letters())
-    settings = (
-        "schedule.stages=1",
-        f"schedule.updates_per_stage={UPDATES}",
-        f"schedule.prompts_per_update={SAME_REWARDS // UPDATES}",
-        "eval.every=0",
-    )
-    result = megarl("train", recipe, "--run-dir", tmp_path / "run", *(w for s in settings for w in ("--set", s)))
-    assert result.returncode == 0, result.stderr
+    wanted = (f"schedule.updates_per_stage={UPDATES}", f"schedule.prompts_per_update={SAME_REWARDS // UPDATES}")
+    result = train(recipe, tmp_path / "run", *settings("schedule.stages=1", "eval.every=0", *wanted))
     run = RunDir.open(tmp_path / "run")
     said = f"learns nothing, updates 1 to {UPDATES}: the responses to each prompt had equal rewards, 0 on average in"
     assert said in result.stdout + result.stderr
@@ -120,9 +97,9 @@ def test_a_run_that_learns_nothing_says_so_on_the_screen_in_events_and_in_the_re
 
 def test_the_last_line_and_the_report_have_the_paired_interval_of_compare(recipe, tmp_path):
     root = tmp_path / "run"
-    settings = ("schedule.stages=1", "schedule.updates_per_stage=4", "optimizer.lr=0.01", "run.seed=1")
-    said = megarl("train", recipe, "--run-dir", root, *(part for text in settings for part in ("--set", text)))
-    (compared,) = json.loads(megarl("compare", f"{root}:0", f"{root}:4", "--json").stdout)
+    wanted = ("schedule.stages=1", "schedule.updates_per_stage=4", "optimizer.lr=0.01", "run.seed=1")
+    said = train(recipe, root, *settings(*wanted))
+    (compared,) = json.loads(succeed("compare", f"{root}:0", f"{root}:4", "--json").stdout)
     estimate = compared["estimates"][0]
     low, high = estimate["ci95"]
     text = f"{estimate['mean']:+.3f} [{low:+.3f}, {high:+.3f}]"
@@ -132,8 +109,8 @@ def test_the_last_line_and_the_report_have_the_paired_interval_of_compare(recipe
 
 def test_a_report_without_a_common_update_says_so_and_draws_no_empty_chart(tmp_path):
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b")
-    lines = read_lines(b / "events.jsonl")
-    write_lines(b / "events.jsonl", [line for line in lines if line["event"] != "evaluation" or line["stage"] == 0])
+    happened = read_lines(b / "events.jsonl")
+    write_lines(b / "events.jsonl", [one for one in happened if one["event"] != "evaluation" or one["stage"] == 0])
     page = render([read_run(a, "a"), read_run(b, "b")])
     assert "were never evaluated after the same number of updates" in page
     assert "Held-out accuracy minus that of a" not in page

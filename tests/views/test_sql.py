@@ -12,7 +12,7 @@ from megarl.errors import UserError
 from megarl.storage.rollouts import Group
 from megarl.views import sql
 from megarl.views.sql import as_table, query
-from tests.helpers import megarl
+from tests.phases.commands import succeed
 from tests.views.stored_run import HOSTILE, WORDS, make_stored_run, random_groups, response, store, two_stages
 from tests.views.synthetic_run import ACCURACY
 
@@ -171,14 +171,12 @@ def test_a_wrong_query_is_an_error_of_one_line(stored):
 def test_json_and_table_of_the_command(stored):
     root, groups = stored
     text = "select stage, count(*) as n, avg(reward) as mean from responses group by stage order by stage"
-    result = megarl("sql", root, text, "--json")
-    assert result.returncode == 0, result.stderr
-    found = [json.loads(line) for line in result.stdout.splitlines()]
+    found = [json.loads(line) for line in succeed("sql", root, text, "--json").stdout.splitlines()]
     for stage, row in enumerate(found):
         rewards = [r.reward for s, g in groups for r in g.responses if s == stage]
         assert row == {"stage": stage, "n": 24, "mean": pytest.approx(sum(rewards) / 24)}
-    result = megarl("sql", root, text)
-    assert result.stdout.splitlines()[0].split() == ["stage", "n", "mean"] and len(result.stdout.splitlines()) == 3
+    head, *lines = succeed("sql", root, text).stdout.splitlines()
+    assert head.split() == ["stage", "n", "mean"] and len(lines) == 2
     with pytest.raises(UserError, match="is not a run directory"):
         rows(root.parent, "select 1")
 

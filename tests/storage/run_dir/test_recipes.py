@@ -7,21 +7,22 @@ import pytest
 from megarl.recipe.load import load_recipe
 from megarl.storage.run_dir import RunDir
 from megarl.storage.run_dir.recipes import from_next_stage
-from tests.helpers import events, megarl, metrics
+from tests.helpers import events, metrics
+from tests.phases.commands import settings, succeed, train
 
 REWARD = ["reward.require_stop: True -> False"]
 
 
 @pytest.mark.parametrize(
-    ("settings", "stage", "allowed"),
+    ("changes", "stage", "allowed"),
     [
         ((), "001", REWARD),
         (("rollout.token_budget=2", "rollout.oversample=2"), "000", REWARD),
         (("rollout.token_budget=2", "rollout.oversample=2"), "001", []),  # it also trains groups that stage 0 scored
     ],
 )
-def test_the_reward_may_not_change_before_a_stage_that_trains_scored_groups(recipe, tmp_path, settings, stage, allowed):
-    assert from_next_stage(REWARD, tmp_path / "stages" / stage, load_recipe(recipe, settings)) == allowed
+def test_the_reward_may_not_change_before_a_stage_that_trains_scored_groups(recipe, tmp_path, changes, stage, allowed):
+    assert from_next_stage(REWARD, tmp_path / "stages" / stage, load_recipe(recipe, changes)) == allowed
 
 
 def test_objective_and_optimizer_change_until_a_checkpoint_and_reward_and_engine_until_rollouts(recipe, tmp_path):
@@ -30,10 +31,10 @@ def test_objective_and_optimizer_change_until_a_checkpoint_and_reward_and_engine
     scoring = ["rollout.engine: 'builtin' -> 'vllm'", "rollout.vllm.seed: None -> 3", "reward.boxed: False -> True"]
     later, others = ["stages.2.engine: None -> 'vllm'"], ["data.seed: 1 -> 2", "rollout.temperature: 1.0 -> 0.9"]
     of_this = ["stages.1.engine: None -> 'vllm'"]
-    settings = [*training, *scoring, *later, *of_this, *others, "stages.0.engine: None -> 'vllm'"]
+    wanted = [*training, *scoring, *later, *of_this, *others, "stages.0.engine: None -> 'vllm'"]
 
     def allowed():
-        return from_next_stage(settings, stage, load_recipe(recipe))
+        return from_next_stage(wanted, stage, load_recipe(recipe))
 
     assert allowed() == [*training, *scoring, *later, *of_this]
     (stage / "rollouts").mkdir(parents=True)
@@ -45,23 +46,20 @@ def test_objective_and_optimizer_change_until_a_checkpoint_and_reward_and_engine
 def test_an_objective_changes_in_place_from_a_stage_on_and_later_by_the_command_that_is_named(recipe, tmp_path):
     root = tmp_path / "run"
     given = ("schedule.updates_per_stage=2", "eval.every=0")
-    command = ["train", recipe, "--run-dir", root, *(part for text in given for part in ("--set", text))]
-    assert megarl(*command, "--until", "optimize:0").returncode == 0
-    changed = megarl(*command, "--set", "objective.name=grpo", "--set", "objective.eps_low=0.1")
-    assert changed.returncode == 0, changed.stderr
+    train(recipe, root, *settings(*given), "--until", "optimize:0")
+    train(recipe, root, *settings(*given, "objective.name=grpo", "objective.eps_low=0.1"))
     run = RunDir.open(root)
     assert [run.stage(n).run.recipe.objective.name for n in (0, 1)] == ["mu_grpo", "grpo"]
     assert [event["stage"] for event in events(run, "recipe_changed")] == [1]
     assert [("veto_fraction" in line) for line in metrics(run)] == [True, True, False, False]
-    assert megarl("audit", root).stdout.splitlines()[-1] == "everything that was checked agrees"
+    assert succeed("audit", root).stdout.splitlines()[-1] == "everything that was checked agrees"
 
-    refused = megarl(*command, "--set", "objective.name=dapo", "--set", "objective.eps_high=0.3")
-    assert refused.returncode == 2
+    refused = train(recipe, root, *settings(*given, "objective.name=dapo", "objective.eps_high=0.3"), code=2)
     named = refused.stderr.rpartition("on the same rollouts: megarl ")[2].replace("NEW", str(tmp_path / "branch"))
-    assert megarl(*shlex.split(named)).returncode == 0
+    succeed(*shlex.split(named))
     branch = RunDir.open(tmp_path / "branch")
     assert branch.recipe.objective == load_recipe(recipe, ["objective.name=dapo", "objective.eps_high=0.3"]).objective
     assert [line["update"] for line in metrics(branch)] == [3, 4]
 
-    refused = megarl(*command, "--set", "data.prompt_template='{prompt}:'")
+    refused = train(recipe, root, *settings(*given, "data.prompt_template='{prompt}:'"), code=2)
     assert f"megarl train RECIPE --run-dir NEW --continue-from {root}" in refused.stderr

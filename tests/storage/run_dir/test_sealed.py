@@ -10,7 +10,7 @@ import pytest
 from megarl.errors import UserError
 from megarl.storage.run_dir.checks import check, damages
 from megarl.views.audit import audit
-from tests.helpers import megarl
+from tests.phases.commands import settings, succeed, train
 
 PLACES, AUDITED = 100, 5
 NEVER_READ_AGAIN = ("logs", ".lock")
@@ -20,9 +20,8 @@ NEVER_READ_AGAIN = ("logs", ".lock")
 def finished(recipe):
     """A run of two stages with evaluations, best/, final/, and an earlier recipe, since its samples changed."""
     run = recipe.parent / "run"
-    begins = megarl("train", recipe, "--run-dir", run, "--until", "optimize:0", "--set", "actor.checkpoint_every=3")
-    ends = megarl("train", recipe, "--run-dir", run, "--set", "actor.checkpoint_every=3", "--set", "eval.samples=2")
-    assert (begins.returncode, ends.returncode) == (0, 0), begins.stderr + ends.stderr
+    train(recipe, run, "--until", "optimize:0", *settings("actor.checkpoint_every=3"))
+    train(recipe, run, *settings("actor.checkpoint_every=3", "eval.samples=2"))
     return run
 
 
@@ -76,30 +75,27 @@ def test_no_change_of_one_byte_passes(copy):
                 assert next(damages(path), None), (name, place, other)
 
 
-def test_logs_and_the_lock_are_never_read_again(finished, tmp_path):
+def test_logs_and_the_lock_are_never_read_again(finished, copy):
     """Which is why they have no checksum: without them the audit, a report and a further start say the same."""
-    run = shutil.copytree(finished, tmp_path / "run", symlinks=True)
-    shutil.rmtree(run / "logs")
-    (run / ".lock").unlink()
-    assert audit(run, 4).problems == []
-    before = {path: path.read_bytes() for path in files_of(run)}
-    again = megarl("train", finished.parent / "recipe.toml", "--run-dir", run)
-    assert again.returncode == 0, again.stderr
-    assert {path for path in before if path.read_bytes() != before[path]} <= {run / "events.jsonl", run / "report.html"}
+    shutil.rmtree(copy / "logs")
+    (copy / ".lock").unlink()
+    assert audit(copy, 4).problems == []
+    before = {path: path.read_bytes() for path in files_of(copy)}
+    train(finished.parent / "recipe.toml", copy)
+    changed = {path.name for path in before if path.read_bytes() != before[path]}
+    assert changed <= {"events.jsonl", "report.html"}
 
 
 def test_flipped_weights_of_the_best_policy_are_not_evaluated(copy):
     path = copy / "best/model.safetensors"
     flip(path, path.stat().st_size // 2, 3)
-    result = megarl("eval", copy / "best", "--recipe", copy / "recipe.toml")
-    assert result.returncode == 2
-    assert re.search("the weights in .*best do not match their checksum", result.stderr)
-    with pytest.raises(UserError, match="do not match"):
+    with pytest.raises(UserError, match="the weights in .*best do not match their checksum"):
         check(copy / "best", "")
+    assert "do not match" in succeed("eval", copy / "best", "--recipe", copy / "recipe.toml", code=2).stderr
 
 
 def test_a_flipped_seal_is_one_finding_and_no_traceback(copy):
     flip(copy / "stages/001/rollouts/SEALED", 20, 0)
-    result = megarl("audit", copy)
-    assert result.returncode == 1 and "Traceback" not in result.stderr
+    result = succeed("audit", copy, code=1)
+    assert "Traceback" not in result.stderr
     assert len(re.findall(r"does not agree: .*stages/001/rollouts/SEALED is damaged", result.stdout)) == 1
