@@ -1,8 +1,14 @@
-"""Scores responses in a pool of their own."""
+"""Prompts, and verdicts on responses to them by a pool of their own."""
 
 import contextlib
 
+from megarl.data.prompts import Prompt
 from megarl.rewards.pool import VerifierPool
+
+
+def prompt_for(answer="", **columns):
+    """A prompt with this answer, whose row has these columns too."""
+    return Prompt(0, "?", (1,), answer, {"metadata": columns})
 
 
 @contextlib.contextmanager

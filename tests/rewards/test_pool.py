@@ -8,7 +8,7 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from megarl.data.prompts import Prompt, build_prompts
+from megarl.data.prompts import build_prompts
 from megarl.errors import UserError
 from megarl.heartbeats import FILE, read_beat
 from megarl.recipe.tables import RewardTable
@@ -18,7 +18,7 @@ from megarl.rewards.parts import build_verifier
 from megarl.rewards.pool import Limits
 from tests.data.prompt_sources import char_tokenizer, recipe
 from tests.rewards import hostile, pooling
-from tests.rewards.pooling import score
+from tests.rewards.pooling import prompt_for, score
 
 TIGHT = Limits(seconds=0.5, memory=1 << 30, workers=2)
 RIGHT, RIGHT_TEXT = Score(1.0), "so it is $42$"
@@ -26,10 +26,6 @@ RIGHT, RIGHT_TEXT = Score(1.0), "so it is $42$"
 
 def pool(build, limits=TIGHT):
     return pooling.pool(build, limits)
-
-
-def prompt_for(answer):
-    return Prompt(0, "?", (1,), answer, {})
 
 
 class Scripted:

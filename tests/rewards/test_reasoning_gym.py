@@ -130,7 +130,7 @@ FORMED = (  # generators whose answers are numbers, words, sentences, grids with
 )
 
 
-@pytest.mark.parametrize("name", FORMED)
+@pytest.mark.parametrize("name", [*FORMED, *sorted(EVALUATING)])
 def test_harmless_text_around_an_answer_changes_no_score(name, monkeypatch):
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     items = GymItems(name, {})
@@ -140,12 +140,3 @@ def test_harmless_text_around_an_answer_changes_no_score(name, monkeypatch):
         prompt = Prompt(0, "?", (1,), str(item["answer"]), item)
         assert [verifier.score(prompt, form.format(item["answer"])) for form in FORMS] == [1.0] * len(FORMS)
         assert verifier.score(prompt, f"<answer>{item['answer']}</answer> or <answer>no answer</answer>") < 1.0
-
-
-@pytest.mark.parametrize("generator", sorted(EVALUATING))
-def test_a_generators_own_answers_are_right_with_harmless_text_around_them(source, generator):
-    settings, prompts = source[generator]
-    verifier, prompt = build_verifier(settings, prompts), prompts.train(0)
-    assert [verifier.score(prompt, form.format(prompt.answer)) for form in FORMS] == [1.0] * len(FORMS)
-    found = [verifier.score(prompt, prompt.answer) for prompt in map(prompts.train, range(1, 6))]
-    assert found == [1.0] * 5
