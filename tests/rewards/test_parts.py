@@ -102,6 +102,14 @@ def test_a_function_of_a_part_is_tried_before_the_run(tmp_path):
         ({"kind": "exact", "parts": [{"kind": "box", "weight": 1.0, "path": "a.py:f"}]}, "has no path"),
         ({"kind": "exact", "parts": [{"kind": "bx", "weight": 1.0}]}, "'box', 'overlong', 'length' or 'python'"),
         ({"kind": "exact", "parts": [{"kind": "overlong", "weight": 1.0, "buffer": 2000}]}, "is more than rollout.max"),
+        ({"kind": "exact", "group": True}, "group is a setting of kind = 'python'"),
+        ({"kind": "exat"}, r"unknown; did you mean 'exact'\? known are 'reasoning_gym', 'exact', 'math'"),
+        ({"kind": "python", "path": "a.py:f", "scores": [3, -1]}, "the least and the largest"),
+        ({"kind": "python", "path": "a.py:f", "correct_above": 2}, "more than the largest score"),
+        ({"kind": "judge"}, "need .reward.service."),
+        ({"kind": "exact", "service": {"url": "http://a"}}, "other kinds do not have it"),
+        ({"kind": "judge", "service": {"url": "http://a"}}, "needs service.model"),
+        ({"kind": "http", "service": {"url": "http://a", "prompt": "q"}}, "service.prompt is a setting of"),
     ],
 )
 def test_mistakes_in_the_reward_table_are_refused(tmp_path, reward, message):
@@ -164,8 +172,6 @@ def score(prompt, responses, row):
     assert [r.reward for r in scored(settings, ["b", "spin", "c"])] == [0, 0, 0]
     with pytest.raises(UserError, match=r"returned \[1.0\] for 2 responses: expected a list of as many scores"):
         scored(settings, ["few", "a"])
-    with pytest.raises(ValueError, match="group is a setting of kind = 'python'"):
-        recipe(tmp_path, kind="exact", group=True)
 
 
 def test_the_length_reward_is_that_of_kimi_k1_5():
