@@ -50,7 +50,9 @@ BEFORE = {  # the function's body or the path: what is said before the run begin
     "hard exit": (RIGHT.replace("return", "import os; os._exit(0) #"), "ends its process on the first prompt"),
     "key": (RIGHT.replace("return", 'return {"scroe": 1} #'), "returned the key 'scroe'"),
     "async": (f"async {RIGHT}", "score is not a function, or one with async"),
-    "not a number": (RIGHT.replace("return", "return float('nan') #"), "on prompt "),
+    "not a number": (RIGHT.replace("return", "return float('nan') #"), "that is "),
+    "large": (RIGHT.replace("return", 'return {"score": 1, "reward": 1e308} #'), "expected a finite number"),
+    "digits": (RIGHT.replace("return", "return 10**5000 #"), "expected a finite number"),
     "waits": ("import time\ndef score(prompt, response, row): time.sleep(100)", "waits for more than 10 s without"),
     "several": (
         RIGHT.replace("return", "import numpy; return numpy.ones(3) #"),

@@ -20,16 +20,8 @@ def score(prompt, response, row):
         return 0.5
     if response == "dict":
         return {"score": 1, "reward": -2.5}
-    if response == "nan":
-        return float("nan")
-    if response == "large":
-        return {"score": 1, "reward": 1e308}
-    if response == "digits":
-        return 10**5000
     if response == "spin":
         while True: pass
-    if response == "key":
-        return {"score": 1, "rewrad": 1}
     return float(response == row["answer"] and row["level"] == 3 and prompt == "?")
 """
 
@@ -76,11 +68,6 @@ def test_a_users_own_function_gives_rewards_and_correctness(tmp_path, file, tiny
     assert [r.correctness for r in responses] == [1, 0, 0, 1, 0, 1]
     credit = recipe(tmp_path, kind="python", path=f"{file}:score", partial_credit=True)
     assert [(r.reward, r.correctness) for r in scored(credit, ["share", "dict"])] == [(0.5, 0), (-2.5, 1)]
-    for text in ("nan", "key", "large", "digits"):
-        with pytest.raises(
-            UserError, match=r"returned (a score .*that is .*expected a finite number|the key 'rewrad')"
-        ):
-            scored(settings, [text])
 
 
 def test_a_function_of_a_part_is_tried_before_the_run(tmp_path):

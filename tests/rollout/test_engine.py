@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from megarl.errors import UserError
-from megarl.recipe.load import parse_recipe
 from megarl.rollout import vllm
 from megarl.rollout.continuous import Running, Settings, checked_experts
 from megarl.rollout.engine import (
@@ -24,6 +23,7 @@ from megarl.rollout.engine import (
 )
 from megarl.rollout.sglang import engine as sglang
 from megarl.rollout.sglang.server import ServerFailed
+from tests.rollout.engines import stage_recipe
 
 SETTINGS = Settings("cuda", context=4096, responses=512)
 
@@ -41,17 +41,13 @@ def test_response_seeds_are_stable_and_distinct():
 
 
 def test_an_unknown_engine_is_refused_with_the_nearest_name():
-    tables = {
-        "model": {"path": "unused"},
-        "data": {"source": "reasoning_gym", "train": "spell_backward"},
-        "reward": {"kind": "reasoning_gym"},
-    }
+    model = {"path": "unused"}
     with pytest.raises(
         UserError, match=r"rollout.engine: unknown; did you mean 'sglang'\? known are 'builtin', 'vllm'"
     ):
-        parse_recipe(tables | {"rollout": {"engine": "sglan"}})
+        stage_recipe("sglan", model=model)
     with pytest.raises(UserError, match=r"stages.0.engine: unknown; known are 'builtin', 'vllm', 'sglang' \(got 'q'\)"):
-        parse_recipe(tables | {"stages": {"0": {"engine": "q"}}})
+        stage_recipe("vllm", model=model, stages={"0": {"engine": "q"}})
 
 
 def completion(logprobs, reason="stop", tokens=None):
