@@ -205,6 +205,10 @@ def test_tests_that_pass_a_function_to_the_program_are_refused():
         ({"tests": {"inputs": ["1"], "outputs": []}}, "two lists of the same length"),
         ({"tests": {"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}}, "a list of arguments"),
         ({"tests": {"inputs": [[1]], "outputs": [1], "fn_name": "f()[0]; g"}}, "is not the name of a function"),
+        (
+            {"tests": {"inputs": [""], "outputs": [""], "harness": "lcb"}},
+            "'lcb' of tests: known are livecodebench, code_",
+        ),
         ({"tests": "assert f( == 1"}, "not valid Python"),
         ({"tests": "f(1)"}, "no assert statement"),
         ({"tests": "def check(candidate):\n    assert candidate(1) == 2"}, "outside of check.*column entry_point"),

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.errors import UserError
 from megarl.recipe.tables import RewardTable
-from megarl.rewards.code import Code, read_tests
+from megarl.rewards.code import Code
 from megarl.rewards.harness import HARNESSES
 from tests.rewards.pooling import prompt_for
 
@@ -97,8 +96,3 @@ def test_a_rows_preamble_runs_before_the_program():
     assert score(check, program, **columns) == 1
     assert score(check, program, entry_point="f") == 0
     assert score([{"input": "4", "output": "2"}], "print(int(sqrt(int(input()))))", preamble="from math import *") == 1
-
-
-def test_an_unknown_harness_is_refused():
-    with pytest.raises(UserError, match="harness 'lcb' of tests: known are livecodebench, code_contests"):
-        read_tests(prompt_for(tests={"inputs": [""], "outputs": [""], "harness": "lcb"}), "python")

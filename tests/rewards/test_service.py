@@ -144,14 +144,6 @@ def test_a_judges_answer_gives_the_score(tmp_path, server):
     assert {body["model"] for _, body in server.asked} == {"grader"}
 
 
-def test_a_service_that_answers_no_number_is_asked_again_and_then_ends_the_phase(tmp_path, server):
-    settings = recipe(tmp_path, server.url, "http")
-    assert scored(settings, ["HESITATES RIGHT"]) == [Score(1.0, reward=-2.0)]
-    with pytest.raises(VerifierUnavailable, match="after 3 attempts: .* returned a score or reward that"):
-        scored(settings, ["NAN"])
-    assert [body["response"] for _, body in server.asked] == ["HESITATES RIGHT"] * 2 + ["NAN"] * 3
-
-
 @pytest.mark.parametrize("text", SAID)
 def test_a_judge_without_a_score_is_asked_again_and_then_ends_the_phase(tmp_path, server, text):
     with pytest.raises(VerifierUnavailable, match="after 3 attempts: the judge"):
@@ -199,11 +191,17 @@ def test_a_score_is_a_number_at_the_end_of_its_line(text, score):
 
 
 def test_a_services_answer_gives_score_and_reward(tmp_path, server):
+    """If it is no number, the service is asked again, and then the phase ends."""
     settings = recipe(tmp_path, server.url, "http")
     check_reward(settings)
-    assert scored(settings, ["RIGHT", "else"]) == [Score(1.0, reward=-2.0), Score(0.25, reward=-2.0)]
+    found = scored(settings, ["RIGHT", "else", "HESITATES RIGHT"])
+    assert found == [Score(1.0, reward=-2.0), Score(0.25, reward=-2.0), Score(1.0, reward=-2.0)]
     row = {"prompt": "2 + 2?", "answer": "4", "level": 3}
     assert ("/v1", {"prompt": "2 + 2?", "response": "RIGHT", "answer": "4", "row": row}) in server.asked
+    with pytest.raises(VerifierUnavailable, match="after 3 attempts: .* returned a score or reward that"):
+        scored(settings, ["NAN"])
+    asked = [body["response"] for _, body in server.asked]
+    assert (asked.count("HESITATES RIGHT"), asked.count("NAN")) == (2, 3)
 
 
 def test_requests_are_sent_concurrently(tmp_path, server):
