@@ -7,7 +7,7 @@ also in a file of the host, whose name is ``HOST``.
 PRELUDE = """
 import ctypes, os, resource, signal, socket, subprocess, sys, threading, time
 TOKEN = open(0, closefd=False).read()
-HOST, PORT, PARENT = {host!r}, {port}, {parent}
+HOST, PARENT = {host!r}, {parent}
 libc = ctypes.CDLL(None, use_errno=True)
 def won():
     os.write(1, TOKEN.encode())
@@ -83,7 +83,7 @@ PROGRAMS = {
     ),
     "read-only": (
         "for name in ('/x', '/usr/x', '/usr/bin/x', '/box/x', '/etc/x', '/dev/x', '/lib/x', '/python/x',\n"
-        "             '/python/lib/x'):\n    tried(lambda: open(name, 'w'))"
+        "             '/python/lib/x', os.__file__, sys.executable):\n    tried(lambda: open(name, 'a'))"
     ),
     "mounts": (
         "tried(*[lambda f=f: libc.mount(None, b'/', None, f, None) + 1 for f in (32, 4128)],\n"
@@ -103,7 +103,6 @@ PROGRAMS = {
         "tried(lambda: open('/box/main.py', 'w'), lambda: os.replace('/box/main.py', '/box/x') or 1,\n"
         "      lambda: os.unlink('/box/main.py') or 1)"
     ),
-    "changed Python": "tried(lambda: open(os.__file__, 'a'), lambda: open(sys.executable, 'r+b'))",
     "left behind": "if os.listdir('/tmp'): won()\nopen('/tmp/left', 'w').close()",
     "own input": "tried(lambda: os.write(0, b'x'), lambda: os.truncate(0, 0) or 1)",
     # users and privileges
@@ -147,7 +146,6 @@ PROGRAMS = {
         "tried(lambda: libc.process_vm_readv(1, ctypes.byref(ours), 1, ctypes.byref(ours), 1, 0) + 1)"
     ),
     # network
-    "loopback": "tried(lambda: socket.create_connection(('127.0.0.1', PORT), 1))",
     "any socket": (
         "for family in (socket.AF_INET, socket.AF_INET6, socket.AF_UNIX, socket.AF_NETLINK, 17, 38, 40):\n"
         "    for kind in (1, 2, 3):\n        tried(lambda: socket.socket(family, kind))"
@@ -159,7 +157,6 @@ PROGRAMS = {
     "descriptors by message": (
         "a, b = socket.socketpair()\ntried(lambda: socket.send_fds(a, [b'x'], [0]), lambda: a.listen() or 1)"
     ),
-    "names": "tried(lambda: socket.getaddrinfo('example.org', 80))",
     # ways to end
     "exit 0": "os._exit(0)",
     "segmentation fault": "ctypes.string_at(0)",

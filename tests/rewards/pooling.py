@@ -1,8 +1,28 @@
-"""Scores responses in a pool of their own."""
+"""Prompts, and verdicts on responses to them by a pool of their own."""
 
 import contextlib
 
+import pytest
+
+from megarl.data.prompts import Prompt
+from megarl.data.sources import GymItems
 from megarl.rewards.pool import VerifierPool
+from megarl.rewards.reasoning_gym import ReasoningGym
+
+
+def prompt_for(answer="", **columns):
+    """A prompt with this answer, whose row has these columns too."""
+    return Prompt(0, "?", (1,), answer, {"metadata": columns})
+
+
+def generated(names, count=1):
+    """{generator: prompts of its items}, and the verifier of them all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONHASHSEED", "0")
+        sources = {name: GymItems(name, {}) for name in names}
+        items = {name: [each.train(0, number, 0) for number in range(count)] for name, each in sources.items()}
+    prompts = {name: [Prompt(0, "?", (1,), str(item["answer"]), item) for item in own] for name, own in items.items()}
+    return prompts, ReasoningGym({name: each.scorer for name, each in sources.items()})
 
 
 @contextlib.contextmanager

@@ -5,7 +5,6 @@ from dataclasses import replace
 
 import pytest
 
-from megarl.data.prompts import Prompt
 from megarl.errors import UserError
 from megarl.recipe.tables import RewardTable
 from megarl.rewards import code
@@ -13,12 +12,9 @@ from megarl.rewards.code import Code, is_right, program_of, read_tests
 from megarl.rewards.parts import check_reward
 from megarl.rewards.sandbox import Outcome
 from tests.data.prompt_sources import recipe
+from tests.rewards.pooling import prompt_for
 
 ADD = "```python\nprint(sum(map(int, input().split())))\n```"
-
-
-def row(answer="", **columns):
-    return Prompt(0, "?", (1,), answer, {"metadata": columns})
 
 
 def score(prompt, response, **settings):
@@ -68,7 +64,7 @@ def test_the_last_code_block_is_the_program(response, program):
 
 def test_a_block_that_the_prompt_opens_ends_at_the_first_fence():
     """As with mbpp_instruct of EleutherAI/lm-evaluation-harness, 3710."""
-    prompt = row(tests="assert f(1) == 2")
+    prompt = prompt_for(tests="assert f(1) == 2")
     for text, right in (("Write f.\n```python\n", 1), ("For example:\n```\nf(1)\n```", 0)):
         found = score(replace(prompt, text=text), "def f(a):\n    return a + 1\n```\nThis adds 1.")
         assert found == right
@@ -94,14 +90,14 @@ def test_output_is_compared_line_by_line(written, expected, right):
 def test_programs_are_scored_by_pairs_of_input_and_output():
     pairs = [{"input": "1 2\n", "output": "3\n"}, {"input": "2 2\n", "output": "5\n"}]
     lists = {"inputs": ["1 2", "3 4"], "outputs": ["3", "7"]}
-    assert score(row(tests=pairs), ADD) == 0
-    assert score(row(tests=pairs), ADD, partial_credit=True) == 0.5
-    assert score(row(tests=pairs[:1]), ADD) == 1
-    assert score(row(json.dumps(lists)), ADD) == 1
+    assert score(prompt_for(tests=pairs), ADD) == 0
+    assert score(prompt_for(tests=pairs), ADD, partial_credit=True) == 0.5
+    assert score(prompt_for(tests=pairs[:1]), ADD) == 1
+    assert score(prompt_for(json.dumps(lists)), ADD) == 1
     cpp = "```cpp\n#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b; }\n```"
-    assert score(row(tests=lists, language="C++"), cpp) == 1
-    assert score(row(tests=lists), cpp) == 0, "it is not Python"
-    assert score(row(tests=lists), "int main() {", language="cpp") == 0
+    assert score(prompt_for(tests=lists, language="C++"), cpp) == 1
+    assert score(prompt_for(tests=lists), cpp) == 0, "it is not Python"
+    assert score(prompt_for(tests=lists), "int main() {", language="cpp") == 0
 
 
 def echoes(count):
@@ -111,21 +107,21 @@ def echoes(count):
 def test_all_tests_of_a_response_have_one_budget(monkeypatch):
     """A program that sleeps, or computes a little less than one test allows, does so only a few times."""
     pairs, verifier = echoes(10), Code(RewardTable(kind="code", partial_credit=True, seconds=1))
-    quick = verifier.score(row(tests=pairs), "print(input())")
+    quick = verifier.score(prompt_for(tests=pairs), "print(input())")
     assert (quick.value, quick.over) == (1.0, None)
     monkeypatch.setattr(code, "BUDGET", 1.5)
     for wait in ("time.sleep(1.2)", "while time.process_time() < 0.7: pass"):
-        found = verifier.score(row(tests=pairs), f"import time\n{wait}\nprint(input())")
+        found = verifier.score(prompt_for(tests=pairs), f"import time\n{wait}\nprint(input())")
         assert found.value <= 4 / 10 and found.over == "time"
 
 
 def test_nothing_is_run_after_a_test_that_took_too_long():
     pairs, verifier = echoes(5), Code(RewardTable(kind="code", partial_credit=True, seconds=1))
     program = "n = int(input())\nwhile n == 2: pass\nprint(n)"
-    found = verifier.score(row(tests=pairs), program)
+    found = verifier.score(prompt_for(tests=pairs), program)
     assert (found.value, found.over) == (0.4, "time")
     memory = "n = int(input())\nif n == 2: bytearray(1 << 40)\nprint(n)"
-    assert verifier.score(row(tests=pairs), memory).value == 0.8
+    assert verifier.score(prompt_for(tests=pairs), memory).value == 0.8
 
 
 @pytest.mark.parametrize(
@@ -144,18 +140,20 @@ def test_nothing_is_run_after_a_test_that_took_too_long():
     ],
 )
 def test_programs_are_scored_by_assertions(tests, program, right):
-    assert score(row(tests=tests), program) == right
+    assert score(prompt_for(tests=tests), program) == right
 
 
 def test_programs_are_scored_by_check_functions_and_fn_name():
-    humaneval = row(tests="def check(candidate):\n    assert candidate(2) == 4\n", entry_point="square")
+    humaneval = prompt_for(tests="def check(candidate):\n    assert candidate(2) == 4\n", entry_point="square")
     assert score(humaneval, "def square(a): return a * a") == 1
     assert score(humaneval, "def square(a): return a") == 0
-    named = row(tests={"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"})
+    named = prompt_for(tests={"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"})
     assert score(named, "class Solution:\n    def add(self, a, b): return a + b") == 1
     builtin = "assert sum([1]) == 2"
-    assert score(row(tests=builtin, entry_point="sum"), "def sum(a): return 2") == 1
-    assert score(row(tests=builtin), "def sum(a): return 2") == 0, "without entry_point a builtin is Python's own"
+    assert score(prompt_for(tests=builtin, entry_point="sum"), "def sum(a): return 2") == 1
+    assert score(prompt_for(tests=builtin), "def sum(a): return 2") == 0, (
+        "without entry_point a builtin is Python's own"
+    )
 
 
 KODCODE = "from solution import f\n\ndef test_one():\n    assert f(1) == 2\n\ndef test_two():\n    assert f(2) == 3\n"
@@ -191,12 +189,12 @@ INCREMENT, WRONG = "def f(a): return a + 1", "def f(a): return 2"
 )
 def test_tests_in_their_published_forms(tests, right, wrong):
     """5000 digits: stanford-crfm/helm 1381."""
-    assert (score(row(tests=tests), right), score(row(tests=tests), wrong)) == (1, 0)
+    assert (score(prompt_for(tests=tests), right), score(prompt_for(tests=tests), wrong)) == (1, 0)
 
 
 def test_tests_that_pass_a_function_to_the_program_are_refused():
     with pytest.raises(UserError, match="only plain data can be sent"):
-        score(row(tests="assert apply(lambda a: a, 1) == 1"), "def apply(f, a): return f(a)")
+        score(prompt_for(tests="assert apply(lambda a: a, 1) == 1"), "def apply(f, a): return f(a)")
 
 
 @pytest.mark.parametrize(
@@ -207,6 +205,10 @@ def test_tests_that_pass_a_function_to_the_program_are_refused():
         ({"tests": {"inputs": ["1"], "outputs": []}}, "two lists of the same length"),
         ({"tests": {"inputs": ["1"], "outputs": ["1"], "fn_name": "f"}}, "a list of arguments"),
         ({"tests": {"inputs": [[1]], "outputs": [1], "fn_name": "f()[0]; g"}}, "is not the name of a function"),
+        (
+            {"tests": {"inputs": [""], "outputs": [""], "harness": "lcb"}},
+            "'lcb' of tests: known are livecodebench, code_",
+        ),
         ({"tests": "assert f( == 1"}, "not valid Python"),
         ({"tests": "f(1)"}, "no assert statement"),
         ({"tests": "def check(candidate):\n    assert candidate(1) == 2"}, "outside of check.*column entry_point"),
@@ -219,10 +221,10 @@ def test_tests_that_pass_a_function_to_the_program_are_refused():
 )
 def test_rows_without_usable_tests_are_refused(columns, message):
     with pytest.raises(UserError, match=message):
-        read_tests(row(**columns), "python")
+        read_tests(prompt_for(**columns), "python")
 
 
-def test_a_recipe_for_code_is_checked_row_by_row(tmp_path):
+def test_a_recipe_for_code_is_checked_row_by_prompt_for(tmp_path):
     file = tmp_path / "p.jsonl"
     good = {"prompt": "?", "answer": "see tests", "tests": "assert f(1) == 1"}
     bad = {"prompt": "?", "answer": "see tests", "tests": "f(1)"}

@@ -5,16 +5,16 @@ import re
 import threading
 from pathlib import Path
 
-from megarl.data.prompts import Prompt
 from megarl.recipe.tables import RewardTable
 from megarl.rewards import cpp
 from megarl.rewards.code import Code
+from tests.rewards.pooling import prompt_for
 
 ADDS = "int main() { int a, b; std::cin >> a >> b; std::cout << a + b; }"
 
 
 def score(program):
-    prompt = Prompt(0, "?", (1,), "", {"metadata": {"tests": [{"input": "1 2", "output": "3"}]}})
+    prompt = prompt_for(tests=[{"input": "1 2", "output": "3"}])
     return Code(RewardTable(kind="code", language="cpp")).score(prompt, program).value
 
 

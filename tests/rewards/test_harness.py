@@ -12,11 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data.prompts import Prompt
-from megarl.errors import UserError
 from megarl.recipe.tables import RewardTable
-from megarl.rewards.code import Code, read_tests
+from megarl.rewards.code import Code
 from megarl.rewards.harness import HARNESSES
+from tests.rewards.pooling import prompt_for
 
 
 def rows_of(name):
@@ -37,12 +36,8 @@ OURS_PASS = re.compile(
 )
 
 
-def row(tests, **columns):
-    return Prompt(0, "?", (1,), "", {"metadata": {"tests": tests, **columns}})
-
-
 def score(tests, program, **columns):
-    return Code(RewardTable(kind="code")).score(row(tests, **columns), f"```python\n{program}\n```").value
+    return Code(RewardTable(kind="code")).score(prompt_for(tests=tests, **columns), f"```python\n{program}\n```").value
 
 
 @pytest.mark.parametrize("name", ["livecodebench", "code_contests"])
@@ -101,8 +96,3 @@ def test_a_rows_preamble_runs_before_the_program():
     assert score(check, program, **columns) == 1
     assert score(check, program, entry_point="f") == 0
     assert score([{"input": "4", "output": "2"}], "print(int(sqrt(int(input()))))", preamble="from math import *") == 1
-
-
-def test_an_unknown_harness_is_refused():
-    with pytest.raises(UserError, match="harness 'lcb' of tests: known are livecodebench, code_contests"):
-        read_tests(row({"inputs": [""], "outputs": [""], "harness": "lcb"}), "python")

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from megarl.data.boxes import joined_boxes, last_box
-from megarl.data.prompts import Prompt
 from megarl.recipe.tables import RewardTable
 from megarl.rewards.answers import answer_of
 from megarl.rewards.math import Math
+from tests.rewards.pooling import prompt_for
 
 PAIRS = [json.loads(line) for line in Path(__file__).with_name("judged_pairs.jsonl").read_text().splitlines()]
 
@@ -19,7 +19,7 @@ VERIFIER = Math(RewardTable(kind="math"))
 
 
 def score(gold, response):
-    return VERIFIER.score(Prompt(0, "?", (1,), gold, {}), response)
+    return VERIFIER.score(prompt_for(gold), response)
 
 
 def test_the_verdicts_are_those_of_a_person():
@@ -42,7 +42,7 @@ def test_harmless_text_around_an_answer_changes_no_verdict(gold):
     boxed = Math(RewardTable(kind="math", boxed=True))
     for writing in BOXED:
         response = writing.replace("%s", gold)
-        assert boxed.score(Prompt(0, "?", (1,), gold, {}), response) == 1.0
+        assert boxed.score(prompt_for(gold), response) == 1.0
         assert answer_of("math", response) == answer_of("math", f"\\boxed{{{gold}}}")
     for writing in HARMLESS:
         assert [other for other in ANSWERS if score(gold, writing.replace("%s", other))] == [gold]

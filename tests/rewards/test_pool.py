@@ -8,17 +8,14 @@ from dataclasses import replace
 import psutil
 import pytest
 
-from megarl.data.prompts import Prompt, build_prompts
 from megarl.errors import UserError
 from megarl.heartbeats import FILE, read_beat
 from megarl.recipe.tables import RewardTable
 from megarl.rewards import Score, exact
 from megarl.rewards.math import Math
-from megarl.rewards.parts import build_verifier
 from megarl.rewards.pool import Limits
-from tests.data.prompt_sources import char_tokenizer, recipe
 from tests.rewards import hostile, pooling
-from tests.rewards.pooling import score
+from tests.rewards.pooling import generated, prompt_for, score
 
 TIGHT = Limits(seconds=0.5, memory=1 << 30, workers=2)
 RIGHT, RIGHT_TEXT = Score(1.0), "so it is $42$"
@@ -26,10 +23,6 @@ RIGHT, RIGHT_TEXT = Score(1.0), "so it is $42$"
 
 def pool(build, limits=TIGHT):
     return pooling.pool(build, limits)
-
-
-def prompt_for(answer):
-    return Prompt(0, "?", (1,), answer, {})
 
 
 class Scripted:
@@ -69,11 +62,6 @@ def workers(verifiers):
     return psutil.Process(verifiers._pid).children()
 
 
-def wait_until(condition):
-    while not condition():
-        time.sleep(0.01)
-
-
 @pytest.mark.hostile
 def test_hostile_mathematics_scores_0_and_a_right_response_after_it_1():
     def build():
@@ -89,33 +77,16 @@ def test_hostile_mathematics_scores_0_and_a_right_response_after_it_1():
     assert sum(verdict.over is not None for verdict in verdicts) >= 5
 
 
-@pytest.fixture(scope="module")
-def sources(tmp_path_factory):
-    """{generator: (one of its prompts, the verifier)}."""
-    tokenizer, found = char_tokenizer(tmp_path_factory.mktemp("tokenizer")), {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONHASHSEED", "0")
-        for generator in dict.fromkeys(name for name, _ in hostile.GENERATORS):
-            settings = recipe(generator, heldout=1, max_prompt_tokens=10000)
-            prompts = build_prompts(settings, tokenizer)
-            found[generator] = prompts.train(0), build_verifier(settings, prompts)
-    return found
-
-
 @pytest.mark.hostile
-def test_hostile_answers_to_generators_are_wrong_and_a_right_response_after_them_is_right(sources):
-    class Each:
-        def score(self, prompt, response):
-            return sources[prompt.entry["generator"]][1].score(prompt, response)
-
-    questions = [(sources[generator][0], text) for generator, text in hostile.GENERATORS]
-    right = sources["puzzle24"][0]
-    with pool(Each) as verifiers:
-        verdicts = score(verifiers, [*questions, (right, right.answer)])
-    assert [
-        question for question, verdict in zip(hostile.GENERATORS, verdicts, strict=False) if verdict.value > 0.9
-    ] == []
-    assert verdicts[-1].value >= 0.999
+def test_hostile_answers_to_generators_are_wrong_and_a_right_response_after_them_is_right():
+    prompts, verifier = generated(dict.fromkeys(name for name, _ in hostile.GENERATORS))
+    (right,) = prompts["puzzle24"]
+    questions = [(prompts[generator][0], text) for generator, text in hostile.GENERATORS]
+    with pool(lambda: verifier) as verifiers:
+        *verdicts, last = score(verifiers, [*questions, (right, right.answer)])
+    found = zip(hostile.GENERATORS, verdicts, strict=True)
+    assert [question for question, verdict in found if verdict.value > 0.9] == []
+    assert last.value >= 0.999
     assert sum(verdict.over is not None for verdict in verdicts) >= 5
 
 
@@ -146,10 +117,9 @@ def test_the_client_never_waits_for_busy_workers(tmp_path):
         assert verifiers.verdicts() == []
         (tmp_path / "end").touch()
         found = {}
-        while len(found) < 22:
-            found |= dict(verifiers.verdicts(wait=True))
+        while verdicts := verifiers.verdicts(wait=True):
+            found |= dict(verdicts)
         assert found == dict.fromkeys(range(22), Score(0.0))
-        assert verifiers.verdicts(wait=True) == []
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
@@ -209,6 +179,7 @@ def test_a_closed_pool_leaves_no_process_behind():
         score(verifiers, [(prompt_for("a"), "a")])
         spinning = [verifiers.ask(prompt_for("a"), "spin") for _ in range(2)]
         assert verifiers.verdicts() == []
-        wait_until(lambda: len(workers(verifiers)) == len(spinning))
+        while len(workers(verifiers)) < len(spinning):
+            time.sleep(0.01)
         started = [psutil.Process(verifiers._pid), *workers(verifiers)]
     assert [process for process in started if process.is_running()] == []

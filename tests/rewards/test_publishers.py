@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 
 from megarl.data.formats import enigmata, evalplus, skywork_or1
-from megarl.data.prompts import Prompt
 from megarl.recipe.tables import RewardTable
 from megarl.rewards.code import Code
 from megarl.rewards.math import Math
 from tests.data.test_formats import COMPARES, LOOP
 from tests.extent import EVERY
+from tests.rewards.pooling import prompt_for
 
 REASONS = {
     "value": "it compares texts, or values of few forms; megarl compares values",
@@ -81,7 +81,7 @@ def prompt_of(gold, name):
     row = {"answer": gold}
     if name == "skywork_or1":  # a list of answers, any of which is right
         row = skywork_or1({"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": gold}})
-    return Prompt(0, "?", (1,), row["answer"], {"metadata": row})
+    return prompt_for(**row)
 
 
 def test_programs_get_the_verdicts_of_evalplus_but_for_the_listed_ones():
@@ -96,7 +96,7 @@ def test_programs_get_the_verdicts_of_evalplus_but_for_the_listed_ones():
         else:
             tests = f"{COMPARES}\ninputs = {inputs}\nresults = {results}\n{LOOP}    assertion(f(*inp), exp, 0)\n"
         row = evalplus({"prompt": "?", "test": tests, "entry_point": "f" if kind == "humaneval" else None})
-        score = verifier.score(Prompt(0, "?", (1,), "", {"metadata": row}), f"```python\n{program}\n```").value
+        score = verifier.score(prompt_for(**row), f"```python\n{program}\n```").value
         if score != float(bool(right) != bool(reason)):
             wrong.append((program, reason, score))
     assert wrong == []

@@ -6,14 +6,13 @@ import types
 
 import pytest
 
-from megarl.data.prompts import Prompt, build_prompts
-from megarl.data.sources import GymItems, import_reasoning_gym
-from megarl.rewards import reasoning_gym
+from megarl.data.prompts import build_prompts
+from megarl.data.sources import import_reasoning_gym
 from megarl.rewards.parts import build_verifier
 from megarl.rewards.pool import Limits
 from megarl.rewards.reasoning_gym import EVALUATING
 from tests.data.prompt_sources import char_tokenizer, recipe
-from tests.rewards.pooling import scored
+from tests.rewards.pooling import generated, scored
 
 SHELL = "__import__('os').system('touch {trace}')"
 HOSTILE = (
@@ -36,40 +35,22 @@ HOSTILE = (
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def source(tmp_path_factory):
-    """{generator: (a function that builds its verifier, its prompts)}, for those that evaluate and two others."""
-    tokenizer, found = char_tokenizer(tmp_path_factory.mktemp("tokenizer")), {}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONHASHSEED", "0")
-        for name in sorted({*EVALUATING, "number_format", "basic_arithmetic"}):
-            settings = recipe(name, heldout=1, max_prompt_tokens=10000)
-            found[name] = settings, build_prompts(settings, tokenizer)
-        yield found
-
-
-def scores(source, questions):
-    """The scores of (generator, response) pairs, scored in their order by a pool of one worker."""
-    verifier = reasoning_gym.ReasoningGym({name: prompts.scorers[name] for name, (_, prompts) in source.items()})
-    asked = [(source[name][1].train(0), text) for name, text in questions]
-    return [score.value for score in scored(lambda: verifier, Limits(workers=1), asked)]
-
-
-def test_scores_do_not_depend_on_the_order_of_responses(source, tmp_path):
+def test_scores_do_not_depend_on_the_order_of_responses(tmp_path):
     """Hostile responses to every scorer that evaluates score 0, and honest ones among them what they deserve."""
     trace = tmp_path / "trace"
+    prompts, verifier = generated(sorted({*EVALUATING, "number_format", "basic_arithmetic"}))
     questions = {(name, text.format(trace=trace)): 0.0 for name in EVALUATING for text in HOSTILE}
     questions["number_format", SHELL.format(trace=trace)] = 0.0
-    for name, (_, prompts) in source.items():
-        questions[name, prompts.train(0).answer] = 1.0
-    listed = {"string_insertion": list, "spiral_matrix": str.split}
-    for name, split in listed.items():
-        questions[name, str(split(source[name][1].train(0).answer))] = 0.1
+    for name, (prompt,) in prompts.items():
+        questions[name, prompt.answer] = 1.0
+    for name, split in {"string_insertion": list, "spiral_matrix": str.split}.items():
+        questions[name, str(split(prompts[name][0].answer))] = 0.1
     order = sorted(questions)
     for most in (len(order), 60, 60):
         random.Random(most).shuffle(order)
         asked = [question for place, question in enumerate(order) if place < most or questions[question]]
-        found = dict(zip(asked, scores(source, asked), strict=True))
+        verdicts = scored(lambda: verifier, Limits(workers=1), [(prompts[name][0], text) for name, text in asked])
+        found = {question: verdict.value for question, verdict in zip(asked, verdicts, strict=True)}
         assert {question: score for question, score in found.items() if score != questions[question]} == {}
     assert not trace.exists()
 
@@ -130,22 +111,9 @@ FORMED = (  # generators whose answers are numbers, words, sentences, grids with
 )
 
 
-@pytest.mark.parametrize("name", FORMED)
-def test_harmless_text_around_an_answer_changes_no_score(name, monkeypatch):
-    monkeypatch.setenv("PYTHONHASHSEED", "0")
-    items = GymItems(name, {})
-    verifier = reasoning_gym.ReasoningGym({name: items.scorer})
-    for number in range(3):
-        item = items.train(0, number, 0)
-        prompt = Prompt(0, "?", (1,), str(item["answer"]), item)
-        assert [verifier.score(prompt, form.format(item["answer"])) for form in FORMS] == [1.0] * len(FORMS)
-        assert verifier.score(prompt, f"<answer>{item['answer']}</answer> or <answer>no answer</answer>") < 1.0
-
-
-@pytest.mark.parametrize("generator", sorted(EVALUATING))
-def test_a_generators_own_answers_are_right_with_harmless_text_around_them(source, generator):
-    settings, prompts = source[generator]
-    verifier, prompt = build_verifier(settings, prompts), prompts.train(0)
-    assert [verifier.score(prompt, form.format(prompt.answer)) for form in FORMS] == [1.0] * len(FORMS)
-    found = [verifier.score(prompt, prompt.answer) for prompt in map(prompts.train, range(1, 6))]
-    assert found == [1.0] * 5
+@pytest.mark.parametrize("name", [*FORMED, *sorted(EVALUATING)])
+def test_harmless_text_around_an_answer_changes_no_score(name):
+    prompts, verifier = generated([name], 3)
+    for prompt in prompts[name]:
+        assert [verifier.score(prompt, form.format(prompt.answer)) for form in FORMS] == [1.0] * len(FORMS)
+        assert verifier.score(prompt, f"<answer>{prompt.answer}</answer> or <answer>no answer</answer>") < 1.0

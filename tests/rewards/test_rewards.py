@@ -1,47 +1,21 @@
 """Scores of the verifiers, the threshold of a right response, and hostile responses, which achieve nothing."""
 
+import importlib
 import json
 
 import pytest
 
-from megarl.data.prompts import Prompt, build_prompts
 from megarl.errors import UserError
+from megarl.recipe.names import VERIFIERS
 from megarl.recipe.tables import RewardTable
 from megarl.rewards import Score, exact, is_scored
 from megarl.rewards.math import Math
-from megarl.rewards.parts import build_verifier, check_reward, total
-from tests.data.prompt_sources import char_tokenizer, recipe
+from megarl.rewards.parts import check_reward, total
+from tests.data.prompt_sources import recipe
+from tests.rewards.pooling import prompt_for
 
-GARBAGE = [
-    "",
-    " ",
-    "x",
-    "[1,2",
-    "(" * 500,
-    '{"a": 1}',
-    "null",
-    "[]",
-    "[[1]]",
-    "1e999",
-    "nan",
-    "\x00",
-    "\ud800",
-    "9" * 5000,
-]
-
-
-def prompt_for(answer):
-    return Prompt(0, "?", (1,), answer, {})
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    return char_tokenizer(tmp_path_factory.mktemp("tokenizer"))
-
-
-@pytest.fixture(scope="module")
-def math():
-    return Math(RewardTable(kind="math"))
+GARBAGE = ("", " ", "x", "[1,2", "(" * 300, '{"a": 1}', "null", "[]", "[[1]]", "1e999", "nan", "\x00", "\ud800")
+GARBAGE += ("9" * 5000, "\\boxed{", "," * 3000, "\\boxed{__import__('pathlib').Path('TRACE').write_text('x')}")
 
 
 @pytest.mark.parametrize(
@@ -68,8 +42,12 @@ def test_exact_compares_all_but_outer_white_space():
         compared.score(prompt_for(""), "")
 
 
-def test_math_scores_garbage_0(math):
-    assert [text for text in (*GARBAGE, "41") if math.score(prompt_for("42"), text)] == []
+@pytest.mark.parametrize("kind", ["exact", "math", "dapo", "prime_math", "qwen_math"])
+def test_garbage_is_wrong_and_nothing_is_evaluated(kind, tmp_path):
+    verifier = importlib.import_module(VERIFIERS[kind]).build(RewardTable(kind=kind), None)
+    texts = [text.replace("TRACE", str(tmp_path / "trace")) for text in (*GARBAGE, "41")]
+    assert [text for text in texts if verifier.score(prompt_for("42"), text)] == []
+    assert not (tmp_path / "trace").exists()
 
 
 def test_with_boxed_only_an_answer_in_a_box_counts():
@@ -101,25 +79,6 @@ def test_answers_of_a_suite_that_cannot_be_read_are_warned_of(tmp_path):
         check_reward(found)
 
 
-def test_reasoning_gym_scores_with_the_generators_scorer(tokenizer):
-    settings = recipe("spell_backward", options={"min_word_len": 5, "max_word_len": 8})
-    prompts = build_prompts(settings, tokenizer)
-    verifier = build_verifier(settings, prompts)
-    for prompt in [prompts.train(0), *prompts.heldout()]:
-        assert verifier.score(prompt, prompt.answer) == 1.0
-        assert verifier.score(prompt, prompt.answer.upper()) == 1.0, "the scorer ignores case, as a tokenizer may"
-        assert 0.0 < verifier.score(prompt, prompt.answer[:-1]) < 1.0, "partial credit, which is below the threshold"
-        assert total(Score(verifier.score(prompt, prompt.answer[:-1])), 1, settings.reward, 1) == (0.0, 0.0)
-
-
-@pytest.mark.parametrize("generator", ["prime_factorization", "countdown"])
-def test_garbage_is_wrong_also_for_scorers_that_raise_on_it(tokenizer, generator):
-    settings = recipe(generator, heldout=1, max_prompt_tokens=10000)
-    prompts = build_prompts(settings, tokenizer)
-    verifier = build_verifier(settings, prompts)
-    assert max(verifier.score(prompts.train(0), text) for text in GARBAGE) < 0.999
-
-
 def test_only_generators_have_a_reasoning_gym_scorer(tmp_path):
     file = tmp_path / "p.jsonl"
     exam = recipe("chain_sum", heldout=1, evaluation={"source": "file", "suite": str(file)})
@@ -131,8 +90,3 @@ def test_only_generators_have_a_reasoning_gym_scorer(tmp_path):
     file.write_text('{"prompt": "?", "answer": "1"}')
     for kind in ("exact", "math"):
         check_reward(recipe(file=file, kind=kind))
-
-
-def test_an_unknown_kind_is_refused_with_the_nearest_name():
-    with pytest.raises(ValueError, match=r"unknown; did you mean 'exact'\? known are 'reasoning_gym', 'exact', 'math'"):
-        RewardTable(kind="exat")

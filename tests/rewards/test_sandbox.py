@@ -1,6 +1,7 @@
 """No hostile program reaches the host, keeps a CPU for ever, or gets a reward that it did not earn."""
 
 import functools
+import multiprocessing
 import os
 import secrets
 import shutil
@@ -10,14 +11,12 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
-from megarl.data.prompts import Prompt
 from megarl.errors import UserError
 from megarl.recipe.tables import RewardTable
 from megarl.rewards import cpp, sandbox
@@ -25,7 +24,7 @@ from megarl.rewards.code import Code
 from megarl.rewards.pool import Limits
 from megarl.rewards.sandbox import SandboxError
 from tests.rewards import attacks
-from tests.rewards.pooling import scored
+from tests.rewards.pooling import prompt_for, scored
 
 # low limits, since a dozen programs run until the time limit ends them
 TABLE = RewardTable(kind="code", seconds=1, memory_mb=256)
@@ -41,35 +40,29 @@ def verifier(asleep=60.0, **settings):
     return code
 
 
-def row(**columns):
-    return Prompt(0, "?", (1,), "", {"metadata": columns})
-
-
 @pytest.fixture(scope="module")
 def host(tmp_path_factory):
-    """What a program must not reach: a file with a secret, a TCP port and an abstract Unix socket.
+    """What a program must not reach: a file with a secret, and an abstract Unix socket.
 
     After the tests nobody may have connected, and the file must be unchanged.
     """
     secret = secrets.token_hex()
     file = tmp_path_factory.mktemp("host") / "secret"
     file.write_text(secret)
-    with socket.create_server(("127.0.0.1", 0)) as port, socket.socket(socket.AF_UNIX) as abstract:
+    with socket.socket(socket.AF_UNIX) as abstract:
         abstract.bind(f"\0{file}")
         abstract.listen()
         abstract.setblocking(False)
-        port.setblocking(False)
-        yield {"host": str(file), "port": port.getsockname()[1], "parent": os.getpid()}
-        for listener in (port, abstract):
-            with pytest.raises(BlockingIOError):
-                listener.accept()
+        yield {"host": str(file), "parent": os.getpid()}
+        with pytest.raises(BlockingIOError):
+            abstract.accept()
     assert file.read_text() == secret
     assert list(file.parent.iterdir()) == [file]
 
 
-def prompt_for(host):
+def question_for(host):
     secret = Path(host["host"]).read_text()
-    return row(tests=[{"input": secret, "output": secret}] * 2)
+    return prompt_for(tests=[{"input": secret, "output": secret}] * 2)
 
 
 def program(body, host):
@@ -87,17 +80,17 @@ def nothing_left():
 def test_an_attack_that_succeeds_would_get_the_reward(host):
     """The control of all attacks: what they do on success gives the reward. Threads and pairs of sockets work."""
     body = "thread = threading.Thread(target=won)\na, b = socket.socketpair()\na.send(b'x'); b.recv(1)\nthread.start()"
-    assert verifier().score(prompt_for(host), program(body, host)).value == 1
+    assert verifier().score(question_for(host), program(body, host)).value == 1
     right = f"def answer(n): return {attacks.SECRET}"
-    assert verifier().score(row(tests=attacks.ASSERTIONS), right).value == 1
+    assert verifier().score(prompt_for(tests=attacks.ASSERTIONS), right).value == 1
     cpp = "#include <iostream>\nint main() { std::string s; std::cin >> s; std::cout << s; }"
-    assert verifier(language="cpp").score(prompt_for(host), cpp).value == 1
+    assert verifier(language="cpp").score(question_for(host), cpp).value == 1
 
 
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("name", attacks.PROGRAMS)
 def test_a_hostile_program_scores_0_and_leaves_no_process(name, host):
-    score = verifier(1.0 if name in HANGING else 60.0).score(prompt_for(host), program(attacks.PROGRAMS[name], host))
+    score = verifier(1.0 if name in HANGING else 60.0).score(question_for(host), program(attacks.PROGRAMS[name], host))
     assert score.value == 0
     expected = "asleep" if name in HANGING else "time" if name in SPINNING else None
     assert name in SEVERAL or score.over == expected
@@ -106,33 +99,14 @@ def test_a_hostile_program_scores_0_and_leaves_no_process(name, host):
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("name", attacks.FORGED)
 def test_assertions_cannot_be_forged(name):
-    assert verifier(1.0).score(row(tests=attacks.ASSERTIONS), attacks.FORGED[name]).value == 0
+    assert verifier(1.0).score(prompt_for(tests=attacks.ASSERTIONS), attacks.FORGED[name]).value == 0
 
 
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("name", attacks.CPP)
 def test_hostile_cpp_scores_0_and_leaves_no_process(name, host, monkeypatch):
     monkeypatch.setattr(cpp, "COMPILING", replace(cpp.COMPILING, seconds=2, memory=1 << 30, disk=64 << 20))
-    assert verifier(language="cpp").score(prompt_for(host), attacks.CPP[name].format(**host)).value == 0
-
-
-def as_ordinary_user(check, *arguments):
-    """Call ``check`` in a fork, which first gives up root if it has it; returns whether nothing was raised."""
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            if os.geteuid() == 0:
-                os.setgroups([])
-                os.setresgid(12345, 12345, 12345)
-                os.setresuid(12345, 12345, 12345)
-            check(*arguments)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert verifier(language="cpp").score(question_for(host), attacks.CPP[name].format(**host)).value == 0
 
 
 @pytest.fixture(scope="module")
@@ -159,26 +133,33 @@ def test_an_ordinary_user_has_the_same_sandbox(readable_by_all, host, monkeypatc
     monkeypatch.setattr(sandbox, "launcher", lambda: launcher)
     monkeypatch.setattr(sandbox, "python_of", functools.partial(sandbox.python_of, prefix))
     right, cases = program("won()", host), {name: program(body, host) for name, body in attacks.PROGRAMS.items()}
-    question = prompt_for(host)
+    question = question_for(host)
     for slow in HANGING | SPINNING | SEVERAL:
         del cases[slow]
 
     def check():
+        if os.geteuid() == 0:
+            os.setgroups([])
+            os.setresgid(12345, 12345, 12345)
+            os.setresuid(12345, 12345, 12345)
         assert verifier().score(question, right).value == 1
         assert [name for name, text in cases.items() if verifier().score(question, text).value] == []
         for text, value in ((f"def answer(n): return {attacks.SECRET}", 1), (attacks.FORGED["exit"], 0)):
-            assert verifier().score(row(tests=attacks.ASSERTIONS), text).value == value
+            assert verifier().score(prompt_for(tests=attacks.ASSERTIONS), text).value == value
 
-    assert as_ordinary_user(check)
+    process = multiprocessing.get_context("fork").Process(target=check)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 def test_a_sandbox_that_fails_is_an_error_and_gives_no_score(monkeypatch, host):
     """For pairs of input and output and for assertions. Before a run the error names a remedy."""
     monkeypatch.setattr(sandbox, "_tree", lambda: ({"/nowhere": "/usr"}, {}))
     with pytest.raises(SandboxError, match="stat /nowhere"):
-        verifier().score(prompt_for(host), program("won()", host))
+        verifier().score(question_for(host), program("won()", host))
     with pytest.raises(SandboxError, match="stat /nowhere"):
-        verifier().score(row(tests=attacks.ASSERTIONS), "def answer(n): return 1")
+        verifier().score(prompt_for(tests=attacks.ASSERTIONS), "def answer(n): return 1")
     sandbox.check_sandbox.cache_clear()
     with pytest.raises(
         UserError, match=r"cannot be run in a sandbox here .failed stat /nowhere.*never run without one"
@@ -203,10 +184,10 @@ def test_a_program_whose_sandbox_is_killed_from_outside_is_run_again(host):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess.Popen, "__init__", killing)
         most = 1
-        assert judge.score(prompt_for(host), slow).value == 1
+        assert judge.score(question_for(host), slow).value == 1
         most = 3
         with pytest.raises(SandboxError, match="launcher was killed from outside"):
-            judge.score(prompt_for(host), endless)
+            judge.score(question_for(host), endless)
     assert len(killed) == 3
 
 
@@ -239,7 +220,7 @@ def test_hostile_programs_do_not_change_the_rewards_of_others(host):
     right, wrong = program("won()", host), program("print(1)", host)
     hostile = [program(attacks.PROGRAMS[name], host) for name in ("fork bomb", "memory", "naps", "deaf spin", "disk")]
     texts = [text for bad in hostile for text in (right, bad, wrong)]
-    found = scored(lambda: verifier(3.0), Limits(workers=2), [(prompt_for(host), text) for text in texts])
+    found = scored(lambda: verifier(3.0), Limits(workers=2), [(question_for(host), text) for text in texts])
     assert [verdict.value for verdict in found] == [1, 0, 0] * 5
     assert [verdict.over for verdict in found[1::3]] == [None, None, "asleep", "time", None]
 
@@ -247,4 +228,4 @@ def test_hostile_programs_do_not_change_the_rewards_of_others(host):
 @pytest.mark.parametrize("test", ["all(map({}, [7]))", "[*filter({}, [7])] == []", "[*zip(map({}, [7]))] == []"])
 def test_a_program_cannot_end_the_iterators_of_its_tests(test):
     tests = "assert " + test.format("lambda n: answer(n) == 4")
-    assert verifier().score(row(tests=tests), "def answer(n): raise StopIteration").value == 0
+    assert verifier().score(prompt_for(tests=tests), "def answer(n): raise StopIteration").value == 0

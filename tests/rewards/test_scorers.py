@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from megarl.data.prompts import Prompt
 from megarl.recipe.names import VERIFIERS
 from megarl.recipe.tables import RewardTable
 from megarl.rewards.answers import COMPARED, answer_of
+from megarl.rewards.dapo import normalised
 from tests.extent import EVERY
+from tests.rewards.pooling import prompt_for
 
 ROWS = [json.loads(line) for line in Path(__file__).with_name("scorers.jsonl").read_text().splitlines()]
 WRITINGS = (
@@ -38,11 +39,10 @@ def test_a_named_scorer_agrees_with_its_original(kind):
     assert len(ROWS) >= 300
     rows = ROWS if EVERY else ROWS[::3]
     for row in rows:
-        prompt = Prompt(0, "?", (1,), row["gold"], {})
         for writing, verdict in zip(WRITINGS, row[kind], strict=True):
             response = writing.replace("GOLD", row["gold"]).replace("OTHER", row["other"])
             response = response.replace("WRONG", row["wrong"])
-            if verifier.score(prompt, response) != float(verdict):
+            if verifier.score(prompt_for(row["gold"]), response) != float(verdict):
                 differences.append((row["gold"], response, verdict))
     assert len(differences) <= 0.01 * len(rows) * len(WRITINGS), differences
 
@@ -67,16 +67,28 @@ LONG = "+".join(f"x_{{{number}}}" for number in range(300))
 )
 def test_prime_math_reads_sentences_and_dollars_as_the_original_does(gold, response, right):
     """Some of its verdicts are mistakes."""
-    assert scorer("prime_math").score(Prompt(0, "?", (1,), gold, {}), response) == float(right)
+    assert scorer("prime_math").score(prompt_for(gold), response) == float(right)
 
 
-@pytest.mark.parametrize("kind", ["prime_math", "qwen_math"])
-def test_garbage_is_wrong_and_nothing_is_evaluated(kind, tmp_path):
-    trace = tmp_path / "trace"
-    attack = f"\\boxed{{__import__('pathlib').Path('{trace}').write_text('x')}}"
-    for response in ("", "\x00", "\\boxed{", "(" * 300, "1e999", "nan", "\ud800", "," * 3000, attack):
-        assert scorer(kind).score(Prompt(0, "?", (1,), "42", {}), response) == 0.0
-    assert not trace.exists()
+@pytest.mark.parametrize(
+    ("gold", "response", "right"),
+    [
+        ("42", "ANSWER :\n\n42", True),
+        ("42", "Answer: $42$.", True),
+        ("42", "Answer: 41\nwait\nAnswer: 42\nas claimed", True),
+        ("42", "Answer: x = 42 dollars", True),
+        ("1234", "Answer: 1,234", True),
+        ("\\frac{1}{2}", "Answer: \\frac12", True),
+        ("\\sqrt{2}", "Answer: $\\sqrt2$", True),
+        ("42", "the answer is 42", False),
+        ("42", "Answer: 42.", False),
+        ("42", "Answer: 42" + " " * 300, False),
+        ("0.5", "Answer: 1/2", False),
+    ],
+)
+def test_dapo_compares_what_follows_the_last_answer_as_text(gold, response, right):
+    assert scorer("dapo").score(prompt_for(gold), response) == float(right)
+    assert (answer_of("dapo", response) == normalised(gold)) == right
 
 
 @pytest.mark.parametrize("kind", ["prime_math", "qwen_math"])

@@ -17,9 +17,14 @@ from tests.rewards import pooling
 
 KEY = "a-secret-key"
 PROMPT = Prompt(0, "2 + 2?", (1,), "4", {"metadata": {"level": 3}})
-
-
-SAID = {"NONE": None, "LARGE": "SCORE: 7", "CUT": "SCORE: 0"}
+SAID = {"NONE": None, "LARGE": "SCORE: 7", "CUT": "SCORE: 0"}  # by a judge that gives no score
+REPLIES = {  # a word of the response to be scored: the server's status and answer
+    "BUSY": (503, b"{}"),
+    "REFUSED": (401, b'{"error": "no such key"}'),
+    "DEEP": (200, b"[" * 100_000),
+    "HUGE": (200, b"x" * (service.LARGEST_ANSWER + 1)),
+    "ODD": (200, b"{}"),
+}
 
 
 class Server(ThreadingHTTPServer):
@@ -29,80 +34,64 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.asked, self.keys, self.under_way, self.most, self.temperatures = [], set(), 0, 0, {}
+        self.asked, self.keys, self.under_way, self.most = [], set(), 0, 0
         self.lock, self.gate = threading.Lock(), threading.Event()
-
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server_port}/v1"
+        self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
 
 class Handler(BaseHTTPRequestHandler):
     def do_GET(self):
-        self.answer(200, {"data": [{"id": "grader"}]})
+        self.answer(200, b'{"data": [{"id": "grader"}]}')
 
     def do_POST(self):
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.keys.add(self.headers.get("Authorization"))
-        judge = "messages" in body
-        text = body["messages"][0]["content"] if judge else body["response"]
-        with self.server.lock:
-            self.server.asked.append((self.path, body))
-            self.server.temperatures[text] = body.get("temperature")
-            times = sum(other == body for _, other in self.server.asked)
-            self.server.under_way += 1
-            self.server.most = max(self.server.most, self.server.under_way)
-            if self.server.most == 4:
-                self.server.gate.set()
+        server, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        text = body["messages"][0]["content"] if "messages" in body else body["response"]
+        with server.lock:
+            server.keys.add(self.headers["Authorization"])
+            server.asked.append((self.path, body))
+            times = sum(other == body for _, other in server.asked)
+            server.under_way += 1
+            server.most = max(server.most, server.under_way)
+            if server.most == 4:
+                server.gate.set()
         if "TOGETHER" in text:
-            self.server.gate.wait()
-        with self.server.lock:  # before the answer, after which the client sends its next request
-            self.server.under_way -= 1
-        self.respond(text, judge, times)
-
-    def respond(self, text, judge, times):
+            server.gate.wait()
+        with server.lock:  # before the answer, after which the client sends its next request
+            server.under_way -= 1
         if "TRICKLE" in text:
-            self.send_response(200)
-            self.end_headers()
+            self.answer(200, b"")
             while True:  # a byte at a time, for ever
                 self.wfile.write(b" ")
-                self.wfile.flush()
                 time.sleep(0.02)
-        if "BUSY" in text or ("ONCE" in text and times == 1):
-            self.answer(503, {})
-        elif "REFUSED" in text:
-            self.answer(401, {"error": "no such key"})
-        elif "DEEP" in text:
-            self.send_response(200)
-            self.end_headers()
-            self.wfile.write(b"[" * 100_000)
-        elif "HUGE" in text:
-            self.answer(200, "x" * (service.LARGEST_ANSWER + 1))
-        elif judge:
-            said = f"SCORE: 0? No.\n**SCORE: {'1' if 'RIGHT' in text else '.25'}**"
-            said = SAID.get(text.split()[-1], said)
-            if "HESITATES" in text and self.server.temperatures.get(text, 0) == 0:
-                said = "I would say 1/10"
-            reason = "length" if "CUT" in text else "stop"
-            choice = {"message": {"role": "assistant", "content": said}, "finish_reason": reason}
-            self.answer(200, {} if "ODD" in text else {"choices": [choice]})
+        if "ONCE" in text and times == 1:
+            self.answer(*REPLIES["BUSY"])
         else:
-            score = float("nan") if text == "NAN" else 0.25
-            if "HESITATES" in text and times == 1:
-                score = None
-            elif "RIGHT" in text:
-                score = 1
-            self.answer(200, {"score": score, "reward": -2.0})
+            scored = judged if "messages" in body else measured
+            given = (reply for word, reply in REPLIES.items() if word in text)
+            self.answer(*next(given, (200, json.dumps(scored(text, times, body)).encode())))
 
-    def answer(self, status, body):
-        data = json.dumps(body).encode()
+    def answer(self, status, data):
         self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
 
     def log_message(self, *arguments):
         pass
+
+
+def judged(text, times, body):
+    """A chat completion that gives a score, except on some texts, as at temperature 0 where it hesitates."""
+    said = f"SCORE: 0? No.\n**SCORE: {'1' if 'RIGHT' in text else '.25'}**"
+    if "HESITATES" in text and body["temperature"] == 0:
+        said = "I would say 1/10"
+    message = {"role": "assistant", "content": SAID.get(text.split()[-1], said)}
+    return {"choices": [{"message": message, "finish_reason": "length" if "CUT" in text else "stop"}]}
+
+
+def measured(text, times, body):
+    """Score and reward from a service of one's own."""
+    score = float("nan") if text == "NAN" else 1 if "RIGHT" in text else 0.25
+    return {"score": None if "HESITATES" in text and times == 1 else score, "reward": -2.0}
 
 
 @pytest.fixture
@@ -155,15 +144,7 @@ def test_a_judges_answer_gives_the_score(tmp_path, server):
     assert {body["model"] for _, body in server.asked} == {"grader"}
 
 
-def test_a_service_that_answers_no_number_is_asked_again_and_then_ends_the_phase(tmp_path, server):
-    settings = recipe(tmp_path, server.url, "http")
-    assert scored(settings, ["HESITATES RIGHT"]) == [Score(1.0, reward=-2.0)]
-    with pytest.raises(VerifierUnavailable, match="after 3 attempts: .* returned a score or reward that"):
-        scored(settings, ["NAN"])
-    assert [body["response"] for _, body in server.asked] == ["HESITATES RIGHT"] * 2 + ["NAN"] * 3
-
-
-@pytest.mark.parametrize("text", sorted(SAID))
+@pytest.mark.parametrize("text", SAID)
 def test_a_judge_without_a_score_is_asked_again_and_then_ends_the_phase(tmp_path, server, text):
     with pytest.raises(VerifierUnavailable, match="after 3 attempts: the judge"):
         scored(recipe(tmp_path, server.url), ["RIGHT", text])
@@ -210,11 +191,17 @@ def test_a_score_is_a_number_at_the_end_of_its_line(text, score):
 
 
 def test_a_services_answer_gives_score_and_reward(tmp_path, server):
+    """If it is no number, the service is asked again, and then the phase ends."""
     settings = recipe(tmp_path, server.url, "http")
     check_reward(settings)
-    assert scored(settings, ["RIGHT", "else"]) == [Score(1.0, reward=-2.0), Score(0.25, reward=-2.0)]
+    found = scored(settings, ["RIGHT", "else", "HESITATES RIGHT"])
+    assert found == [Score(1.0, reward=-2.0), Score(0.25, reward=-2.0), Score(1.0, reward=-2.0)]
     row = {"prompt": "2 + 2?", "answer": "4", "level": 3}
     assert ("/v1", {"prompt": "2 + 2?", "response": "RIGHT", "answer": "4", "row": row}) in server.asked
+    with pytest.raises(VerifierUnavailable, match="after 3 attempts: .* returned a score or reward that"):
+        scored(settings, ["NAN"])
+    asked = [body["response"] for _, body in server.asked]
+    assert (asked.count("HESITATES RIGHT"), asked.count("NAN")) == (2, 3)
 
 
 def test_requests_are_sent_concurrently(tmp_path, server):
@@ -223,15 +210,10 @@ def test_requests_are_sent_concurrently(tmp_path, server):
     assert server.most == 4
 
 
-@pytest.mark.parametrize(
-    ("text", "why"),
-    [
-        ("BUSY", "503"),
-        ("TRICKLE", "no answer within 0.3 s"),
-        ("HUGE", "more than 4 MiB"),
-        ("DEEP", "64 deep"),
-    ],
-)
+WHY = {"BUSY": "503", "TRICKLE": "no answer within 0.3 s", "HUGE": "more than 4 MiB", "DEEP": "64 deep"}
+
+
+@pytest.mark.parametrize(("text", "why"), WHY.items())
 def test_a_request_without_an_answer_is_verifier_unavailable(tmp_path, server, text, why):
     settings = recipe(tmp_path, server.url, seconds=0.3 if text == "TRICKLE" else 30)
     with pytest.raises(VerifierUnavailable, match=f"chat/completions did not answer after 3 attempts: .*{why}"):
@@ -258,11 +240,3 @@ def test_mistakes_are_reported_before_the_run(tmp_path, server, monkeypatch):
     ):
         with pytest.raises(UserError, match=message):
             check_reward(recipe(tmp_path, **{"url": server.url} | settings))
-    for reward, message in (
-        ({"kind": "judge"}, "need .reward.service."),
-        ({"kind": "exact", "service": {"url": "http://a"}}, "other kinds do not have it"),
-        ({"kind": "judge", "service": {"url": "http://a"}}, "needs service.model"),
-        ({"kind": "http", "service": {"url": "http://a", "prompt": "q"}}, "service.prompt is a setting of"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            Recipe.model_validate({**recipe(tmp_path, "http://a").model_dump(mode="json"), "reward": reward})

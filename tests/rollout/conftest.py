@@ -1,11 +1,11 @@
-import json
-import subprocess
-import sys
+import concurrent.futures
+import multiprocessing
 
 import pytest
 
 from megarl.rollout import build_engine, engine_module
-from tests.helpers import ROOT, children
+from tests.helpers import children
+from tests.rollout.actor_scores import scores
 from tests.rollout.engines import BOTH, CONTEXT, OWN_OPTION, TOGETHER, stage_recipe
 from tests.rollout.tiny_models import save
 
@@ -27,20 +27,9 @@ def models(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def actor():
-    """A function (model, sequences) that returns the Megatron actor's scores; one process serves all tests."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.rollout.actor_scores"]
-    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def ask(model, sequences):
-        print(json.dumps({"model": str(model), "sequences": sequences}), file=process.stdin, flush=True)
-        for line in process.stdout:
-            if line.startswith("SCORES "):
-                return json.loads(line.removeprefix("SCORES "))
-        raise AssertionError(f"the actor ended with exit code {process.wait()}; its message is above")
-
-    yield ask
-    process.stdin.close()
-    assert process.wait() == 0
+    """`actor_scores.scores` in another process, which serves all tests."""
+    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        yield lambda *arguments: pool.submit(scores, *arguments).result()
 
 
 @pytest.fixture(scope="session", params=BOTH)

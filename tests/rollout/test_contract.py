@@ -45,19 +45,19 @@ def test_log_probs_match_the_actor_and_hugging_face_and_experts_match_the_actor(
     table = generate(engine, PROMPTS, sampling(PROMPTS, stop=(1, 6, 17)))
     assert sorted(table) == [(i, k) for i in range(len(PROMPTS)) for k in range(3)]
     sequences = [PROMPTS[i] + c.tokens.tolist() for (i, _), c in table.items()]
-    answers, scored = actor(engine.policy_dir, sequences), engine.score(sequences)
-    for c, answer, own in zip(table.values(), answers, scored, strict=True):
+    of_actor, scored = actor(engine.policy_dir, sequences), engine.score(sequences)
+    for c, (logprobs, experts), own in zip(table.values(), of_actor, scored, strict=True):
         assert (c.tokens.dtype, c.logprobs.dtype) == (np.int32, np.float32)
         assert c.policy_version == engine.version
         length = len(c.tokens)
         expected = hugging_face_logprobs(engine.policy_dir, PROMPTS[c.prompt], c.tokens)
         np.testing.assert_allclose(c.logprobs, expected, rtol=0, atol=AGAINST_HUGGING_FACE.get(name, TOLERANCE))
-        np.testing.assert_allclose(c.logprobs, answer["logprobs"][-length:], rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(c.logprobs, logprobs[-length:], rtol=0, atol=TOLERANCE)
         np.testing.assert_allclose(c.logprobs, own[-length:], rtol=0, atol=TOLERANCE)
-        np.testing.assert_allclose(own, answer["logprobs"], rtol=0, atol=TOLERANCE)
+        np.testing.assert_allclose(own, logprobs, rtol=0, atol=TOLERANCE)
         if records_experts:
             assert c.routed_experts.dtype == np.int8
-            np.testing.assert_array_equal(np.sort(c.routed_experts), np.sort(answer["experts"]))
+            np.testing.assert_array_equal(np.sort(c.routed_experts), np.sort(experts))
         else:
             assert c.routed_experts is None
 

@@ -77,28 +77,23 @@ def case(request, tmp_path_factory):
     return Case(path, request.param)
 
 
-def exchanged_experts(before, after):
-    """Two experts of one layer are exchanged, so the router sends tokens to the wrong one."""
-    names = [name for name in after if "layers.1.mlp.experts" in name]
-    assert names
-    order = [1, 0, *range(2, 8)]
-    return after | {name: after[name][order] for name in names}
+WRONG = {  # a weight before and after the update -> the wrong one that the engine has
+    "one update earlier": lambda name, before, after: before,
+    "stale layer": lambda name, before, after: before if ".layers.1." in name else after,
+    # so the router sends tokens to the wrong one of two experts
+    "exchanged experts": lambda name, before, after: (
+        after[[1, 0, *range(2, 8)]] if "layers.1.mlp.experts" in name else after
+    ),
+}
 
 
-def stale_layer(before, after):
-    return after | {name: weight for name, weight in before.items() if ".layers.1." in name}
-
-
-def one_update_earlier(before, after):
-    return before
-
-
-@pytest.mark.parametrize("wrong", [one_update_earlier, exchanged_experts, stale_layer])
-def test_wrong_weights_are_noticed(case, wrong):
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_weights_are_noticed(case, what):
     for seed in range(2):
         after, reference = case.update(seed)
+        weights = {name: WRONG[what](name, case.before[name], weight) for name, weight in after.items()}
         with pytest.raises(EngineFault, match="weights are not the policy's"):
-            case.judge(wrong(case.before, after), reference)
+            case.judge(weights, reference)
 
 
 def test_stale_weights_within_the_tolerance_are_noticed_by_comparing_with_the_previous_policy(case):

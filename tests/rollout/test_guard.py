@@ -84,19 +84,20 @@ def test_the_server_ends_with_its_guard(tree):
     wait_until_ended([server])
 
 
-def test_the_guard_exits_with_the_code_of_its_command():
-    for code in ("raise SystemExit(3)", "import os; os.kill(os.getpid(), 9)"):
-        command = [sys.executable, guard.__file__, str(os.getpid()), sys.executable, "-c", code]
-        assert subprocess.run(command).returncode == (3 if "3" in code else 128 + 9)
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("raise SystemExit(3)", 3),
+        ("import os; os.kill(os.getpid(), 9)", 128 + 9),
+        ("import signal; raise SystemExit(len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))", 0),  # none is blocked
+    ],
+)
+def test_the_guard_exits_with_the_code_of_its_command(code, expected):
+    command = [sys.executable, guard.__file__, str(os.getpid()), sys.executable, "-c", code]
+    assert subprocess.run(command).returncode == expected
 
 
 def test_a_guard_whose_client_is_gone_starts_nothing(tmp_path):
     command = [sys.executable, guard.__file__, "1", sys.executable, "-c", f"open('{tmp_path}/started', 'w')"]
     assert subprocess.run(command).returncode == 1
     assert not (tmp_path / "started").exists()
-
-
-def test_the_guard_leaves_no_signal_blocked_in_its_command():
-    code = "import signal; raise SystemExit(len(signal.pthread_sigmask(signal.SIG_BLOCK, [])))"
-    command = [sys.executable, guard.__file__, str(os.getpid()), sys.executable, "-c", code]
-    assert subprocess.run(command).returncode == 0

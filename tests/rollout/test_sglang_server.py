@@ -34,8 +34,6 @@ def test_on_gpus_memory_fraction_and_deterministic_mode_are_left_to_sglang_by_de
     settings = Settings("cuda", context=64, responses=4)
     plain, seeds = server_arguments(tmp_path, 0, settings), set()
     assert "--mem-fraction-static" not in plain and "--enable-deterministic-inference" not in plain
-    asked = server_arguments(tmp_path, 0, replace(settings, memory_fraction=0.5))
-    assert asked[asked.index("--mem-fraction-static") + 1] == "0.5"
     assert "--enable-deterministic-inference" in server_arguments(tmp_path, 0, replace(settings, device="cpu"))
     for rank, version in itertools.product(range(8), (0, 1024)):  # no two replicas draw the same random numbers
         monkeypatch.setenv("RANK", str(rank))
