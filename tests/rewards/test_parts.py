@@ -43,9 +43,9 @@ def prompt():
     return Prompt(0, "?", (1,), "42", {"metadata": {"level": 3}})
 
 
-def scored(settings, texts, tokens=1, finish="stop"):
-    """Score responses with these texts; returns them as they are stored."""
-    pool = VerifierPool(lambda: build_verifier(settings, None), Limits(seconds=0.5, workers=1))
+def scored(settings, texts, tokens=1, finish="stop", seconds=0.5):
+    """Score responses with these texts; returns them as they are stored. seconds: of the CPU, for each."""
+    pool = VerifierPool(lambda: build_verifier(settings, None), Limits(seconds=seconds, workers=1))
     try:
         scoring = Scoring(pool, settings.reward, lambda ids: texts[ids[0]], False, longest=10)
         group = PendingGroup(0, prompt(), len(texts))
@@ -112,10 +112,10 @@ def test_the_reward_is_the_sum_of_its_parts(tmp_path, file):
     ]
     settings = recipe(tmp_path, kind="math", parts=parts)
     texts = ["\\boxed{42}", "\\boxed{41}", "42", "share"]
-    responses = scored(settings, texts, tokens=6)
+    responses = scored(settings, texts, tokens=6, seconds=30)  # the first formula also pays for imports
     assert [r.reward for r in responses] == pytest.approx([1.1, 0.1, 1 - 2, -1])
     assert [r.correctness for r in responses] == [1, 0, 1, 0]
-    assert [r.reward for r in scored(settings, texts, tokens=10, finish="length")] == [-1] * 4
+    assert [r.reward for r in scored(settings, texts, tokens=10, finish="length", seconds=30)] == [-1] * 4
 
 
 def test_the_overlong_penalty_is_that_of_dapo():
