@@ -168,6 +168,16 @@ def stage(recipe, tmp_path):
     return run.stage(0)
 
 
+@pytest.mark.parametrize(("aborted", "outcome"), [(False, "failed"), (True, "aborted")])
+def test_a_process_that_the_kernel_killed_is_the_cause_even_if_another_node_failed_by_it(stage, aborted, outcome):
+    ended = processes.Ended({0: -signal.SIGKILL, 1: -signal.SIGTERM}, frozenset({0}), False, aborted=aborted)
+    agents = SimpleNamespace(rank=0, count=2, name=lambda: "node 0", aborted=lambda: "1")
+    folder = stage.run.root
+    report = launcher.Here(agents, stage, "optimize", 2, folder, folder).report(ended)
+    assert report.outcome == outcome
+    assert ("ran out of memory" in report.cause and report.primary) == (outcome == "failed")
+
+
 @pytest.fixture
 def server(monkeypatch):
     """A fork server for this test alone, as a fork of this process; returns it once it exists."""
