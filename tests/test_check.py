@@ -4,12 +4,32 @@ from __future__ import annotations
 
 from tests.check import ALWAYS, graph, reached
 
+EDGES = {
+    "low.py": set(),
+    "high.py": {"low.py"},
+    "apart.py": set(),
+    "tests/x/conftest.py": {"low.py"},
+    "tests/x/test_a.py": {"tests/x/conftest.py"},
+    "tests/test_high.py": {"high.py"},
+    "tests/test_low.py": {"low.py"},
+    "tests/test_apart.py": {"apart.py"},
+}
 
-def test_a_change_reaches_the_tests_that_import_it_nearest_first():
+
+def test_a_change_reaches_what_imports_it_nearest_first():
+    assert reached(["low.py"], EDGES) == [
+        "tests/test_low.py",
+        "tests/test_high.py",
+        "tests/x/test_a.py",
+        *ALWAYS,
+    ]
+    assert reached(["apart.py"], EDGES) == ["tests/test_apart.py", *ALWAYS]
+    assert reached(["tests/test_low.py"], EDGES) == ["tests/test_low.py", *ALWAYS]
+    assert reached(["tests/x/rows.json"], EDGES) == ["tests/x/test_a.py", *ALWAYS]
+
+
+def test_the_nearest_tests_of_a_module_are_its_own():
     edges = graph()
-    assert reached(["tests/test_linux.py"], edges) == ["tests/test_linux.py", *ALWAYS]
-    assert reached(["megarl/linux.py"], edges)[0] == "tests/test_linux.py"
-    assert reached(["tests/rewards/scorers.jsonl"], edges)[0].startswith("tests/rewards/")
     assert "tests/storage/metrics/test_summary.py" in reached(["megarl/storage/metrics/summary.py"], edges)[:3]
     assert "tests/rewards/test_sandbox.py" in reached(["csrc/sandbox/main.c"], edges)
     assert "tests/phases/test_restart.py" in reached(["megarl/phases/optimize.py"], edges)  # imported by name

@@ -74,7 +74,7 @@ def submit(slurm, launch):
         arguments = [recipe, "--run-dir", run, "--account", "ci", "--partition", "low"]
         arguments += [] if waits_and_fails else ["--detach"]
         python = ("--python", sys.executable, "--env", f"PYTHONPATH={ROOT}")
-        result = launch(*arguments, *python, *options, **slurm.environment)
+        result = launch(*arguments, *python, *options, environment=slurm.environment)
         assert result.returncode == (1 if waits_and_fails else 0), result.stdout + result.stderr
         found = re.findall(r"Slurm job (\d+), output in (\S+)", result.stdout)
         return [Job(slurm, number, folder) for number, folder in found]

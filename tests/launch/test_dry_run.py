@@ -1,5 +1,7 @@
 """What launch/slurm.py would submit, and the layouts it refuses. Needs nemo-run, but no Slurm."""
 
+import json
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +19,48 @@ RECIPES = ROOT / "examples/qwen3_30b_a3b"
 @pytest.fixture
 def qwen():
     return RECIPES / "mu_grpo.toml"
+
+
+# runs launch/slurm.py for every line of stdin, each time in a fork of this process: importing nemo-run takes seconds
+FORKS = """
+import json, os, runpy, sys
+import nemo_run
+for line in sys.stdin:
+    *sys.argv, output, errors = json.loads(line)
+    if (child := os.fork()) == 0:
+        for number, path in ((1, output), (2, errors)):
+            os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+        runpy.run_path(sys.argv[0], run_name="__main__")
+        sys.exit()
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def imported_launcher(launch_python, tmp_path_factory):
+    environment = {**os.environ, "NEMORUN_HOME": str(tmp_path_factory.mktemp("nemo"))}
+    environment["WANDB_API_KEY"] = "f00dcafe"
+    environment.pop("PYTHONPATH", None)
+    command = [str(launch_python), "-c", FORKS]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+        process.stdin.close()
+
+
+@pytest.fixture
+def launch(imported_launcher, tmp_path):
+    """Run launch/slurm.py without any Slurm."""
+
+    def run(*arguments):
+        outputs = tmp_path / "stdout", tmp_path / "stderr"
+        order = ["launch/slurm.py", *arguments, *outputs]
+        print(json.dumps([str(part) for part in order]), file=imported_launcher.stdin, flush=True)
+        code = int(imported_launcher.stdout.readline())
+        return subprocess.CompletedProcess(order, code, *(path.read_text() for path in outputs))
+
+    return run
 
 
 SUBMIT = ("--run-dir", "runs/x", "--account", "lab", "--partition", "gpu", "--time", "08:00:00", "--dry-run")
@@ -102,7 +146,7 @@ def test_relative_paths_become_absolute_those_of_several_data_sources_too(launch
 def test_container_options_reach_srun_and_secrets_are_passed_by_name_and_never_printed(launch, qwen):
     image = ("--container-image", "image", "--container-mounts", "/fast:/fast", "--python", "/fast/bin/python")
     variables = ("--env", "WANDB_API_KEY", "--env", "TOKENIZERS_PARALLELISM=false")
-    result = launch(qwen, *SUBMIT, "--nodes", 4, *image, *variables, WANDB_API_KEY="f00dcafe")
+    result = launch(qwen, *SUBMIT, "--nodes", 4, *image, *variables)
     assert result.returncode == 0, result.stderr
     assert "--container-env WANDB_API_KEY" in result.stdout and "f00dcafe" not in result.stdout + result.stderr
     assert "export TOKENIZERS_PARALLELISM=false\n" in result.stdout
@@ -114,7 +158,7 @@ def test_container_options_reach_srun_and_secrets_are_passed_by_name_and_never_p
         "MLFLOW_TRACKING_URI=https://me:f00dcafe@host": "use --env MLFLOW_TRACKING_URI",
         "NOT_SET_HERE": "not set here",
     }.items():
-        refused = launch(qwen, *SUBMIT, "--env", variable, WANDB_API_KEY="f00dcafe")
+        refused = launch(qwen, *SUBMIT, "--env", variable)
         assert refused.returncode == 2 and words in refused.stderr and "f00dcafe" not in refused.stderr
 
 

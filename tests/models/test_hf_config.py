@@ -16,6 +16,7 @@ from megarl.recipe.load import load_recipe
         ({"model_type": ["qwen3_moe"]}, "model_type .* is not supported"),
         ({"num_hidden_layers": 10**6}, "num_hidden_layers = '1000000', expected an integer from 1 to 10,000"),
         ({"head_dim": -8}, "head_dim = '-8'"),
+        ({"vocab_size": "many"}, "vocab_size = 'many'"),
         ({"num_attention_heads": 3, "num_key_value_heads": 2}, "num_key_value_heads = 2 does not divide .* = 3"),
         ({"num_experts_per_tok": 10**4}, "num_experts_per_tok is more than the number of experts"),
     ],

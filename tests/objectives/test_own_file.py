@@ -152,6 +152,25 @@ def test_what_if_compares_it_with_the_others(run: Path) -> None:
     assert masked.keys() == {"m2po", "trm", "prefix_filter", "cppo", "Quiet"} and masked["Quiet"] > 0
 
 
+def test_it_is_a_point_of_a_sweep_and_a_setting_of_a_branch(run: Path, recipe: Path, mine: Path) -> None:
+    table = f'''
+recipe = "{recipe}"
+stage = 0
+set = {{ schedule = {{ stages = 1, updates_per_stage = 2 }} }}
+[axes.objective]
+grpo = {{ objective = {{ name = "grpo" }} }}
+soft = {{ objective = {{ power = 1, path = "mine.py:SoftPrefix" }} }}
+'''
+    (mine.parent / "sweep.toml").write_text(table)
+    rows = json.loads(megarl("sweep", "sweep.toml", "--json", cwd=mine.parent).stdout)
+    assert len(rows) == 2
+    points = [next((mine.parent / "sweep" / name).glob("seed_*")) for name in ("grpo", "soft")]
+    assert [RunDir.open(point).recipe.objective.fields.get("power") for point in points] == [None, 1.0]
+    branch = mine.parent / "branch"
+    megarl("optimize", run, "--stage", 0, "--output", branch, *sets("objective.name=grpo"))
+    assert RunDir.open(branch).recipe.objective.definition == "grpo"
+
+
 def test_a_changed_file_is_refused_after_updates_and_taken_before_them(
     recipe: Path, mine: Path, tmp_path: Path
 ) -> None:
@@ -186,9 +205,12 @@ def test_objective_new_writes_a_file_whose_test_passes(tmp_path: Path, monkeypat
     try_objective(build_objective(f"{tmp_path}/soft_weight.py:SoftWeight", {}), f"{tmp_path}/soft_weight.py:SoftWeight")
 
 
-# the file, what the recipe names in it, what the message must say; tests/rewards/test_own_function.py has the others
+# what stands in the place of `weight = ...`, or of another line: what the message must say
 WRONG = {
+    "no file": (None, "mine.py:SoftPrefix", "there is no file"),
+    "name": (SOFT_PREFIX, "mine.py:SoftPrefx", "has no 'SoftPrefx'"),
     "syntax": ("def f(:", "mine.py:SoftPrefix", "SyntaxError"),
+    "import": ("import no_such_module", "mine.py:SoftPrefix", "No module named 'no_such_module' (mine.py, line 1)"),
     "function": (SOFT_PREFIX, "mine.py:halves", "expected a class that derives from"),
     "decorator": (SOFT_PREFIX.replace("@dataclass(frozen=True)\n", ""), "mine.py:SoftPrefix", "needs the decorator"),
     "method": (SOFT_PREFIX.replace("def rule(self", "def rules(self"), "mine.py:SoftPrefix", "neither a method rule"),
@@ -205,7 +227,8 @@ WRONG = {
 @pytest.mark.parametrize("mistake", WRONG)
 def test_a_mistake_in_an_objective_is_one_line(mistake: str, tmp_path: Path) -> None:
     text, path, message = WRONG[mistake]
-    (tmp_path / "mine.py").write_text(text)
+    if text is not None:
+        (tmp_path / "mine.py").write_text(text)
     with pytest.raises(UserError) as error:
         try_objective(build_objective(f"{tmp_path}/{path}", {}), f"{tmp_path}/{path}")
     assert message in str(error.value) and "\n" not in str(error.value)

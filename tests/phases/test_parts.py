@@ -100,6 +100,22 @@ def test_equal_rewards_in_the_first_groups_are_told_if_no_update_can_learn_from_
     assert stats.equal_rewards(advantage) is warned
 
 
+@pytest.mark.parametrize(
+    ("evaluated", "expected"),
+    [(0, ["rollout_progress", "equal_rewards", "rollout_progress"]), (9, ["evaluation_progress"] * 2)],
+)
+def test_equal_rewards_are_told_once_and_not_of_an_evaluation(evaluated, expected):
+    told, worker = [], SimpleNamespace(engine=DECODING, scoring=SimpleNamespace(over_limit=0), discarded=0)
+    recipe = SimpleNamespace(objective=ObjectiveTable())
+    stage = SimpleNamespace(log_event=lambda kind, **_: told.append(kind), run=SimpleNamespace(recipe=recipe))
+    stats = RolloutStats(stage, 0, worker, evaluated=evaluated)
+    for number in range(SAME_REWARDS):
+        stats.step([], [group(number, [0.0, 0.0])])
+    stats.log()
+    stats.log()
+    assert told == expected
+
+
 def test_statistics_of_a_rollout():
     scoring = SimpleNamespace(over_limit=1)
     stats = RolloutStats(None, 0, SimpleNamespace(engine=DECODING, scoring=scoring, discarded=0))
@@ -151,7 +167,9 @@ def test_a_branch_refuses_settings_that_do_not_fit_its_rollouts(recipe, tmp_path
     }.items():
         with pytest.raises(UserError, match=message):
             branch_recipe(run.stage(0), [override])
-    with pytest.raises(UserError, match="can change the batches of the first stage only: .*prompts_per_update: 4 -> 8"):
+    with pytest.raises(
+        UserError, match="can change the batches of the first stage only: schedule.prompts_per_update: 4 -> 8"
+    ):
         branch_recipe(run.stage(1), ["schedule.prompts_per_update=8"])
 
 
@@ -171,6 +189,16 @@ def test_a_branch_in_other_batches_makes_as_many_updates_as_its_groups_fill(reci
     for path in (stage.policy, stage.rollouts):
         path.mkdir(parents=True)
     assert branch_recipe(stage, changes).schedule.updates_per_stage == updates
+
+
+@pytest.mark.parametrize(("keep", "stay"), [(1, [2]), (2, [1, 2]), (9, [0, 1, 2]), (None, [0, 1, 2])])
+def test_checkpoints_of_the_last_finished_stages_are_kept(recipe, tmp_path, keep, stay):
+    overrides = [] if keep is None else [f"actor.keep_stages={keep}"]
+    run = RunDir.create(tmp_path / "run", load_recipe(recipe, overrides))
+    for stage in range(3):
+        (run.stage(stage).checkpoints / "update_000006").mkdir(parents=True)
+    remove_checkpoints(run, 3)
+    assert [stage for stage in range(3) if run.stage(stage).checkpoints.exists()] == stay
 
 
 def test_a_branch_never_removes_the_checkpoints_of_its_origin(recipe, tmp_path):

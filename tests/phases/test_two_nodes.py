@@ -123,9 +123,8 @@ def sealed(two_nodes, tmp_path):
     return run
 
 
-def assert_same_rollouts(one, other, stage="000"):
-    """The files may differ: which replica generates which chunk is decided as they come to it."""
-    stores = [RolloutStore(run / "stages" / stage / "rollouts") for run in (one, other)]
+def assert_same_rollouts(one, other):
+    stores = [RolloutStore(run / "stages/000/rollouts") for run in (one, other)]
     assert stores[0].group_ids == stores[1].group_ids
     for one, other in zip(*(store.read(store.group_ids) for store in stores), strict=True):
         for a, b in zip(one.responses, other.responses, strict=True):

@@ -46,15 +46,21 @@ def activations(*changes, **options):
     return items["activations"], items["backward pass of a layer, or of log-probs"]
 
 
-def test_activations_by_the_method_of_recomputation():
-    """24576 tokens with tensor 4, each on one of four ranks between sublayers.
+def test_activations_by_hand():
+    """24576 tokens with tensor 4, each on one of four ranks between sublayers; inside, a rank has a part of its width.
 
-    What a layer keeps is compared with that of a real model in tests/rehearsal/on_device/test_memory.py.
+    In elements of two bytes: inputs and outputs of two norms, and their statistics; attention of 32 heads and 4
+    key-value heads of 128; 8 experts of width 768, whose rows have positions and weights, and the router.
     """
-    hidden, head = 2 * 6144 * 2048, sizes.head_bytes(HF, LAYOUT, 24_576, H200)
-    layer = (activations("actor.recompute=none")[0] - hidden) / 48  # with the final norm's input
-    assert layer > 10 * hidden and activations("actor.recompute=none")[1] == head
+    attention = 4 * 4096 + 3 * 512 + 6 * 32
+    experts = 8 * (2048 + 28 + 5 * 768) + 6 * 128
+    layer, hidden = 2 * 6144 * (4 * 2048 + 4 + attention + experts), 2 * 6144 * 2048
+    head = sizes.head_bytes(HF, LAYOUT, 24_576, H200)
     assert activations() == (48 * hidden + hidden, max(2 * layer, head))
+    assert activations("actor.recompute=none") == (48 * layer + hidden, head)  # with the final norm's input
+    normed, fed = 2 * 6144 * 2 * 2048, 2 * 6144 * experts
+    assert activations('actor.recompute=["layernorm"]') == (48 * (layer - normed) + hidden, head)
+    assert activations('actor.recompute=["moe"]') == (48 * (layer - fed) + hidden, head)
     # uniform keeps the input of every second layer and recomputes two at a time; block recomputes twelve, one at a time
     uniform = ("megatron.recompute_method=uniform", "megatron.recompute_num_layers=2")
     assert activations(*uniform) == (25 * hidden, max(3 * layer, head))
@@ -184,6 +190,14 @@ def test_micro_batches_in_flight():
     assert [sizes.micro_batches_in_flight(four, stage, 2) for stage in range(4)] == [2, 2, 2, 1]
     # two chunks a rank: Megatron warms up 2 (p - stage - 1) + (v - 1) p chunks and starts one more
     assert sizes.micro_batches_in_flight(replace(two, virtual_stages=2), 0, 100) == 5 / 2
+
+
+def test_head_buffer():
+    """The chunk of logits does not grow with the micro-batch, and is smaller for a short one."""
+    head, hidden = 6 * 37_984 * 2048, 3 * 2 * 2048
+    for tokens in (16_384, 32_768):
+        assert sizes.head_bytes(HF, LAYOUT, tokens, H200) == 2.5 * H200.memory / 64 + head + hidden * tokens
+    assert sizes.head_bytes(HF, LAYOUT, 100, H200) == 2.5 * 4 * 100 * 37_984 + head + hidden * 100
 
 
 def test_memory_of_an_engine():

@@ -12,9 +12,11 @@ import pytest
 
 from megarl.data.prompts import build_prompts, check_data
 from megarl.data.tokenizer import load_tokenizer
-from megarl.rewards.parts import check_reward
+from megarl.recipe.load import load_recipe
+from megarl.rewards.parts import build_verifier, check_reward
+from megarl.rewards.pool import Limits, VerifierPool
 from tests.data.prompt_sources import char_tokenizer
-from tests.data.test_formats import CONTEST, DAPO, SKYWORK, chat, write
+from tests.data.test_formats import DAPO, SKYWORK, chat, write
 from tests.helpers import ROOT
 from tests.recipe.test_examples import TRAINED, recipe_of
 
@@ -40,12 +42,17 @@ def chats(row, gold):
     ]
 
 
+CONTEST = {
+    "public_tests": {"input": ["1 2\n"], "output": ["3\n"]},
+    "private_tests": {"input": [], "output": []},
+    "generated_tests": {"input": [], "output": []},
+}
 CASES = json.dumps([{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}])
 FILES = {
     "deepscaler.json": [{"problem": question(n), "answer": str(2 * n), "solution": ""} for n in range(100, 140)],
     "dapo-math-17k.parquet": chats(DAPO, lambda n: str(2 * n)) * 3,  # as published, with repeated rows
     "skywork_or1_math.parquet": chats(SKYWORK, lambda n: json.dumps([str(2 * n), f"{2 * n}.0"])),
-    "code_contests.parquet": [CONTEST | {"description": f"add {n}"} for n in range(40)],
+    "code_contests.parquet": [{"description": f"add {n}", "name": "", "difficulty": 1, **CONTEST} for n in range(40)],
     "aime24.parquet": sums("problem", id=1, solution=r"\boxed{}", url="", year="2024"),
     "aime-2024.parquet": chats(DAPO, lambda n: "" if n == 0 else str(2 * n)),
     "aime25.jsonl": sums("problem", id="1", solution="none \\boxed{}"),
@@ -116,3 +123,21 @@ def test_a_row_starts_on_files_of_the_published_schema(folder, monkeypatch, comm
     if not programs:
         asked = {"Answer:" if recipe.reward.kind == "dapo" else "\\boxed{"}
         assert all(mark in prompt.text for mark in asked for prompt in prompts.heldout())
+
+
+def test_responses_to_questions_without_an_answer_are_wrong(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    recipe = load_recipe(ROOT / "examples/qwen3_8b/m2po.toml")
+    model_of(recipe, folder, ROOT / "examples/qwen3_8b/config.json")
+    prompts = build_prompts(recipe, load_tokenizer(recipe.model.tokenizer_path))
+    verifiers = VerifierPool(lambda: build_verifier(recipe, prompts), Limits.of_this_process(recipe))
+    try:
+        exam = prompts.heldout("gaokao")
+        numbers = [verifiers.ask(prompt, f"\\boxed{{{prompt.answer}}}") for prompt in exam]
+        found = {}
+        while len(found) < len(numbers):
+            found |= dict(verifiers.verdicts(wait=True))
+    finally:
+        verifiers.close()
+    assert [found[number].value for number in numbers] == [float(prompt.answer.isdigit()) for prompt in exam]
+    assert sorted(prompt.answer for prompt in exam)[:2] == ["", "$$"]

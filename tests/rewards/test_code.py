@@ -224,7 +224,7 @@ def test_rows_without_usable_tests_are_refused(columns, message):
         read_tests(prompt_for(**columns), "python")
 
 
-def test_a_recipe_for_code_is_checked_row_by_prompt_for(tmp_path):
+def test_a_recipe_for_code_is_checked_row_by_row(tmp_path):
     file = tmp_path / "p.jsonl"
     good = {"prompt": "?", "answer": "see tests", "tests": "assert f(1) == 1"}
     bad = {"prompt": "?", "answer": "see tests", "tests": "f(1)"}

@@ -12,6 +12,7 @@ from megarl.rewards.parts import build_verifier, check_reward, overlong, total, 
 from megarl.rewards.pool import Limits, VerifierPool
 from megarl.storage.metrics.summary import summary
 from megarl.storage.rollouts import Group, Response
+from megarl.storage.shards import Shard, encode
 
 SOURCE = """
 def score(prompt, response, row):
@@ -126,12 +127,18 @@ def test_the_overlong_penalty_is_that_of_dapo():
     assert total(Score(1.0), 1, table.model_copy(update={"weight": 0.9}), 20) == (0.9, 1.0)
 
 
-def test_the_mean_of_correctness_stands_beside_that_of_the_reward():
-    given = ((1.1, 1.0), (0.0, None), (-0.5, 0.0))
-    parts = np.ones(2, np.int32), -np.ones(2, np.float32)
-    responses = tuple(Response(*parts, reward, "stop", 0, correct=correct) for reward, correct in given)
-    means = summary([Group(0, np.ones(1, np.int32), responses)])
-    assert (means["correct/mean"], means["reward/mean"]) == (pytest.approx(1 / 3), pytest.approx(0.2))
+def test_correctness_and_reward_are_stored_separately(tmp_path):
+    def response(reward, correct):
+        return Response(np.ones(2, np.int32), -np.ones(2, np.float32), reward, "stop", 0, correct=correct)
+
+    group = Group(0, np.ones(1, np.int32), (response(1.1, 1.0), response(0.0, None), response(-0.5, 0.0)))
+    for stored, correct in ((group, [1, 0, 0]), (Group(0, group.prompt_tokens, group.responses[1:2]), [0])):
+        (tmp_path / "shard").write_bytes(encode([stored], "hash", "raw"))
+        found = Shard.open(tmp_path / "shard").group(0).responses
+        assert [(r.reward, r.correct) for r in found] == [(r.reward, r.correct) for r in stored.responses]
+        assert [r.correctness for r in found] == correct
+    assert summary([group])["correct/mean"] == pytest.approx(1 / 3)
+    assert summary([group])["reward/mean"] == pytest.approx(0.2)
 
 
 def test_a_group_is_scored_together(tmp_path, file, tiny_model):

@@ -12,7 +12,7 @@ from megarl.rewards import Score, exact, is_scored
 from megarl.rewards.math import Math
 from megarl.rewards.parts import check_reward, total
 from tests.data.prompt_sources import recipe
-from tests.rewards.pooling import prompt_for
+from tests.rewards.pooling import generated, prompt_for
 
 GARBAGE = ("", " ", "x", "[1,2", "(" * 300, '{"a": 1}', "null", "[]", "[[1]]", "1e999", "nan", "\x00", "\ud800")
 GARBAGE += ("9" * 5000, "\\boxed{", "," * 3000, "\\boxed{__import__('pathlib').Path('TRACE').write_text('x')}")
@@ -48,6 +48,11 @@ def test_garbage_is_wrong_and_nothing_is_evaluated(kind, tmp_path):
     texts = [text.replace("TRACE", str(tmp_path / "trace")) for text in (*GARBAGE, "41")]
     assert [text for text in texts if verifier.score(prompt_for("42"), text)] == []
     assert not (tmp_path / "trace").exists()
+
+
+def test_garbage_is_wrong_also_for_scorers_that_raise_on_it():
+    prompts, verifier = generated(["prime_factorization", "countdown"])
+    assert max(verifier.score(prompt, text) for (prompt,) in prompts.values() for text in GARBAGE) < 0.999
 
 
 def test_with_boxed_only_an_answer_in_a_box_counts():

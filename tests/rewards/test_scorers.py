@@ -80,6 +80,8 @@ def test_prime_math_reads_sentences_and_dollars_as_the_original_does(gold, respo
         ("1234", "Answer: 1,234", True),
         ("\\frac{1}{2}", "Answer: \\frac12", True),
         ("\\sqrt{2}", "Answer: $\\sqrt2$", True),
+        ("42", "Answer: \\boxed{42}", True),
+        ("42", "\\boxed{42}", False),
         ("42", "the answer is 42", False),
         ("42", "Answer: 42.", False),
         ("42", "Answer: 42" + " " * 300, False),

@@ -65,6 +65,15 @@ def test_a_token_of_probability_zero_is_never_sampled(moe_dir):
     assert set(tokens.tolist()) == {34}
 
 
+def test_the_same_chunk_gives_the_same_bytes(moe_dir):
+    prompts = PROMPTS * 8
+    how = sampling(prompts, samples=4, stop=STOP)
+    one, other = (generate(BuiltinEngine(moe_dir, 0), prompts, how) for _ in range(2))
+    assert {key: c.tokens.tobytes() + c.logprobs.tobytes() for key, c in one.items()} == {
+        key: c.tokens.tobytes() + c.logprobs.tobytes() for key, c in other.items()
+    }
+
+
 def test_requests_are_served_one_after_another_with_the_same_results_as_alone(moe_dir):
     engine = BuiltinEngine(moe_dir, 0)
     requests = [Request(PROMPTS[i : i + 2], sampling(PROMPTS[i : i + 2], stop=STOP, seed=i)) for i in (0, 2, 4)]

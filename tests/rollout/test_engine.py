@@ -58,8 +58,9 @@ def completion(logprobs, reason="stop", tokens=None):
 WRONG = [  # log-probs, finish reason, tokens -> what is wrong
     # vLLM and SGLang return them for logits that are not finite: TRL's issue 6166
     *(
-        ([-0.5, value, -1e-6], "stop", None, "the log-prob .* is not a finite")
+        ([-0.5, value, -1e-6], reason, None, "the log-prob .* is not a finite")
         for value in (np.nan, np.inf, -np.inf, 1e-3)
+        for reason in ("stop", "interrupted")
     ),
     ([], "stop", None, "0 tokens with 0 log-probs"),
     ([-1.0], "stop", [3, 4], "2 tokens with 1 log-probs"),

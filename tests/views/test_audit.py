@@ -8,28 +8,31 @@ from dataclasses import replace
 import pytest
 
 from megarl.commands.one_phase import branch, changed_recipe
-from megarl.recipe.load import override_recipe
-from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
-from megarl.views.audit.rollouts import versions_allowed
 from tests.commands.stages.made_up import make_run
-from tests.phases.commands import settings, succeed, train
-from tests.views.audit_faults import FAULTS, RECOMPUTED, rewrite, updates_in_disorder
-from tests.views.synthetic_run import make_recipe
+from tests.helpers import megarl
+from tests.views.audit_faults import FAULTS, RECOMPUTED, of_version, rewrite, updates_in_disorder
 
 EVERYTHING = 1000  # groups whose rewards and log-probs are recomputed: more than a stage has
 SMALL = ("schedule.updates_per_stage=4", "actor.checkpoint_every=2")
+LIVE = ("schedule.kind='live'", "schedule.stages=1", "schedule.updates_per_stage=8", "schedule.sync_every=2")
+
+
+def train(recipe, run, *settings):
+    options = [part for setting in settings for part in ("--set", setting)]
+    result = megarl("train", recipe, "--run-dir", run, *options)
+    assert result.returncode == 0, result.stderr
+    return run
 
 
 @pytest.fixture(scope="module")
 def staged(recipe):
-    train(recipe, recipe.parent / "staged", *settings(*SMALL))
-    return recipe.parent / "staged"
+    return train(recipe, recipe.parent / "staged", *SMALL)
 
 
-@pytest.fixture
-def copy(staged, tmp_path):
-    return shutil.copytree(staged, tmp_path / "run", symlinks=True)
+@pytest.fixture(scope="module")
+def live(recipe):
+    return train(recipe, recipe.parent / "live", *LIVE, "schedule.delay=1", "eval.every=0", "actor.checkpoint_every=2")
 
 
 def test_the_audit_of_a_staged_run_finds_no_problem(staged):
@@ -43,6 +46,13 @@ def test_the_audit_of_a_staged_run_finds_no_problem(staged):
     assert above[: head.index("chosen") + 6].endswith("not") and first.split()[:3] == ["0", "16", "16"]
 
 
+def test_the_audit_of_a_live_run_finds_no_problem(live):
+    found = audit(live, EVERYTHING)
+    assert found.problems == []
+    assert [note for note in found.notes if "several policies" not in note] == []
+    assert (found.stages[0].trained, found.stages[0].pending) == (32, 0)
+
+
 def test_groups_that_were_not_chosen_or_are_not_trained_yet_are_counted(recipe, tmp_path):
     """In a run whose stage is sealed but has no update, and in a branch of it."""
     run = make_run(recipe, tmp_path / "run", "rollout.oversample=2", chosen=[1, 2, 3, 5, 6, 9, 12, 15])
@@ -54,22 +64,31 @@ def test_groups_that_were_not_chosen_or_are_not_trained_yet_are_counted(recipe, 
     assert found.problems == []
 
 
-def test_the_command_exits_with_1_if_something_does_not_agree(staged, copy):
-    assert json.loads(succeed("audit", staged, "--json", "--samples", 0).stdout)["problems"] == []
-    updates_in_disorder(copy)
-    assert "update 3 follows update 3" in succeed("audit", copy, "--samples", 0, code=1).stdout
+def test_the_command_exits_with_1_if_something_does_not_agree(staged, tmp_path):
+    result = megarl("audit", staged, "--json", "--samples", 0)
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout)["problems"] == []
+    shutil.copytree(staged, tmp_path / "run")
+    updates_in_disorder(tmp_path / "run")
+    result = megarl("audit", tmp_path / "run", "--samples", 0)
+    assert result.returncode == 1
+    assert "update 3 follows update 3" in result.stdout
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
-def test_a_planted_fault_is_found(copy, fault):
-    fault(copy)
-    problems = "\n".join(audit(copy, EVERYTHING if fault in RECOMPUTED else 0).problems)
+def test_a_planted_fault_is_found(staged, tmp_path, fault):
+    run = tmp_path / "run"
+    shutil.copytree(staged, run, symlinks=True)
+    fault(run)
+    problems = "\n".join(audit(run, EVERYTHING if fault in RECOMPUTED else 0).problems)
     assert [said for said in FAULTS[fault] if said not in problems] == [], problems
 
 
 @pytest.mark.parametrize(("every", "problems"), [(1000, 0), (3, 1)])
-def test_a_token_whose_experts_were_tied_is_no_problem_and_many_are(copy, every, problems):
+def test_a_token_whose_experts_were_tied_is_no_problem_and_many_are(staged, tmp_path, every, problems):
     """.05 nats more at the first token of the first of every so many responses of the first stage."""
+    run = tmp_path / "run"
+    shutil.copytree(staged, run, symlinks=True)
     count = itertools.count()
 
     def changed(response):
@@ -77,19 +96,17 @@ def test_a_token_whose_experts_were_tied_is_no_problem_and_many_are(copy, every,
         logprobs[0] -= 0.05 * (next(count) % every == 0)
         return replace(response, rollout_logprobs=logprobs)
 
-    rewrite(copy, lambda groups: [replace(g, responses=tuple(map(changed, g.responses))) for g in groups])
+    rewrite(run, lambda groups: [replace(g, responses=tuple(map(changed, g.responses))) for g in groups])
     assert next(count) > 3
-    found = audit(copy, EVERYTHING).problems
+    found = audit(run, EVERYTHING).problems
     assert len(found) == problems and all("the log-probs of stage 0 are not its policy's" in said for said in found)
 
 
-@pytest.mark.parametrize(
-    ("lag", "allowed"),
-    [("delay=1", [(0, 0), (4, 4), (6, 6), (12, 12)]), ("max_lag=3", [(0, 1), (4, 7), (5, 8), (12, 15)])],
-)
-def test_policy_versions_that_a_live_schedule_allows(tmp_path, lag, allowed):
-    """For the groups of updates 2, 8, 9 and 16, with a new policy after every second one."""
-    staged = make_recipe({"stages": 2, "updates_per_stage": 8, "prompts_per_update": 4})
-    changes = ["schedule.kind=live", "schedule.sync_every=2", "eval.every=0", f"schedule.{lag}"]
-    run = RunDir(tmp_path, override_recipe(staged, changes))
-    assert [versions_allowed(run.stage(group // 32), group) for group in (5, 31, 32, 63)] == allowed
+def test_a_policy_version_that_the_schedule_does_not_allow_is_found(live, tmp_path):
+    """The groups of a live run's first shard get policy versions that are newer by 2 than the schedule allows."""
+    run = tmp_path / "run"
+    shutil.copytree(live, run, symlinks=True)
+    rewrite(run, lambda groups: [of_version(g, g.responses[0].policy_version + 2) for g in groups])
+    problems = audit(run, 0).problems
+    assert [problem for problem in problems if "the schedule allows 0 to 0" in problem], problems
+    assert [problem for problem in problems if "staleness" in problem], problems

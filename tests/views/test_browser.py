@@ -15,7 +15,7 @@ from megarl.commands.what_if import write_figure
 from megarl.objectives import OBJECTIVES
 from megarl.views.report import write_report
 from tests.helpers import read_lines
-from tests.views.synthetic_run import make_run, write_lines
+from tests.views.synthetic_run import make_recipe, make_run, write_lines
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 if BROWSER is None and os.environ.get("MEGARL_REQUIRE_BROWSER") != "1":
@@ -80,6 +80,18 @@ def drawn_curves(body, number):
     chart = body[body.index(f'id="chart-{number}"') :]
     paths = re.findall(r"<path [^>]*>", chart[: chart.index("</section>")])
     return [path for path in paths if 'class="js-line"' in path and re.search(r' d="M[-0-9.]+,[-0-9.]+[LHVC]', path)]
+
+
+def test_markup_in_the_names_of_runs_and_objectives_is_escaped(tmp_path, show):
+    image = "<img src=http://example.com/x.png onerror=alert(1)>"
+    a = make_run(tmp_path / "a", recipe=make_recipe(name=image))
+    b = make_run(tmp_path / "b <a href='http:··example.com'>", gain=0.5)
+    tab = show(write_report([a, b], tmp_path / "report.html"))
+    body = body_of(tab)
+    assert "<img" not in body and "<a " not in body
+    assert len(re.findall(r'class="legendtext"[^>]*>a clip</text>', body)) == 1
+    assert len(re.findall(r'class="plot js-plotly-plot"', body)) == 20
+    assert "<th>objective.name</th>" in body
 
 
 def test_charts_and_numbers_of_one_run_and_no_request(tmp_path, show):

@@ -6,7 +6,6 @@ import re
 import unicodedata
 from dataclasses import replace
 
-import numpy as np
 import pytest
 from rich.console import Console
 
@@ -15,7 +14,7 @@ from megarl.errors import UserError
 from megarl.storage.rollouts import Group
 from megarl.views.responses.select import Filter, decoder, select
 from megarl.views.responses.show import show_samples
-from tests.phases.commands import succeed
+from tests.helpers import megarl
 from tests.views.stored_run import HOSTILE, WORDS, make_stored_run, random_groups, response, two_stages
 
 
@@ -46,7 +45,7 @@ def test_responses_are_selected_by_columns_of_their_prompts(tmp_path):
         assert all(one.columns == rows[one.prompt] for one in found)
     with pytest.raises(UserError, match="no prompt has a column 'lvl'; the columns are: kind, level"):
         list(select(root, Filter(columns=(kind, ("lvl", "1"))), decoder(root)))
-    told = succeed("samples", root, "--json", "--limit", 100, "--column", "level=1", "--column", "kind=b").stdout
+    told = megarl("samples", root, "--json", "--limit", 100, "--column", "level=1", "--column", "kind=b").stdout
     assert [json.loads(line)["row"] for line in told.splitlines()] == [rows[2]] * 4
 
 
@@ -60,7 +59,10 @@ FILTERS = (
     (Filter(longer=10), lambda s, g, n, r: len(r.tokens) > 10),
     (Filter(shorter=4), lambda s, g, n, r: len(r.tokens) < 4),
     (Filter(pattern=re.compile("a b.*answer")), lambda s, g, n, r: re.search("a b.*answer", text_of(r.tokens))),
-    (Filter(stage=0, reward=(1, 1), longer=3), lambda s, g, n, r: s == 0 and r.reward == 1 and len(r.tokens) > 3),
+    (
+        Filter(stage=0, reward=(1, 1), finish="stop", longer=3),
+        lambda s, g, n, r: s == 0 and r.reward == 1 and r.finish_reason == "stop" and len(r.tokens) > 3,
+    ),
 )
 
 
@@ -112,8 +114,9 @@ def test_a_response_cannot_control_the_terminal(hostile, prompt, terminal):
 
 
 def test_a_long_text_is_cut_in_its_middle(tmp_path):
-    group = Group(0, np.array([1], np.int32), (response([1] * 3000 + [4]),))
-    root = make_stored_run(tmp_path / "run", [[[group]]])
+    groups = random_groups([0], samples=1)
+    groups = [Group(0, groups[0].prompt_tokens, (response([1] * 3000 + [4]),))]
+    root = make_stored_run(tmp_path / "run", [[groups]])
     output = shown(root)
     assert "[... 1,807 characters ...]" in output and "answer" in output and output.count("a") < 1300
     assert shown(root, whole=True).count("a") > 3000
@@ -130,14 +133,15 @@ def test_the_responses_to_a_prompt_are_shown_side_by_side(stored):
 
 def test_options_and_json_of_the_command(stored):
     root, groups = stored
-    result = succeed("samples", root, "--stage", "1", "--limit", "2", "--json")
+    result = megarl("samples", root, "--stage", "1", "--limit", "2", "--json")
+    assert result.returncode == 0, result.stderr
     records = [json.loads(line) for line in result.stdout.splitlines()]
     expected = groups[6][1].responses[:2]
     assert [(record["text"], record["reward"]) for record in records] == [
         (text_of(r.tokens), r.reward) for r in expected
     ]
     assert {(record["stage"], record["prompt"]) for record in records} == {(1, 6)}
-    result = succeed("samples", root, "--reward", ":0.25", "--finish", "stop", "--limit", "1000")
+    result = megarl("samples", root, "--reward", ":0.25", "--finish", "stop", "--limit", "1000")
     some = [r for _, g in groups for r in g.responses if r.reward <= 0.25 and r.finish_reason == "stop"]
     assert len(re.findall(r"(?m)^stage", result.stdout)) == len(some)
 
@@ -174,4 +178,10 @@ def test_a_shard_that_does_not_agree_with_its_ledger_is_refused(tmp_path):
     one, other = sorted((root / "stages/000/rollouts").glob("*.arrow"))
     one.write_bytes(other.read_bytes())
     with pytest.raises(UserError, match="has other groups than its line"):
+        list(select(root, Filter(), decoder(root)))
+    one.write_bytes(other.read_bytes()[:-8])
+    with pytest.raises(UserError, match="bytes, not"):
+        list(select(root, Filter(), decoder(root)))
+    one.unlink()
+    with pytest.raises(UserError, match="is gone"):
         list(select(root, Filter(), decoder(root)))

@@ -14,7 +14,7 @@ from lab.results import load, read
 from megarl.commands.sweep import describe, sweep
 from megarl.commands.sweep.plan import plan_sweep
 from megarl.errors import UserError
-from megarl.estimates import interval, mean_of_replicates, paired
+from megarl.estimates import interval, paired
 from megarl.recipe.sweep import load_sweep
 from megarl.storage.run_dir import RunDir
 from megarl.storage.run_dir.evaluations import SuiteResponses
@@ -136,10 +136,10 @@ def scores_of(output, point, seed):
 
 
 def wider(values, prompts):
-    """Seeds with the same prompts: the distances of both bounds, over seeds and over prompts, add as those of
-    independent errors do."""
-    mean, bounds = mean_of_replicates(np.array(values))
-    low, high = (math.hypot(mean - one, mean - other) for one, other in zip(bounds, prompts, strict=True))
+    """The interval of two seeds with the same prompts, by Student's t with one degree of freedom and over
+    prompts: the distances from the mean add as those of independent errors do."""
+    mean, student = np.mean(values), math.tan(0.475 * math.pi) * abs(values[0] - values[1]) / 2
+    low, high = (math.hypot(student, mean - other) for other in prompts)
     return mean, mean - low, mean + high
 
 

@@ -1,4 +1,4 @@
-"""The rollout store of a live stage: several policies, and responses of several versions."""
+"""The rollout store of a live stage: several policies, responses of several versions, a reader beside the writers."""
 
 import numpy as np
 import pytest
@@ -17,8 +17,8 @@ def continued(group_id, versions):
     return Group(group_id, np.array([3], np.int32), (spans, plain))
 
 
-def live_writer(directory):
-    return RolloutWriter(directory, weights_hash=None, logprob_mode="processed")
+def live_writer(directory, writer=0):
+    return RolloutWriter(directory, weights_hash=None, logprob_mode="processed", writer=writer)
 
 
 def test_versions_of_tokens_are_stored(tmp_path):
@@ -26,13 +26,21 @@ def test_versions_of_tokens_are_stored(tmp_path):
         writer.append([continued(0, [0, 0, 4, 8, 8])], "a" * 64)
         writer.append([make_group(1)], "b" * 64)  # in a shard without the column policy_versions
     store = RolloutStore(tmp_path, one_policy=False)
-    assert as_bytes(store.read([0])[0]) == as_bytes(continued(0, [0, 0, 4, 8, 8]))
+    spans, plain = store.read([0])[0].responses
+    assert spans.versions.tolist() == [0, 0, 4, 8, 8]
+    assert (spans.policy_version, plain.policy_version) == (0, 4)
+    assert plain.policy_versions is None
+    assert plain.versions.tolist() == [4] * 5
     assert as_bytes(store.read([1])[0]) == as_bytes(make_group(1))
-    assert store.read([0])[0].responses[1].versions.tolist() == [4] * 5
-    for opens in (RolloutStore, lambda path: RolloutWriter(path, **POLICY), lambda path: seal(path, range(2))):
-        with pytest.raises(UserError, match="one behaviour policy"):  # as if the stage were not live
+    assert [entry.weights_hash[0] for entry in store.entries] == ["a", "b"]
+    for opens in (RolloutStore, lambda path: RolloutWriter(path, **POLICY)):  # as if the stage were not live
+        with pytest.raises(UserError, match="one behaviour policy"):
             opens(tmp_path)
+
+    with pytest.raises(UserError, match="one behaviour policy"):
+        seal(tmp_path, range(2))
     seal(tmp_path, range(2), one_policy=False)
+    assert RolloutStore(tmp_path, one_policy=False).group_ids == [0, 1]
 
 
 def test_wrong_versions_are_refused(tmp_path):
@@ -44,3 +52,23 @@ def test_wrong_versions_are_refused(tmp_path):
             )
             with pytest.raises(UserError, match="policy_versions must be int32"):
                 writer.append([Group(0, group.prompt_tokens, (wrong,))], "a" * 64)
+
+
+def test_a_reader_sees_what_several_writers_append_and_the_seal(tmp_path):
+    with live_writer(tmp_path) as one, live_writer(tmp_path, 1) as two:
+        store = RolloutStore(tmp_path, one_policy=False)
+        for group in range(6):
+            (one, two)[group % 2].append([make_group(group)], "a" * 64)
+            assert store.missing(range(group + 1)) == [group]
+            store.refresh()
+            assert store.missing(range(group + 1)) == []
+            assert as_bytes(store.read([group])[0]) == as_bytes(make_group(group))
+        with open(tmp_path / "ledger.00001.jsonl", "ab") as ledger:
+            ledger.write(b'{"shard": "half a li')
+        store.refresh()  # a line does not count before it is complete
+        assert store.group_ids == list(range(6))
+    with live_writer(tmp_path, 1):  # opening a writer removes the incomplete line
+        pass
+    seal(tmp_path, range(6), one_policy=False)
+    store.refresh()
+    assert [as_bytes(g) for g in store.read(range(6))] == [as_bytes(make_group(i)) for i in range(6)]
