@@ -216,7 +216,7 @@ def test_the_dump_waits_until_stacks_are_complete(tmp_path, monkeypatch):
             assert process.stdout.readline() == "begins\n"
             watch = Watch([Watched(0, process.pid, tmp_path / "beats", log)], 1.0, True, print)
             monkeypatch.setattr("megarl.workers.watch.time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
-            watch.dump()
+            watch.dump([])
         finally:
             process.kill()
     assert log.read_text() == "File\nFile\nend\n" and now < 5
