@@ -43,7 +43,7 @@ def open_staged(run_dir: Path, number: int) -> Stage:
 
 def require_staged(run: RunDir) -> None:
     """`UserError` for a live run, whose stages several policies generate while they are trained."""
-    if run.recipe.schedule.kind == "live":
+    if not run.recipe.schedule.one_policy:
         raise UserError(
             f"{run.root} is a live run: `megarl train` makes its rollouts and updates at the same time, so no stage of "
             "it has a phase or a policy of its own"

@@ -176,8 +176,9 @@ def alternatives(plan: Plan, counter: ParameterCounter) -> Iterator[list[str]]:
 
 
 def _rollout_that_fits(plan: Plan) -> list[str] | None:
-    engine = plan.recipe.rollout
-    available = engine.workers * engine.tensor_parallel if plan.side_by_side else plan.recipe.actor.processes_per_node
+    recipe, engine = plan.recipe, plan.recipe.rollout
+    workers, trainers = engine.workers * engine.tensor_parallel, recipe.actor.processes_per_node
+    available = workers if recipe.schedule.side_by_side else trainers
     for tensor in _divisors(available):
         changes = [f"rollout.tensor_parallel={tensor}", f"rollout.workers={available // tensor}"]
         if _changed(plan, changes).rollout_misfit() is None:

@@ -315,12 +315,11 @@ class Plan:
     @property
     def responses_of_version(self) -> float:
         """Responses that a replica generates with one policy; in a live run as many as the schedule allows."""
-        recipe, schedule = self.recipe, self.recipe.schedule
-        groups = recipe.candidates_per_stage
-        if schedule.kind == "live" and schedule.lag_rule.delay is not None:
-            groups = min(groups, recipe.candidates_per_choice)
-        elif schedule.kind == "live":
-            groups = min(recipe.groups_per_stage, (schedule.lag_rule.max_lag + 1) * schedule.prompts_per_update)
+        recipe, rule = self.recipe, self.recipe.schedule.lag_rule
+        if rule.delay is not None:
+            groups = min(recipe.candidates_per_stage, recipe.candidates_per_choice)
+        else:
+            groups = min(recipe.groups_per_stage, (rule.max_lag + 1) * recipe.schedule.prompts_per_update)
         return groups * recipe.rollout.responses_per_prompt / self.replicas
 
     @property
@@ -356,17 +355,12 @@ class Plan:
     def versions_of_stage(self) -> int:
         """Number of policies that trainers export and engines load in a stage."""
         schedule = self.recipe.schedule
-        return math.ceil(schedule.updates_per_stage / (schedule.sync_every or schedule.updates_per_stage))
-
-    @property
-    def side_by_side(self) -> bool:
-        """Whether engines and trainers use different GPUs."""
-        return self.recipe.schedule.kind == "live" and not self.recipe.schedule.colocate
+        return math.ceil(schedule.updates_per_stage / schedule.lag_rule.sync_every)
 
     @property
     def overlaps(self) -> bool:
         """Whether engines generate while trainers train; in lock-step each waits for the other."""
-        return self.side_by_side and not self.recipe.schedule.lockstep
+        return self.recipe.schedule.side_by_side and not self.recipe.schedule.lockstep
 
     @cached_property
     def disk(self) -> dict[str, float]:
@@ -402,7 +396,7 @@ class Plan:
     def rollout_misfit(self) -> str | None:
         table, available = self.recipe.rollout, self.recipe.actor.processes_per_node
         wanted = table.workers * table.tensor_parallel
-        if wanted > available and not self.side_by_side:
+        if wanted > available and not self.recipe.schedule.side_by_side:
             return (
                 f"rollout.workers * rollout.tensor_parallel = {wanted} GPUs a node, "
                 f"but actor.processes_per_node = {available}"

@@ -114,9 +114,8 @@ def _check_steps(recipe: Recipe, updates: int) -> None:
     cause = "schedule.sync_every" if updates == recipe.schedule.sync_every else "objective.proximal_updates"
     periods = {"schedule.updates_per_stage": recipe.schedule.updates_per_stage}
     periods["actor.checkpoint_every"] = recipe.actor.checkpoint_every
-    if recipe.schedule.kind == "live":
-        # else trainers would wait for groups that only a version after updates of the same step may generate
-        periods["schedule.sync_every"] = recipe.schedule.sync_every or 1
+    # else trainers would wait for groups that only a version after updates of the same step may generate
+    periods["schedule.sync_every"] = recipe.schedule.lag_rule.sync_every
     for name, value in periods.items():
         if value % updates:
             nearest = max(updates, round(value / updates) * updates)

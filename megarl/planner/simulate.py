@@ -48,10 +48,8 @@ class Scenario:
     @classmethod
     def of(cls, schedule: ScheduleTable, given: dict[str, float | None]) -> Scenario:
         """A recipe's schedule, with the options that are given; `UserError` for wrong ones."""
-        live = schedule.kind == "live"
-        stage = schedule.updates_per_stage
+        stage, lag = schedule.updates_per_stage, schedule.lag_rule.max_lag
         k = schedule.sync_every or math.gcd(4, stage)
-        lag = schedule.lag_rule.max_lag if live else stage - 1
         defaults = {"updates": schedule.total_updates, "stage": stage, "sync_every": k, "lag": lag}
         chosen = {name: value for name, value in given.items() if value is not None}
         return cls(**defaults | chosen)  # type: ignore[arg-type]
@@ -101,7 +99,7 @@ class Simulation:
         devices, tensor = recipe.devices_per_node, recipe.rollout.tensor_parallel
         schedule = ScheduleTable(updates_per_stage=stage, prompts_per_update=recipe.schedule.prompts_per_update)
         rollout = {"workers": devices // tensor, "memory_fraction": None, "oversample": 1.0, "token_budget": None}
-        if recipe.schedule.kind == "staged":
+        if recipe.schedule.one_policy:
             rollout.pop("memory_fraction")
         else:  # the recipe's number is for engines beside trainers
             rollout["groups_per_chunk"] = type(recipe.rollout).model_fields["groups_per_chunk"].default

@@ -19,7 +19,7 @@ def table(plan: Plan) -> str:
 def _heading(plan: Plan) -> Iterator[str]:
     routed = f", {plan.active_parameters / 1e9:.1f} B active" if plan.hf["num_experts"] else ""
     ranks, actor = f"{plan.nodes} x {plan.recipe.actor.processes_per_node} {plan.gpu}", plan.layout
-    if plan.side_by_side:
+    if plan.recipe.schedule.side_by_side:
         engines = plan.recipe.rollout.workers * plan.recipe.rollout.tensor_parallel
         ranks += f" of trainers, {plan.nodes} x {engines} of engines"
     again = plan.recipe.actor.recompute

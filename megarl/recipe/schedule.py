@@ -1,8 +1,8 @@
-"""``[schedule]`` of a recipe, and which policy version generates which batch of a live run.
+"""``[schedule]`` of a recipe, and which policy version generates which batch.
 
 Update b of a run (counted from 0) trains on batch b, the groups of one update, and turns policy version b into
-version b + 1. A live trainer publishes the versions that are multiples of ``sync_every``. Batch b, if version v
-generated it, is trained with a lag of b - v updates.
+version b + 1. Engines may load the versions that are multiples of ``sync_every``, in a staged run the stages' first
+ones. Batch b, if version v generated it, is trained with a lag of b - v updates.
 """
 
 from __future__ import annotations
@@ -100,9 +100,24 @@ class ScheduleTable(Table):
         return self.updates_per_stage // self.passes
 
     @property
+    def phases(self) -> tuple[str, ...]:
+        """The phases of a stage, in their order."""
+        return ("live",) if self.kind == "live" else ("rollout", "optimize")
+
+    @property
+    def one_policy(self) -> bool:
+        """Whether one policy generates a stage, before the stage is trained."""
+        return self.kind == "staged"
+
+    @property
+    def side_by_side(self) -> bool:
+        """Whether engines and trainers work at the same time, each on devices of their own."""
+        return self.kind == "live" and not self.colocate
+
+    @property
     def updates_of_groups(self) -> int:
         """The number of updates that train the same groups in several passes."""
-        return (self.sync_every if self.kind == "live" else None) or self.updates_per_stage
+        return self.lag_rule.sync_every
 
     def batch_of(self, update: int) -> tuple[int, int]:
         """(batch that an update of the run trains, in which pass over it), all counted from 0."""
@@ -117,11 +132,11 @@ class ScheduleTable(Table):
 
     @property
     def lag_rule(self) -> LagRule:
-        """Which version may generate which batch; for live runs only."""
-        assert self.sync_every is not None
-        delay = self.delay if self.lockstep or self.delay else None
-        implied = (self.delay + 1) * self.sync_every - 1
-        return LagRule(self.sync_every, implied if self.max_lag is None else self.max_lag, delay)
+        """Which version may generate which batch. A staged run is in lockstep, with one version for each stage."""
+        every = self.sync_every or self.updates_per_stage
+        delay = self.delay if self.kind == "staged" or self.lockstep or self.delay else None
+        implied = (self.delay + 1) * every - 1
+        return LagRule(every, implied if self.max_lag is None else self.max_lag, delay)
 
     def _check_divisor(self, name: str, of: str, why: str = "", more: str = "") -> None:
         """ValueError if the setting ``name`` does not divide the setting ``of``."""

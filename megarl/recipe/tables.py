@@ -282,8 +282,7 @@ class Recipe(Table):
         """GPUs, or CPU cores, that a node needs. Trainers and engines share them, except in a live run side by side."""
         trainers = self.actor.processes_per_node
         engines = max(table.workers * table.tensor_parallel for table in self.distinct_rollouts.values())
-        side_by_side = self.schedule.kind == "live" and not self.schedule.colocate
-        return trainers + engines if side_by_side else max(trainers, engines)
+        return trainers + engines if self.schedule.side_by_side else max(trainers, engines)
 
     @property
     def virtual_pipeline_stages(self) -> int | None:
@@ -332,8 +331,8 @@ class Recipe(Table):
         return 1 + (group - size) // self.groups_per_stage
 
     def updates_of_group(self, group: int) -> range:
-        """The updates of a live run of which one is the first to train a group: with ``rollout.oversample`` the group's
-        place among several is not known yet."""
+        """The updates of which one is the first to train a group: with ``rollout.oversample`` the group's place among
+        several is not known yet. Not with ``rollout.token_budget``."""
         if self.rollout.oversample > 1:
             size = self.schedule.updates_of_groups
             first = group // self.candidates_per_choice * size
@@ -349,4 +348,4 @@ class Recipe(Table):
     @property
     def mixes_policies(self) -> bool:
         """Whether the tokens that a stage trains come from several policies."""
-        return self.schedule.kind == "live" or self.rollout.token_budget is not None
+        return not self.schedule.one_policy or self.rollout.token_budget is not None

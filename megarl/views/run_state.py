@@ -232,7 +232,7 @@ class RunState:
             return None  # the suites that are left are not known
         if self.stage == self.schedule.stages:
             return left  # the final evaluation
-        parts = ("live",) if self.schedule.kind == "live" else ("rollout", "optimize")
+        parts = self.schedule.phases
         if not set(parts) <= self.seconds.keys():
             return None
         after = parts[parts.index(self.phase) + 1 :] if self.phase in parts else parts

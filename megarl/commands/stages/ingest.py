@@ -180,7 +180,7 @@ def ingest(
 
 def check_filled(recipe: Recipe) -> None:
     """`UserError` for a recipe whose stages cannot be filled from outside, with rows or by agents."""
-    if recipe.schedule.kind == "live":
+    if not recipe.schedule.one_policy:
         raise UserError('[schedule] kind = "live" generates its own rollouts: only a staged run can be filled')
     if recipe.rollout.oversample > 1:
         raise UserError(

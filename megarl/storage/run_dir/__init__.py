@@ -76,7 +76,7 @@ class RunDir:
             difference = [line for line in difference if line not in changed]
             if difference:
                 sealed = [s.number for s in cls(root, before).stages() if s.is_sealed()]
-                latest = max(sealed, default=None) if before.schedule.kind == "staged" else None
+                latest = max(sealed, default=None) if before.schedule.one_policy else None
                 raise UserError(
                     f"{root} belongs to a run with another recipe (old -> new):\n  "
                     + "\n  ".join(difference)
@@ -290,15 +290,15 @@ class RunDir:
 
     def has_trained(self) -> bool:
         """Whether the run has made updates; always True for live runs, whose rollouts depend on training."""
-        live = self.recipe.schedule.kind == "live"
-        return live or any(self.root.glob("stages/*/checkpoints/update_*")) or self.end.policy.exists()
+        if not self.recipe.schedule.one_policy:
+            return True
+        return any(self.root.glob("stages/*/checkpoints/update_*")) or self.end.policy.exists()
 
     def _unused(self) -> list[str]:
         """The tables of the recipe with whose own Python files nothing has been made yet."""
         shards = ("stages/*/rollouts/*.arrow", "evaluations/**/*.arrow")
         scored = any(any(self.root.glob(pattern)) for pattern in shards)
-        live = self.recipe.schedule.kind == "live"
-        trained = scored if live else self.has_trained()
+        trained = self.has_trained() if self.recipe.schedule.one_policy else scored
         return [table for table, used in (("reward", scored), ("objective", trained)) if not used]
 
     def log_event(self, event: str, **fields: Any) -> None:
@@ -483,7 +483,7 @@ class Stage:
     def oldest_needed(self) -> int:
         """The oldest version of the policy that engines of this stage or a later one may load."""
         schedule, first = self.run.recipe.schedule, self.first_update
-        if schedule.kind == "staged" or first == schedule.total_updates or schedule.lag_rule.delay is None:
+        if first == schedule.total_updates or schedule.lag_rule.delay is None:
             return first
         return schedule.lag_rule.exact(first)
 
@@ -493,8 +493,7 @@ class Stage:
 
 def _adds_stages(before: Recipe, after: Recipe) -> bool:
     """Whether both recipes are of staged runs, and ``after`` has more stages than ``before``."""
-    kinds = {before.schedule.kind, after.schedule.kind}
-    return kinds == {"staged"} and after.schedule.stages > before.schedule.stages
+    return before.schedule.one_policy and after.schedule.one_policy and after.schedule.stages > before.schedule.stages
 
 
 def _free_result(final: Path, policy: Path) -> None:

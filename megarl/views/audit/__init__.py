@@ -125,7 +125,7 @@ def _is_own(stage: Stage) -> bool:
 
 def _check_origin(stage: Stage, weights_hash: str) -> Iterator[str]:
     """For a staged run: that the stage's policy, by its hash, generated the stage's rollouts."""
-    if stage.run.recipe.schedule.kind == "live" or not stage.rollouts.exists():
+    if not stage.run.recipe.schedule.one_policy or not stage.rollouts.exists():
         return
     try:
         entries = RolloutStore(stage.rollouts).entries

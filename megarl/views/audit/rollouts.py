@@ -65,9 +65,8 @@ def check_rollouts(run: RunDir, totals: list[StageTotals], notes: list[str]) -> 
 def _stores(stage: Stage) -> list[RolloutStore]:
     """The store of complete groups, and with a token budget that of groups that were unfinished at the budget."""
     partial = stage.run.recipe.rollout.token_budget is not None
-    one_policy = stage.run.recipe.schedule.kind == "staged"
     folders = [stage.rollouts, stage.unfinished] if partial else [stage.rollouts]
-    return [RolloutStore(folder, one_policy=one_policy) for folder in folders]
+    return [RolloutStore(folder, one_policy=stage.run.recipe.schedule.one_policy) for folder in folders]
 
 
 def _count(stage: Stage, stores: list[RolloutStore], row: StageTotals) -> None:
@@ -171,12 +170,12 @@ def _check_group(stage: Stage, group: Group) -> Iterator[str]:
 
 def versions_allowed(stage: Stage, group_id: int) -> tuple[int, int]:
     """The oldest and the newest policy version that may have sampled a token of the group."""
-    recipe, schedule = stage.run.recipe, stage.run.recipe.schedule
-    if schedule.kind == "staged":
-        begun = recipe.stage_that_begins(group_id) if recipe.mixes_policies else stage.number
+    recipe, rule = stage.run.recipe, stage.run.recipe.schedule.lag_rule
+    if recipe.rollout.token_budget is not None:
+        begun = recipe.stage_that_begins(group_id)
         return stage.run.stage(min(stage.number, begun)).first_update, stage.first_update
     updates = recipe.updates_of_group(group_id)
-    if schedule.lag_rule.delay is not None:
-        exact = schedule.lag_rule.exact(updates[0])
+    if rule.delay is not None:
+        exact = rule.exact(updates[0])
         return exact, exact
-    return max(0, updates[-1] - schedule.lag_rule.max_lag), updates[0]
+    return max(0, updates[-1] - rule.max_lag), updates[0]

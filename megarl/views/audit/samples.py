@@ -71,7 +71,7 @@ def _had_policy(stage: Stage) -> bool:
 def sample(stage: Stage, count: int) -> list[Group]:
     """``count`` random groups that the stage trains; the same ones each time."""
     try:
-        store = RolloutStore(stage.rollouts, one_policy=stage.run.recipe.schedule.kind == "staged")
+        store = RolloutStore(stage.rollouts, one_policy=stage.run.recipe.schedule.one_policy)
         present = [group for group in store.chosen if not store.missing([group])]
         chosen = random.Random(stage.number).sample(present, min(count, len(present)))
         return store.read(sorted(chosen))
@@ -144,7 +144,7 @@ def _without_a_tie(by_group: dict[int, np.ndarray]) -> dict[int, np.ndarray]:
 
 
 def _cannot_score(stage: Stage) -> str | None:
-    if stage.run.recipe.schedule.kind == "live":
+    if not stage.run.recipe.schedule.one_policy:
         return "several policies generated it, which have been removed"
     if not stage.policy.exists():
         return "its policy was removed by retention"

@@ -48,7 +48,7 @@ def _check_stage(stage: Stage, lines: list[dict[str, Any]], row: StageTotals) ->
             yield f"stage {stage.number} has {len(lines)} updates, but {stage.rollouts} is gone"
         return
     try:
-        store = RolloutStore(stage.rollouts, one_policy=stage.run.recipe.schedule.kind == "staged")
+        store = RolloutStore(stage.rollouts, one_policy=stage.run.recipe.schedule.one_policy)
     except UserError:
         return  # `check_rollouts` reports it
     if stage.run.recipe.rollout.oversample > 1 and not stage.is_sealed():

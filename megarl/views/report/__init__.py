@@ -126,7 +126,7 @@ def _objective(run: Run) -> str:
 
 def _idle_shares(run: Run) -> dict[str, str]:
     """Cells for a live run: mean staleness of a token, and the share of time that trainers and engines waited."""
-    if run.settings.get("schedule.kind") != "live":
+    if not run.column("idle_seconds")[1]:
         return {}
     waited, seconds = (sum(run.column(name)[1]) for name in ("idle_seconds", "seconds"))
     ages = run.column("staleness/mean")[1]
