@@ -54,6 +54,7 @@ class MixtureOfExperts(FeedForward):
     sigmoid: the router's scores are sigmoids, normalised over the chosen experts, and each expert has a bias that
         affects only the choice (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2). The bias is not trained and is
         exported unchanged. Otherwise the scores are a softmax.
+    grouped: whether config.json may divide the experts of sigmoid routing into groups.
     module, matrices, bias: Hugging Face names of the experts' module, and in it of an expert's gate, up and down
         projection, and of the bias.
     shared, shared_gate: Hugging Face names of the module of the shared expert, which every token uses, and of the
@@ -62,6 +63,7 @@ class MixtureOfExperts(FeedForward):
     """
 
     sigmoid: bool = False
+    grouped: bool = True
     module: str = "mlp"
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
     bias: str = "gate.e_score_correction_bias"
@@ -79,8 +81,10 @@ class MixtureOfExperts(FeedForward):
 
     def _groups(self, hf: Hf) -> tuple[int, int] | None:
         """(number of expert groups, number of groups that a token may use); None if it may use all of them."""
+        if not (self.sigmoid and self.grouped):
+            return None
         groups, chosen = hf["n_group"] or 1, hf["topk_group"] or 1
-        return (groups, chosen) if self.sigmoid and chosen < groups else None
+        return (groups, chosen) if chosen < groups else None
 
     def problems(self, hf: Hf) -> Iterator[str]:
         yield from _problems(hf)

@@ -123,7 +123,7 @@ def test_defaults_are_those_of_transformers(model_type):
     theirs |= rope
     # what transformers has under another name, or as code that no setting changes
     theirs.setdefault("rope_scaling", {key: value for key, value in rope.items() if key != "rope_theta"})
-    for name, value in {"norm_topk_prob": True, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0}.items():
+    for name, value in {"norm_topk_prob": True, "routed_scaling_factor": 1.0}.items():
         theirs.setdefault(name, value)
     if layers := theirs.get("mlp_layer_types"):
         theirs.setdefault("first_k_dense_replace", layers.index("sparse"))

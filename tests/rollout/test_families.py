@@ -22,9 +22,6 @@ DEEPSEEK = {
     "v_head_dim": 32,
 }
 
-# config.json of the published models has these two, without which vLLM does not load one
-MINIMAX = {"rotary_dim": 16, "scoring_func": "sigmoid", "use_routing_bias": True}
-
 # what vLLM 0.32 assumes of every gpt-oss, and a width that its CPU kernel supports
 GPT_OSS = {"rms_norm_eps": 1e-5, "swiglu_limit": 7.0, "intermediate_size": 64}
 
@@ -40,7 +37,6 @@ GPT_OSS = {"rms_norm_eps": 1e-5, "swiglu_limit": 7.0, "intermediate_size": 64}
             ("vllm", ("glm4_moe", {})),
             ("vllm", ("deepseek_v3", DEEPSEEK)),
             ("vllm", ("glm4_moe_lite", DEEPSEEK | {"first_k_dense_replace": 1})),
-            ("vllm", ("minimax_m2", MINIMAX)),
             ("vllm", ("gpt_oss", GPT_OSS)),
             ("sglang", ("mixtral", {})),
         )

@@ -4,13 +4,16 @@ from megarl.models.attention import GroupedQueryAttention
 from megarl.models.family import Family
 from megarl.models.feed_forward import MixtureOfExperts
 
-# what config.json does not say, or transformers does not read: its router has no groups and no factor
-_FIXED = {"n_group": 1, "norm_topk_prob": True, "routed_scaling_factor": 1.0, "topk_group": 1}
+_FIXED = {"norm_topk_prob": True, "routed_scaling_factor": 1.0}  # settings of other families' config.json files
 
 FAMILY = Family(
     GroupedQueryAttention(qk_norm="all heads", partial_rotary=True),
     MixtureOfExperts(
-        module="block_sparse_moe", matrices=("w1", "w3", "w2"), sigmoid=True, bias="e_score_correction_bias"
+        sigmoid=True,
+        grouped=False,
+        module="block_sparse_moe",
+        matrices=("w1", "w3", "w2"),
+        bias="e_score_correction_bias",
     ),
     aliases={"moe_intermediate_size": "intermediate_size", "num_nextn_predict_layers": "num_mtp_modules"},
     defaults=_FIXED | {"rope_theta": 5e6},
