@@ -83,9 +83,7 @@ STATES = dict(
     linear_key_head_dim=8,
     linear_value_head_dim=12,
 )
-NEXT = STATES | dict(
-    num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40
-)
+NEXT = STATES | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40)
 GPT_OSS = dict(
     num_local_experts=4,
     num_experts_per_tok=2,

@@ -77,7 +77,7 @@ YARN, OSS_YARN = (MODELS[name]["rope_parameters"] for name in ("deepseek_v3", "g
         ("gpt_oss", {"sliding_window": 0}, "sliding_window = 0 must be 1 or more"),
         ("gpt_oss", {"layer_types": ["full_attention", "chunked_attention"]}, "must name one of sliding_attention"),
         ("gpt_oss", {"layer_types": ["full_attention"]}, "for each of the layers"),
-        ("llama", {"model_type": "gpt2"}, "'gpt2' is not supported; known are deepseek_v3, glm4_moe, glm4_moe_lite, gpt_oss"),
+        ("llama", {"model_type": "gpt2"}, "'gpt2' is not supported; known are deepseek_v3, glm4_moe, glm4_moe_lite"),
     ],
 )
 def test_settings_that_a_family_does_not_support_are_refused(tmp_path, name, settings, words):
