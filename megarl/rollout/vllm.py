@@ -21,6 +21,7 @@ from megarl.heartbeats import beat
 from megarl.models import family_of
 from megarl.models.feed_forward import ClampedExperts, MixtureOfExperts
 from megarl.models.hf_config import read_hf_config
+from megarl.models.latent_attention import MultiHeadLatentAttention
 from megarl.recipe.tables import Recipe
 from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_table, memory_errors
 from megarl.rollout.engine import (
@@ -93,6 +94,11 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
     if cpu and isinstance(feed_forward, MixtureOfExperts) and feed_forward.sigmoid and not feed_forward.grouped:
         raise UserError(  # its `cpu_router.py` would fail at the first request
             f"{where} engine = 'vllm' on a CPU has no sigmoid routing without groups of experts; use 'builtin'"
+        )
+    if cpu and isinstance(family_of(hf).attention, MultiHeadLatentAttention) and hf["rope_yarn"] is None:
+        raise UserError(  # its CPU kernel rotates latent attention's queries wrongly; for YaRN it uses torch
+            f"{where} engine = 'vllm' on a CPU computes latent attention wrongly unless rope_type is 'yarn'; use "
+            "'builtin'"
         )
     if cpu and family_of(hf).linear_layers(hf):  # its `cpu_gdn_attention_core` would fail at the first request
         raise UserError(
