@@ -54,15 +54,19 @@ class MixtureOfExperts(FeedForward):
     sigmoid: the router's scores are sigmoids, normalised over the chosen experts, and each expert has a bias that
         affects only the choice (DeepSeek-AI 2024, arXiv 2412.19437, section 2.1.2). The bias is not trained and is
         exported unchanged. Otherwise the scores are a softmax.
-    module, matrices: Hugging Face names of the experts' module and of an expert's gate, up and down projection.
+    grouped: whether config.json may divide the experts of sigmoid routing into groups.
+    module, matrices, bias: Hugging Face names of the experts' module, and in it of an expert's gate, up and down
+        projection, and of the bias.
     shared, shared_gate: Hugging Face names of the module of the shared expert, which every token uses, and of the
         weight of its gate; None if there is none.
     undivided: as `FeedForward.undivided`.
     """
 
     sigmoid: bool = False
+    grouped: bool = True
     module: str = "mlp"
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    bias: str = "gate.e_score_correction_bias"
     shared: str | None = None
     shared_gate: str | None = None
     undivided: bool = False
@@ -77,8 +81,10 @@ class MixtureOfExperts(FeedForward):
 
     def _groups(self, hf: Hf) -> tuple[int, int] | None:
         """(number of expert groups, number of groups that a token may use); None if it may use all of them."""
+        if not (self.sigmoid and self.grouped):
+            return None
         groups, chosen = hf["n_group"] or 1, hf["topk_group"] or 1
-        return (groups, chosen) if self.sigmoid and chosen < groups else None
+        return (groups, chosen) if chosen < groups else None
 
     def problems(self, hf: Hf) -> Iterator[str]:
         yield from _problems(hf)
@@ -134,7 +140,7 @@ class MixtureOfExperts(FeedForward):
             "mlp.experts.linear_fc2.weight": TensorNames((f"{expert}.{down_}.weight",), 1),
         }
         if self.sigmoid:
-            tensors["mlp.router.expert_bias"] = TensorNames((f"{module}.gate.e_score_correction_bias",))
+            tensors["mlp.router.expert_bias"] = TensorNames((f"{module}.{self.bias}",))
         if self.shared is not None and self.shared_width(hf):
             tensors["mlp.shared_experts.linear_fc1.weight"] = gate_up(self.shared)
             tensors["mlp.shared_experts.linear_fc2.weight"] = down(self.shared)

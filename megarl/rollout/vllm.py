@@ -19,8 +19,9 @@ import torch
 from megarl.errors import UserError
 from megarl.heartbeats import beat
 from megarl.models import family_of
-from megarl.models.feed_forward import ClampedExperts
+from megarl.models.feed_forward import ClampedExperts, MixtureOfExperts
 from megarl.models.hf_config import read_hf_config
+from megarl.models.latent_attention import MultiHeadLatentAttention
 from megarl.recipe.tables import Recipe
 from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_table, memory_errors
 from megarl.rollout.engine import (
@@ -87,8 +88,18 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
             f"{where} engine = 'vllm' on a CPU serves heads of {', '.join(map(str, CPU_HEAD_DIMS))}, "
             f"but {recipe.model.path} has head_dim = {hf['head_dim']}; use 'builtin'"
         )
-    if isinstance(family_of(hf).feed_forward, ClampedExperts):
+    feed_forward = family_of(hf).feed_forward
+    if isinstance(feed_forward, ClampedExperts):
         _check_clamped_experts(hf, where, cpu)
+    if cpu and isinstance(feed_forward, MixtureOfExperts) and feed_forward.sigmoid and not feed_forward.grouped:
+        raise UserError(  # its `cpu_router.py` would fail at the first request
+            f"{where} engine = 'vllm' on a CPU has no sigmoid routing without groups of experts; use 'builtin'"
+        )
+    if cpu and isinstance(family_of(hf).attention, MultiHeadLatentAttention) and hf["rope_yarn"] is None:
+        raise UserError(  # its CPU kernel rotates latent attention's queries wrongly; for YaRN it uses torch
+            f"{where} engine = 'vllm' on a CPU computes latent attention wrongly unless rope_type is 'yarn'; use "
+            "'builtin'"
+        )
     if cpu and family_of(hf).linear_layers(hf):  # its `cpu_gdn_attention_core` would fail at the first request
         raise UserError(
             f"{where} engine = 'vllm' on a CPU computes gated delta nets in bfloat16 only, but rollouts on a CPU are "

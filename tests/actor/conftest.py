@@ -75,11 +75,7 @@ DEEPSEEK = dict(
         original_max_position_embeddings=16,
     ),
 )
-NEXT = dict(
-    num_experts=4,
-    num_experts_per_tok=2,
-    moe_intermediate_size=24,
-    shared_expert_intermediate_size=40,
+STATES = dict(
     full_attention_interval=2,
     rms_norm_eps=1e-2,  # an output of linear attention may be almost 0: its norm would then magnify the rounding
     linear_num_key_heads=2,
@@ -87,6 +83,7 @@ NEXT = dict(
     linear_key_head_dim=8,
     linear_value_head_dim=12,
 )
+NEXT = STATES | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40)
 GPT_OSS = dict(
     num_local_experts=4,
     num_experts_per_tok=2,
@@ -127,11 +124,15 @@ FAMILIES = {
     "glm4_moe": GLM,
     "glm4_moe_qk_norm": GLM | dict(use_qk_norm=True, attention_bias=False, n_shared_experts=2),
     "deepseek_v3": DEEPSEEK,
+    # as in GLM-4.7-Flash values are as wide as keys
+    "glm4_moe_lite": DEEPSEEK | dict(n_group=1, topk_group=1, v_head_dim=24, rope_parameters=None),
+    "minimax_m2": dict(num_local_experts=8, num_experts_per_tok=2, intermediate_size=24, rotary_dim=8),
     "gpt_oss": GPT_OSS,
     "gpt_oss_all_windows": GPT_OSS
     | dict(layer_types=["sliding_attention"] * 2, rope_parameters=dict(rope_type="default", rope_theta=150000.0)),
     "qwen3_next": NEXT,
     "qwen3_5_moe": NEXT,
+    "qwen3_5": STATES,
     "qwen3_next_dense": NEXT | dict(mlp_only_layers=[1], layer_types=["full_attention", "linear_attention"]),
     "deepseek_v3_moonlight": DEEPSEEK
     | dict(q_lora_rank=None, n_group=1, topk_group=1, rope_parameters=None, rms_norm_eps=1e-5),
@@ -142,11 +143,16 @@ VISION = dict(
 )  # fmt: skip
 
 
+def model_type_of(family: str) -> str:
+    """The model_type with which the name of a family begins."""
+    return max((name for name in MODEL_TYPES if family.startswith(name)), key=len)
+
+
 def config_settings(family: str, **changes):
-    """The settings of a tiny model, as in its config.json. The name of a family begins with its model_type."""
-    model_type = max((name for name in MODEL_TYPES if family.startswith(name)), key=len)
+    """The settings of a tiny model, as in its config.json."""
+    model_type = model_type_of(family)
     settings = SHAPE | {"model_type": model_type} | FAMILIES[family] | changes
-    if family != "qwen3_5_moe":
+    if MODEL_TYPES[model_type].nested is None:
         return settings
     outside = {key: settings.pop(key) for key in ("model_type", "quantization_config") if key in settings}
     tied = {"tie_word_embeddings": settings.get("tie_word_embeddings", False)}
@@ -155,7 +161,8 @@ def config_settings(family: str, **changes):
 
 def auto_model(family: str):
     """The Auto class of transformers whose models have all tensors of a family."""
-    return AutoModelForImageTextToText if family == "qwen3_5_moe" else AutoModelForCausalLM
+    nested = MODEL_TYPES[model_type_of(family)].nested
+    return AutoModelForCausalLM if nested is None else AutoModelForImageTextToText
 
 
 def make_hf_model(family: str, **changes):

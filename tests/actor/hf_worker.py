@@ -14,9 +14,12 @@ from tests.extent import few
 WORLD = 4  # processes; a layout with fewer ranks uses the first ones
 MOE = ("qwen3_moe_fused", "qwen3_moe_single", "qwen3_moe_large_fused")
 # families with other names of tensors and other ways to divide them; only in the layouts that divide most tensors
-OTHERS = ("mixtral", "olmoe", "qwen2_moe", "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss", "qwen3_5_moe")
+OTHERS = (
+    "mixtral", "olmoe", "qwen2_moe", "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss", "qwen3_5_moe",
+    "glm4_moe_lite", "minimax_m2",
+)  # fmt: skip
 OTHER_LAYOUTS = ("TP2 EP2", "PP2 VPP2", "PP2 uneven")
-DENSE = ("qwen3", "qwen3_tied", "qwen2", "qwen2_tied", "llama", "llama_tied")
+DENSE = ("qwen3", "qwen3_tied", "qwen2", "qwen2_tied", "llama", "llama_tied", "qwen3_5")
 CHAIN = (
     "one", "TP2 ETP2", "TP2 EP2", "PP2", "CP2", "EP2", "DP2", "PP2 VPP2", "PP2 uneven", "TP2 PP2", "TP2 EP4",
     "TP2 EP2 ETP2", "CP2 PP2", "DP2 EP2",

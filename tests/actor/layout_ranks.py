@@ -76,6 +76,9 @@ FAMILIES: dict[str, tuple[tuple[str, ...], list[str]]] = {
     "qwen3_next": (LAYERS, ["core_attn", "layernorm", "moe"]),
     "gpt_oss": (LAYERS, ["core_attn", "layernorm", "moe"]),
     "qwen3_5_moe": (LAYERS[:3], ["layernorm", "moe", "shared_experts"]),
+    "qwen3_5": (("one", "TP2 ETP2", "PP2 uneven"), ["core_attn", "layernorm", "mlp"]),  # without experts
+    "glm4_moe_lite": (LAYERS[:2], ["core_attn", "layernorm", "mlp", "moe"]),
+    "minimax_m2": (LAYERS[:2], ["core_attn", "layernorm", "moe"]),
 }
 # those with layers that no other family has
 TRAINED = few(FAMILIES, "glm4_moe", "deepseek_v3", "qwen3_next", "gpt_oss")
@@ -99,8 +102,8 @@ EVERY_CASE = {
     "flex": Case(layouts=("one", "TP2 ETP2", "EP2"), recompute="full", dispatcher="flex"),
     **{
         name: Case(
-            "reinforce", updates=2, layouts=layouts, family=name, routing_replay="actor", recompute=parts, lr=1e-2,
-            limit=1e-6, continued=name in CONTINUED,
+            "reinforce", updates=2, layouts=layouts, family=name, recompute=parts, lr=1e-2, limit=1e-6,
+            routing_replay="none" if name == "qwen3_5" else "actor", continued=name in CONTINUED,
         )
         for name, (layouts, parts) in FAMILIES.items()
     },

@@ -28,9 +28,15 @@ MODELS = {
     "qwen2": ("qwen2", {"head_dim": 4}, torch.bfloat16, 10**9),  # attention biases, as in DeepSeek-R1-Distill-Qwen
     "qwen2_tied": ("qwen2", {"head_dim": 4, "tie_word_embeddings": True}, torch.float16, 10**9),
     "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}, torch.bfloat16, 10**9),
+    "qwen3_5": ("qwen3_5", FAMILIES["qwen3_5"], torch.bfloat16, 20_000),
     "llama_tied": ("llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}, torch.bfloat16, 10**9),
 }
-OTHERS = {"olmoe": {"head_dim": 4}, "glm4_moe": {"num_nextn_predict_layers": 1}}
+OTHERS = {
+    "olmoe": {"head_dim": 4},
+    "glm4_moe": {"num_nextn_predict_layers": 1},
+    "glm4_moe_lite": {"num_nextn_predict_layers": 1},
+    "minimax_m2": {"num_mtp_modules": 2},
+}
 MODELS |= {name: (name, FAMILIES[name] | OTHERS.get(name, {}), torch.bfloat16, 20_000) for name in hf_worker.OTHERS}
 CASES = [(layout, name) for layout in hf_worker.TAKEN for name in hf_worker.families(layout)]
 
@@ -42,7 +48,7 @@ def make_model(directory, name):
     model_type, settings, dtype, file_bytes = MODELS[name]
     torch.manual_seed(0)
     config = {"model_type": model_type} | SHAPES | settings
-    if model_type == "qwen3_5_moe":
+    if model_type.startswith("qwen3_5"):
         config = config_settings(model_type, **SHAPES | settings)
     model = auto_model(model_type).from_config(AutoConfig.for_model(**config), dtype=dtype)
     model.config.save_pretrained(directory)
@@ -55,12 +61,14 @@ def make_model(directory, name):
         tensors = dict(pair for item in tensors.items() for pair in one_tensor_an_expert(*item))
     if name == "qwen3_moe_single":
         tensors |= {k: v.float() for k, v in tensors.items() if k.endswith("mlp.gate.weight")}  # two dtypes in one file
-    if name == "mixtral":
+    if name in ("mixtral", "minimax_m2"):
         names = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
         tensors = {reduce(lambda key, pair: key.replace(*pair), names.items(), k): v for k, v in tensors.items()}
-    if name == "glm4_moe":  # a layer for multi-token prediction, which exports copy
-        tensors |= {f"model.layers.4.{key}": torch.randn(5, 3).to(dtype) for key in ("enorm.weight", "mlp.gate.weight")}
-    if name in ("qwen3_next", "qwen3_5_moe"):
+    if name in ("glm4_moe", "glm4_moe_lite", "minimax_m2"):  # layers for multi-token prediction, which exports copy
+        layers = range(4, 6 if name == "minimax_m2" else 5)
+        keys = [f"model.layers.{layer}.{key}" for layer in layers for key in ("enorm.weight", "mlp.gate.weight")]
+        tensors |= {key: torch.randn(5, 3).to(dtype) for key in keys}
+    if name in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
         tensors |= {f"mtp.{key}": torch.randn(5, 3).to(dtype) for key in ("fc.weight", "layers.0.mlp.gate.weight")}
     (directory / "tokenizer.json").write_text('{"any": "bytes"}')
     (directory / "generation_config.json").write_text("{}")

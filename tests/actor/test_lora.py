@@ -43,7 +43,9 @@ def exported(actor, folder, like):
     return load_file(folder / "model.safetensors")
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe_qk_norm", "qwen3_next", "deepseek_v3", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "family", ["qwen3_moe", "glm4_moe_qk_norm", "qwen3_next", "deepseek_v3", "qwen3_5_moe", "qwen3_5", "minimax_m2"]
+)
 def test_base_plus_exported_adapters_is_the_merged_export(family, tmp_path):
     make_hf_model(family).save_pretrained(tmp_path / "in")
     actor = build(tmp_path / "in", {"targets": every_target(read_hf_config(tmp_path / "in"))})
@@ -132,7 +134,10 @@ def stored_tensors(folder):
         yield from load_file(file).items()
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", "deepseek_v3_moonlight", "qwen3_next", "gpt_oss"])
+@pytest.mark.parametrize(
+    "family",
+    ["qwen3_moe", "deepseek_v3", "deepseek_v3_moonlight", "qwen3_next", "gpt_oss", "glm4_moe_lite", "minimax_m2"],
+)
 def test_merged_export_has_the_actors_log_probs_in_transformers(family, saved_model, tmp_path):
     actor = build(saved_model(family), {"targets": every_target(read_hf_config(saved_model(family)))})
     text = [[(7 * i + 3) % 67 for i in range(20)]]

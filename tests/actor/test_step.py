@@ -107,6 +107,9 @@ def reference_update(model, samples, objective, recipe, lr):
         ("qwen3_moe", "reinforce", {}, 10_000),
         ("qwen3", "mu_grpo", {}, 10_000),
         ("llama", "mu_grpo", {}, 24),
+        ("glm4_moe_lite", "reinforce", {}, 24),
+        ("minimax_m2", "reinforce", {}, 24),
+        ("qwen3_5", "reinforce", {}, 24),
     ],
 )
 def test_update_equals_plain_torch(family, name, fields, budget, tmp_path):
@@ -129,7 +132,8 @@ def test_update_equals_plain_torch(family, name, fields, budget, tmp_path):
     got, expected = (load_file(tmp_path / d / "model.safetensors") for d in ("out", "expected"))
     for key, value in expected.items():
         assert (got[key] - value).abs().max() < 2e-6, key
-        assert not torch.equal(value, before[key]) or "expert" in key, key
+        fixed = ("expert", "e_score_correction_bias", "model.visual.")
+        assert not torch.equal(value, before[key]) or any(part in key for part in fixed), key
 
 
 def test_the_learning_rate_follows_the_effective_sample_size(saved_model):

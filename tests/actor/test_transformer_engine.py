@@ -15,6 +15,7 @@ STAND_INS = Path(__file__).parent / "stand_ins"
 FAMILIES = [*few(("qwen3_moe", "qwen2", "gpt_oss", "deepseek_v3", "olmoe", "qwen3_next"), "qwen2", "gpt_oss", "olmoe")]
 if os.environ.get("MEGARL_EVERY_LAYOUT"):  # all that docs/compositions.md has on Transformer Engine
     FAMILIES += ["llama", "qwen3", "glm4_moe", "mixtral", "qwen2_moe", "qwen3_5_moe", "deepseek_v3_moonlight"]
+    FAMILIES += ["glm4_moe_lite", "minimax_m2", "qwen3_5"]
 # with every case, one family has the oldest version that Megatron declares
 OLDEST = ["olmoe"] * EVERY
 VERSIONS = {"2.11.0": [family for family in FAMILIES if family not in OLDEST]} | ({"2.9.0": OLDEST} if EVERY else {})

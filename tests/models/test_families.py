@@ -52,6 +52,12 @@ YARN, OSS_YARN = (MODELS[name]["rope_parameters"] for name in ("deepseek_v3", "g
         ("olmoe", {"clip_qkv": 8.0}, "clip_qkv = 8.0 is not supported for olmoe, only None"),
         ("qwen2_moe", {"qkv_bias": False}, "qkv_bias = False is not supported for qwen2_moe, only True"),
         ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob = False .* Megatron-Core normalises"),
+        ("glm4_moe_lite", {"first_k_dense_replace": 2}, "first_k_dense_replace = 2 is not supported .* only 1"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "must name dense or sparse for each of the layers"),
+        ("glm4_moe_lite", {"mlp_layer_types": ["dense", "none"]}, "must name dense or sparse for each of the layers"),
+        ("minimax_m2", {"routed_scaling_factor": 2.0}, "routed_scaling_factor = 2.0 is not supported for minimax_m2"),
+        ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias = False is not supported for minimax_m2"),
+        ("qwen3_5", {"attention_bias": True}, "attention_bias = true is not supported for qwen3_5"),
         ("deepseek_v3", {"topk_group": 1}, "topk_group = 1: a group's score is the sum of its two best"),
         ("deepseek_v3", {"scoring_func": "softmax"}, "scoring_func = 'softmax' is not supported"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave = False is not supported"),
@@ -71,7 +77,7 @@ YARN, OSS_YARN = (MODELS[name]["rope_parameters"] for name in ("deepseek_v3", "g
         ("gpt_oss", {"sliding_window": 0}, "sliding_window = 0 must be 1 or more"),
         ("gpt_oss", {"layer_types": ["full_attention", "chunked_attention"]}, "must name one of sliding_attention"),
         ("gpt_oss", {"layer_types": ["full_attention"]}, "for each of the layers"),
-        ("llama", {"model_type": "gpt2"}, "'gpt2' is not supported; known are deepseek_v3, glm4_moe, gpt_oss, llama"),
+        ("llama", {"model_type": "gpt2"}, "'gpt2' is not supported; known are deepseek_v3, glm4_moe, glm4_moe_lite"),
     ],
 )
 def test_settings_that_a_family_does_not_support_are_refused(tmp_path, name, settings, words):
@@ -117,7 +123,10 @@ def test_defaults_are_those_of_transformers(model_type):
     theirs |= rope
     # what transformers has under another name, or as code that no setting changes
     theirs.setdefault("rope_scaling", {key: value for key, value in rope.items() if key != "rope_theta"})
-    theirs.setdefault("norm_topk_prob", True)
+    for name, value in {"norm_topk_prob": True, "routed_scaling_factor": 1.0}.items():
+        theirs.setdefault(name, value)
+    if layers := theirs.get("mlp_layer_types"):
+        theirs.setdefault("first_k_dense_replace", layers.index("sparse"))
     kinds = theirs.get("layer_types", [])
     theirs.setdefault("full_attention_interval", 1 + kinds.index("full_attention") if kinds else None)
     ours = FAMILIES[model_type].defaults
@@ -134,7 +143,7 @@ def test_tensor_names_are_those_of_transformers(tmp_path, name):
     config = AutoConfig.for_model(**config_settings(name, tie_word_embeddings=tied))
     with torch.device("meta"):
         theirs = set(auto_model(name).from_config(config).state_dict())
-    if hf["model_type"] == "mixtral":  # files have older names, also those that transformers writes
+    if hf["model_type"] in ("mixtral", "minimax_m2"):  # files have older names, also those that transformers writes
         theirs = {key.replace(".mlp.", ".block_sparse_moe.") for key in theirs}
     fused = {key for key in theirs if ".experts." in key}  # in transformers a tensor has all experts of a layer
     family = FAMILIES[hf["model_type"]]
@@ -156,6 +165,16 @@ def test_config_json_decides_which_layers_have_experts(tmp_path):
     assert pattern("qwen3_moe", decoder_sparse_step=2) == [0, 1, 0, 1]
     assert pattern("qwen2_moe", mlp_only_layers=[0, 3]) == [0, 1, 1, 0]
     assert pattern("glm4_moe", first_k_dense_replace=3) == [0, 0, 0, 1]
+    assert pattern("glm4_moe_lite") == [0, 1, 1, 1]
+    assert pattern("glm4_moe_lite", mlp_layer_types=["sparse", "dense", "sparse", "dense"]) == [1, 0, 1, 0]
+
+
+def test_the_rotated_share_of_a_head_has_an_older_name(tmp_path):
+    """MiniMax-M2's published config.json has rotary_dim; transformers writes the share, which then counts."""
+    assert read_settings(tmp_path, "minimax_m2")["rotary_fraction"] == 0.5
+    assert read_settings(tmp_path, "minimax_m2", rotary_dim=None)["rotary_fraction"] == 1.0
+    written = {"rope_type": "default", "partial_rotary_factor": 0.25}
+    assert read_settings(tmp_path, "minimax_m2", rope_parameters=written)["rotary_fraction"] == 0.25
 
 
 def test_config_json_decides_which_layers_have_windows(tmp_path):

@@ -15,7 +15,7 @@ from tests.rollout.tiny_models import save
 STOP = (1, 6, 17)
 
 
-@pytest.mark.parametrize("family", ["mistral", "qwen3_next", "qwen3_5_moe", "gpt_oss"])
+@pytest.mark.parametrize("family", ["mistral", "qwen3_next", "qwen3_5", "qwen3_5_moe", "gpt_oss"])
 def test_sliding_windows_and_recurrent_states_are_kept_while_decoding(tmp_path, family):
     path = save(tmp_path, family, spread=0.2 if family == "mistral" else 0.1)
     table = generate(BuiltinEngine(path, 3), PROMPTS, sampling(PROMPTS, stop=STOP))

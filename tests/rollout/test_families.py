@@ -4,7 +4,7 @@ import pytest
 
 from megarl.rollout import build_engine
 from megarl.rollout.drift import measure_drift
-from tests.actor.conftest import make_hf_model
+from tests.actor.conftest import FAMILIES, make_hf_model
 from tests.rollout.engines import OWN_OPTION, reference_of, stage_recipe
 
 # heads of 32 are the smallest that vLLM serves on a CPU
@@ -22,6 +22,9 @@ DEEPSEEK = {
     "v_head_dim": 32,
 }
 
+# without YaRN vLLM's CPU kernel would rotate wrongly; only vLLM needs the number of dense layers
+FLASH = DEEPSEEK | {"rope_parameters": FAMILIES["deepseek_v3"]["rope_parameters"], "first_k_dense_replace": 1}
+
 # what vLLM 0.32 assumes of every gpt-oss, and a width that its CPU kernel supports
 GPT_OSS = {"rms_norm_eps": 1e-5, "swiglu_limit": 7.0, "intermediate_size": 64}
 
@@ -36,6 +39,7 @@ GPT_OSS = {"rms_norm_eps": 1e-5, "swiglu_limit": 7.0, "intermediate_size": 64}
             ("vllm", ("qwen2_moe", {})),
             ("vllm", ("glm4_moe", {})),
             ("vllm", ("deepseek_v3", DEEPSEEK)),
+            ("vllm", ("glm4_moe_lite", FLASH)),
             ("vllm", ("gpt_oss", GPT_OSS)),
             ("sglang", ("mixtral", {})),
         )

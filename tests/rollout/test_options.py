@@ -99,12 +99,30 @@ def test_gated_delta_nets_are_refused_for_vllm_on_a_cpu(tmp_path):
         check_engine(recipe, 0, hf)
 
 
+@pytest.mark.vllm
+def test_latent_attention_without_yarn_is_refused_for_vllm_on_a_cpu(tmp_path):
+    """With YaRN `test_families` compares its log-probs; without, they would be off by more than a nat."""
+    hf = read_settings(tmp_path, "glm4_moe_lite", qk_rope_head_dim=32, head_dim=32)
+    recipe = stage_recipe("vllm", model={"path": str(tmp_path)})
+    with pytest.raises(UserError, match="engine = 'vllm' on a CPU computes latent attention wrongly unless rope_type"):
+        check_engine(recipe, 0, hf)
+
+
+@pytest.mark.vllm
+def test_sigmoid_routing_without_groups_is_refused_for_vllm_on_a_cpu(tmp_path):
+    hf = read_settings(tmp_path, "minimax_m2", head_dim=32)
+    recipe = stage_recipe("vllm", model={"path": str(tmp_path)})
+    with pytest.raises(UserError, match="engine = 'vllm' on a CPU has no sigmoid routing without groups"):
+        check_engine(recipe, 0, hf)
+
+
 @pytest.mark.sglang
 @pytest.mark.parametrize(
     ("family", "words"),
     [
         ("gpt_oss", "attention with sinks"),
         ("qwen2_moe", "shared experts with a gate"),
+        ("qwen3_5", "gated delta nets"),
     ],
 )
 def test_layers_that_sglang_computes_only_on_gpus_are_refused_on_a_cpu(tmp_path, family, words):

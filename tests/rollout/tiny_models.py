@@ -30,6 +30,7 @@ FAMILIES = {
     "qwen3": {},
     "qwen3_moe": EXPERTS,
     "qwen3_next": EXPERTS | STATES,
+    "qwen3_5": STATES,
     "qwen3_5_moe": EXPERTS | STATES,
     "gpt_oss": {"num_local_experts": 8, "num_experts_per_tok": 2, "sliding_window": 6},
     "mistral": {"sliding_window": 6},
@@ -39,7 +40,7 @@ FAMILIES = {
 def save(path, kind="qwen3_moe", vocabulary=39, seed=0, spread=0.2, **changes):
     torch.manual_seed(seed)
     settings = SIZES | {"vocab_size": vocabulary, "initializer_range": spread} | FAMILIES[kind] | changes
-    if kind == "qwen3_5_moe":
+    if kind.startswith("qwen3_5"):
         settings = {"text_config": settings, "vision_config": VISION}
     model = auto_model(kind).from_config(AutoConfig.for_model(kind, **settings))
     for name, parameter in model.named_parameters():

@@ -100,6 +100,8 @@ def _absent_on_cpus(hf: dict[str, Any]) -> str | None:
         isinstance(feed_forward, MixtureOfExperts) and feed_forward.shared_gate is not None
     ):  # its `qwen2_moe.py`, which later families use too, has only a Triton kernel for it
         return "shared experts with a gate"
+    if family.linear_layers(hf):
+        return "gated delta nets"
     return None
 
 

@@ -46,6 +46,17 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | dict(num_experts=8, shared_expert_intermediate_size=200, full_attention_interval=1, linear_num_key_heads=4)
         | dict(linear_num_value_heads=8, linear_key_head_dim=32, linear_value_head_dim=24),
     ),
+    "glm4_moe_lite": (
+        "glm4_moe_lite",
+        dict(num_experts_per_tok=2, moe_intermediate_size=96, q_lora_rank=96, kv_lora_rank=80, num_key_value_heads=8)
+        | dict(qk_nope_head_dim=24, v_head_dim=32),
+    ),
+    "minimax_m2": ("minimax_m2", dict(intermediate_size=96)),
+    "qwen3_5": (
+        "qwen3_5",
+        dict(full_attention_interval=2, linear_num_key_heads=4, linear_num_value_heads=8)
+        | dict(linear_key_head_dim=32, linear_value_head_dim=24),
+    ),
     "gpt_oss": ("gpt_oss", EXPERTS | dict(num_local_experts=8, intermediate_size=96, sliding_window=40)),
     # an eighth of the published widths, with all experts
     "gpt_oss_20b": (
