@@ -20,7 +20,9 @@ FILES = sorted((HERE / "on_device").glob("test_*.py"), key=lambda f: (*(f.stem !
 def run_on_device(*arguments: str, **environment: str) -> None:
     build()
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *arguments]
-    device = {"PYTHONPATH": str(HERE / "site"), "TRITON_INTERPRET": "1", "MEGARL_REHEARSAL": "1"}
+    # in front of the packages of a suite
+    path = os.pathsep.join([str(HERE / "site"), *filter(None, [os.environ.get("PYTHONPATH")])])
+    device = {"PYTHONPATH": path, "TRITON_INTERPRET": "1", "MEGARL_REHEARSAL": "1"}
     result = subprocess.run(command, env=os.environ | device | environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
 
