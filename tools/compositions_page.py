@@ -41,15 +41,15 @@ LAYERS: dict[str, Tables] = {
     "FP8": {"actor": {"layers": "transformer_engine"}, "megatron": {"fp8": "hybrid"}},
 }
 REPLAYS = ("none", "actor", "engine")
-U = 4
-LIVE = {"kind": "live", "sync_every": U}
+SYNC_EVERY = 4
+LIVE = {"kind": "live", "sync_every": SYNC_EVERY}
 SCHEDULES: dict[str, Tables] = {
     "staged": {},
     "staged, `token_budget`": {"rollout": {"token_budget": 2, "oversample": 2.0}},
     "`lockstep`": {"schedule": LIVE | {"lockstep": True}},
     "`delay`": {"schedule": LIVE | {"delay": 1}},
-    "`max_lag`": {"schedule": LIVE | {"max_lag": 2 * U}},
-    "`max_lag`, `partial`": {"schedule": LIVE | {"max_lag": 2 * U, "partial": True}},
+    "`max_lag`": {"schedule": LIVE | {"max_lag": 2 * SYNC_EVERY}},
+    "`max_lag`, `partial`": {"schedule": LIVE | {"max_lag": 2 * SYNC_EVERY, "partial": True}},
     "`lockstep`, `colocate`": {"schedule": LIVE | {"lockstep": True, "colocate": True}},
 }
 PARTS: dict[str, Tables] = {

@@ -13,7 +13,7 @@ from tests.phases import plain_loop
 from tests.phases.commands import settings, train
 from tests.phases.live.test_partial import logprobs_under
 from tests.phases.mutants import recorded_experts
-from tools.compositions_page import PARTS, SCHEDULES, merged
+from tools.compositions_page import PARTS, SCHEDULES, SYNC_EVERY, merged
 
 
 def cells():
@@ -25,13 +25,8 @@ def cells():
 
 
 CELLS = cells()
-FEW = (
-    "staged, `token_budget`: `passes`",
-    "`delay`: TIS",
-    '`max_lag`, `partial`: `routing_replay = "engine"`',
-)
+FEW = ("staged, `token_budget`: `passes`", "`delay`: TIS", '`max_lag`, `partial`: `routing_replay = "engine"`')
 SHAPES = {"staged": {"stages": 2, "updates_per_stage": 4}, "live": {"stages": 1, "updates_per_stage": 12}}
-SYNC_EVERY = 4
 # about half of the responses are longer than the token budget, and policies differ soon
 COMMON = {
     "rollout": {"temperature": 2.0, "groups_per_chunk": 2, "responses_per_prompt": 12},
