@@ -29,10 +29,10 @@ reason below, in the words of the message.
 `make test-slow WHAT=families` compares all that works. It makes updates, exports and log-probs of the families on
 Transformer Engine (stand-ins for it, on a CPU), with adapters and replayed experts: they are those of the torch layers
 to 1e-4, and with FP8 the loss is within .03. The first loss with adapters or `routing_replay = "actor"` is that
-without. A run of each cell of the second table has the weights of a plain loop over its rollouts, byte for byte, which
-trains the groups that a plain search finds. Its tokens have the log-probs, to 1e-4, of the policies that the schedule
-names, and the experts that the engine recorded (a built-in engine, which is made to record some). The files of lockstep
-runs are those of staged runs, byte for byte.
+without. For each cell of the second table a run ends with the weights, byte for byte, of a plain loop over its
+rollouts, which finds the groups to train by a plain search. All tokens have the log-probs, to 1e-4, of the policies
+that the schedule names, and replayed experts are those that the engine recorded (the built-in engine is made to record
+some). `make test` also compares the files of a run with `lockstep` with those of a staged run, byte for byte.
 """
 Tables = dict[str, dict[str, Any]]
 LAYERS: dict[str, Tables] = {
