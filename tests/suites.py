@@ -84,8 +84,8 @@ SUITES = {
         (
             "tests/rehearsal/test_rehearsals.py",
             "tests/actor/test_transformer_engine.py",
-            "tests/phases/live/test_live.py",
-            *("-k", "test_updates or test_transformer_engine or test_lockstep"),
+            "tests/phases/test_compositions.py",
+            *("-k", "test_updates or test_transformer_engine or test_compositions"),
         ),
         before=("-m", "tests.rehearsal.build"),
         environment={"MEGARL_EVERY": "1", "MEGARL_EVERY_LAYOUT": "1"},

@@ -5,7 +5,10 @@
 
 import itertools
 import math
+import time
 from dataclasses import replace
+
+import numpy as np
 
 from megarl.phases import rollout_worker
 
@@ -55,3 +58,37 @@ def an_export_has_the_head_of_before_the_third_update():
         return make(actor, *arguments)
 
     export.hf.export_hf, updates.train_step = written, made
+
+
+def recorded_experts(versions):
+    """[n, layers, top_k] int8: experts of the tiny model that tell a token's place, its policy and the layer apart."""
+    places = np.arange(len(versions)) + versions // 4
+    return ((places[:, None, None] + 2 * np.arange(2)[:, None] + np.arange(2)) % 8).astype(np.int8)
+
+
+def an_engine_records_experts_and_rests_until_it_is_interrupted():
+    """With ``schedule.partial`` it rests in the fifth request under a policy: trainers need the four before it."""
+    from megarl.rollout import builtin
+
+    complete = builtin._Decoder._completion
+
+    def completed(self, row, length, finish_reason):
+        experts = recorded_experts(np.full(self.lengths[row] + length - 1, self.version))
+        return replace(complete(self, row, length, finish_reason), routed_experts=experts)
+
+    def build(recipe, stage, policy_dir, version, routed_experts):
+        engine = builtin.BuiltinEngine(policy_dir, version)
+        step = engine.step
+
+        def rest_or_step():
+            if engine._number < 4 or not engine.decoding_tokens:
+                return step()
+            time.sleep(0.005)  # for trainers, on the same cores
+            return []
+
+        if recipe.schedule.partial:
+            engine.step = rest_or_step
+        return engine
+
+    builtin._Decoder._completion = completed
+    builtin.RECORDS_EXPERTS, builtin.build = frozenset({"cpu"}), build

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -23,7 +24,7 @@ HF = SHAPE | dict(
 
 def one_layer(
     rank: int, ranks: int, kernels: str, folder: Path, dtype: torch.dtype = torch.bfloat16
-) -> tuple[int, int, int, dict[str, torch.Tensor]]:
+) -> tuple[int, int, int, dict[str, np.ndarray]]:
     """(bytes, launches, waits) of a forward and backward pass, and the gradients."""
     join(rank, ranks, "cuda", folder / f"meeting-{kernels}-{dtype}")
     from megarl.actor import parallel
@@ -44,7 +45,7 @@ def one_layer(
         output.backward(gradient)
     print(kernels, moved.by_name.most_common(12))
     gradients = {name: parameter.grad for name, parameter in layer.named_parameters()} | {"hidden": hidden.grad}
-    gradients = {name: x.float().cpu() for name, x in gradients.items()}
+    gradients = {name: x.float().cpu().numpy() for name, x in gradients.items()}
     return moved.bytes, seen.launch_count, seen.waits.total(), gradients
 
 
@@ -59,7 +60,7 @@ def test_the_fused_layer_moves_at_most_three_fifths_of_the_bytes(tmp_path, ranks
     assert bytes_after <= bytes_before * 3 / 5
     assert after[0] < before[0] and after[1] <= before[1]
     for name, right in gradients.items():  # roundings of bfloat16, of which the fused layer has fewer
-        assert (fused[name] - right).norm() <= 0.01 * right.norm(), name
+        assert np.linalg.norm(fused[name] - right) <= 0.01 * np.linalg.norm(right), name
 
 
 @pytest.mark.parametrize("ranks", [1] * EVERY + [2])
@@ -70,4 +71,4 @@ def test_gradients_of_the_fused_layer_are_the_same_in_float32(tmp_path, ranks):
         for kernels in ("torch", "triton")
     )
     for name, right in gradients.items():
-        assert (fused[name] - right).norm() <= 1e-6 * right.norm(), name
+        assert np.linalg.norm(fused[name] - right) <= 1e-6 * np.linalg.norm(right), name
