@@ -29,7 +29,7 @@ hypothesis.settings.load_profile("patient")
 # folders and files with long tests, such as whole runs; the longest first
 LONG = ("rehearsal/", "faults/", "phases/test_two_nodes", "phases/test_stalls", "phases/")
 LONG += ("commands/", "rewards/", "workers/", "objectives/", "recipe/", "kernels/", "storage/", "views/")
-LONG += ("actor/", "rollout/", "distributed/")
+LONG += ("actor/", "rollout/", "distributed/", "test_suites", "test_imports")
 
 
 @functools.cache
