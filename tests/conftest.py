@@ -4,6 +4,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import functools
 import importlib.util
+from multiprocessing import forkserver, util
 
 import hypothesis
 import pytest
@@ -12,10 +13,12 @@ from xdist.scheduler import LoadScopeScheduling
 
 from megarl.rollout.sglang.server import installed_version
 from megarl.workers import processes
+from tests.fork_servers import RANKS, RUNS, functions
 from tests.helpers import ROOT, SGLANG_PYTHON, five_letters, write_guessing_model, write_recipe, write_untrained_model
 
 torch.set_num_threads(1)
 processes.PRELOAD = "tests.preloaded"
+vars(forkserver).update(functions(RUNS))
 # the same cases each time, of which each may take long on a busy machine
 hypothesis.settings.register_profile(
     "patient", deadline=None, derandomize=True, suppress_health_check=[hypothesis.HealthCheck.too_slow]
@@ -26,7 +29,7 @@ hypothesis.settings.load_profile("patient")
 # folders and files with long tests, such as whole runs; the longest first
 LONG = ("rehearsal/", "faults/", "phases/test_two_nodes", "phases/test_stalls", "phases/")
 LONG += ("commands/", "rewards/", "workers/", "objectives/", "recipe/", "kernels/", "storage/", "views/")
-LONG += ("actor/", "rollout/", "distributed/")
+LONG += ("actor/", "rollout/", "distributed/", "test_suites", "test_imports")
 
 
 @functools.cache
@@ -52,6 +55,23 @@ class Scheduler(LoadScopeScheduling):
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
     return Scheduler(config, log)
+
+
+def pytest_configure(config):
+    RUNS.folder = RANKS.folder = getattr(config, "workerinput", {}).get("fork_servers", "")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node):
+    node.workerinput["fork_servers"] = util.get_temp_dir()
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_node_collection_finished(node, ids):
+    """Start the fork servers that all workers use, if there are tests of runs."""
+    if not RUNS.folder and any(name.startswith("tests/phases/") for name in ids):
+        RUNS.start()
+        RANKS.start()
 
 
 def pytest_collection_modifyitems(items):

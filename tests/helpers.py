@@ -22,8 +22,6 @@ from megarl.phases.preload import SERVER_NAME
 
 ROOT = Path(__file__).parents[1]
 SGLANG_PYTHON = ROOT / "tests/rollout/sglang/python"  # the interpreter of .venv-sglang
-# names in `multiprocessing.forkserver` that stand for the one fork server which it has; tests have several
-OF_FORK_SERVER = ("ensure_running", "connect_to_new_process", "set_forkserver_preload")
 
 RECIPE = """
 [model]

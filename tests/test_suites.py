@@ -9,6 +9,7 @@ import pytest
 from tests import suites
 from tests.suites import GATE, SUITES, Suite, of_the_gate, run
 
+PLUGINS = ("-p", "no:hypothesispytest", "-p", "no:anyio")  # which take long to import
 FAILS_ONCE = """
 from pathlib import Path
 
@@ -30,7 +31,7 @@ def suite(tmp_path, monkeypatch):
         file = tmp_path / "test_small.py"
         file.write_text(text)
         monkeypatch.setattr(suites, "BUILD", tmp_path / "build")
-        monkeypatch.setitem(SUITES, "small", Suite((str(file), "-c", "/dev/null", "-p", "no:randomly"), jobs=jobs))
+        monkeypatch.setitem(SUITES, "small", Suite((str(file), "-c", "/dev/null", *PLUGINS), jobs=jobs))
         return file
 
     return add

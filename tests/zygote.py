@@ -27,7 +27,8 @@ import psutil
 
 from megarl.phases.entry import become
 from megarl.workers import processes
-from tests.helpers import OF_FORK_SERVER, ROOT
+from tests.fork_servers import RUNS, functions
+from tests.helpers import ROOT
 
 CLONE_NEWNET = 0x40000000
 
@@ -113,7 +114,6 @@ def fork_server(path: bytes, arguments: list[str], descriptors: list[int]) -> in
 
 
 SPAWN = util.spawnv_passfds
-OF_ALL_TESTS = {name: getattr(forkserver, name) for name in OF_FORK_SERVER}
 
 
 def new_fork_server(replace: Any = setattr) -> Callable[[], None]:
@@ -124,8 +124,8 @@ def new_fork_server(replace: Any = setattr) -> Callable[[], None]:
     server = forkserver.ForkServer()
     replace(processes, "PRELOAD", "megarl.phases.preload")
     replace(util, "spawnv_passfds", fork_server)
-    for name in OF_ALL_TESTS:
-        replace(forkserver, name, getattr(server, name))
+    for name, function in functions(server).items():
+        replace(forkserver, name, function)
 
     def end() -> None:
         if (pid := server._forkserver_pid) is not None:
@@ -155,8 +155,7 @@ class Command:
         order |= {"hold": hold, "mutant": mutant, "cwd": str(cwd)}
         self.process = multiprocessing.get_context("forkserver").Process(target=run_command, args=(order,))
         patch = unittest.mock.patch.multiple
-        with patch(forkserver, **OF_ALL_TESTS), patch(util, spawnv_passfds=SPAWN):
-            forkserver.set_forkserver_preload(["tests.preloaded"])
+        with patch(forkserver, **functions(RUNS)), patch(util, spawnv_passfds=SPAWN):
             self.process.start()
         self.pid = self.process.pid
 

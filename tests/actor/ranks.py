@@ -10,11 +10,7 @@ from unittest import mock
 import torch
 import torch.multiprocessing
 
-from tests.helpers import OF_FORK_SERVER
-
-PRELOADED = ["tests.actor.preloaded", "megarl.actor.checkpoint", "megarl.actor.reference", "tests.actor.layout_ranks"]
-
-SERVER = forkserver.ForkServer()  # beside that of runs, which `multiprocessing` has
+from tests.fork_servers import RANKS, functions
 
 
 def once(tmp_path_factory, name, compute):
@@ -35,8 +31,7 @@ def once(tmp_path_factory, name, compute):
 
 def run_ranks(function, arguments, ranks, timeout=900):
     """Run ``function(rank, *arguments)`` in each of ``ranks`` processes; raises the error of the first that fails."""
-    SERVER.set_forkserver_preload(PRELOADED)
-    with mock.patch.multiple(forkserver, **{name: getattr(SERVER, name) for name in OF_FORK_SERVER}):
+    with mock.patch.multiple(forkserver, **functions(RANKS)):
         started = torch.multiprocessing.start_processes(
             run_rank, (function, tuple(arguments)), ranks, join=False, start_method="forkserver"
         )

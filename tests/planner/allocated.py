@@ -3,13 +3,9 @@
 The real model, buffers and optimizer are built on torch's meta device, in a process group that consists of this one
 process but claims to have all ranks.
 
-This is a separate program because it changes what Megatron sees of torch. Each line on stdin is a question,
-``{"folder": that of config.json, "recipe": TOML, "ranks": number, "rank": number}``; each line on stdout is its answer.
+This needs a process of its own because it changes what Megatron sees of torch.
 """
 
-import contextlib
-import json
-import sys
 import tomllib
 import warnings
 import weakref
@@ -117,17 +113,15 @@ def _tensors(state):
     return [t for values in state.values() for t in values.values() if isinstance(t, torch.Tensor) and t.dim()]
 
 
-def main():
+def serve(connection):
+    """Answer questions, ``{"folder": that of config.json, "recipe": TOML, "ranks": number, "rank": number}``."""
     warnings.filterwarnings("ignore")
     torch.set_num_threads(1)
     cpu_backend.install(torch.device("meta"))
-    for line in sys.stdin:
-        question = json.loads(line)
+    while True:
+        try:
+            question = connection.recv()
+        except EOFError:
+            return
         recipe = override_recipe(parse_recipe(tomllib.loads(question["recipe"])), ON_META)
-        with contextlib.redirect_stdout(sys.stderr):
-            answer = allocated(Path(question["folder"]), recipe, question["ranks"], question["rank"])
-        print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        connection.send(allocated(Path(question["folder"]), recipe, question["ranks"], question["rank"]))

@@ -1,13 +1,20 @@
 import contextlib
+import multiprocessing
+from unittest import mock
 
 import pytest
 
-from megarl.planner.parameter_counts import ParameterCounter
+from megarl.planner import parameter_counts
 
 
 @pytest.fixture(scope="session")
 def counter():
-    with ParameterCounter() as counter:
+    """It counts in a fork of the process that has imported Megatron, not in a new interpreter."""
+    fork = multiprocessing.get_context("forkserver")
+    with (
+        mock.patch.object(parameter_counts, "get_context", return_value=fork),
+        parameter_counts.ParameterCounter() as counter,
+    ):
         yield counter
 
 

@@ -1,8 +1,6 @@
 """Bytes of weights, gradients and optimizer in `megarl plan`, compared with what Megatron-Core allocates for them."""
 
-import json
-import subprocess
-import sys
+import multiprocessing
 
 import pytest
 
@@ -33,16 +31,24 @@ CASES = {  # recipe, nodes of 8 GPUs, changes of the recipe
 @pytest.fixture(scope="module")
 def ask():
     """A function that asks `tests.planner.allocated` a question and returns its answer."""
-    command = [sys.executable, "-W", "ignore", "-m", "tests.planner.allocated"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.get_context("forkserver").Process(target=serve, args=(theirs,))
+    process.start()
+    theirs.close()
 
-        def answer(**question):
-            process.stdin.write(json.dumps(question) + "\n")
-            process.stdin.flush()
-            return json.loads(process.stdout.readline())
+    def answer(**question):
+        ours.send(question)
+        return ours.recv()
 
-        yield answer
-        process.stdin.close()
+    yield answer
+    ours.close()
+    process.join()
+
+
+def serve(connection):
+    from tests.planner import allocated  # Megatron, for this process alone
+
+    allocated.serve(connection)
 
 
 @pytest.mark.parametrize("name", CASES)
