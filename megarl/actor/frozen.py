@@ -22,8 +22,9 @@ class FrozenPolicy:
     """A second model, without an optimizer, in the actor's layout.
 
     fields: what `annotate` writes into micro-batches. "ref_logprobs": its log-probs, as the reference of a KL term;
-    "old_logprobs": its log-probs, as those of the behaviour policy computed by the trainer instead of the engine;
-    "routed_experts": the experts that it chooses, for the actor to replay.
+    "old_logprobs": its log-probs, as those of the behaviour policy computed by the trainer instead of the engine, with
+    the experts that the engine recorded, if the actor replays those; "routed_experts": the experts that it chooses, for
+    the actor to replay.
     """
 
     fields: tuple[Field, ...]
@@ -35,15 +36,17 @@ class FrozenPolicy:
         load_hf(models, policy_dir)
         for model in models:
             model.requires_grad_(False).eval()
-        if "routed_experts" in fields:
-            routing.install(models, replays=False)
+        if recipe.actor.routing_replay != "none":
+            routing.install(models, replays=True)
         return cls(fields, models)
 
     def annotate(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
         """The micro-batches with this policy's values in ``fields``. Collective over the pipeline."""
-        plain = [replace(micro, routed_experts=None) for micro in micro_batches]
+        given = micro_batches
+        if "old_logprobs" not in self.fields:  # the engine recorded what another policy chose
+            given = [replace(micro, routed_experts=None) for micro in micro_batches]
         routed: list[routing.Experts] = [{} for _ in micro_batches]
-        logs = run_micro_batches(self.models, plain, collect, forward_only=True, routed=routed)
+        logs = run_micro_batches(self.models, given, collect, forward_only=True, routed=routed)
         if "routed_experts" in self.fields:
             micro_batches = [replace(m, routed_experts=r) for m, r in zip(micro_batches, routed, strict=True)]
         names = [name for name in self.fields if name != "routed_experts"]

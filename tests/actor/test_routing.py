@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.actor.frozen import FrozenPolicy
 from megarl.actor.packing import micro_batches
-from megarl.actor.step import train_step
+from megarl.actor.step import train_step, with_proximal
 from megarl.objectives import build_objective
 from tests.actor.conftest import make_hf_model
 from tests.actor.test_step import CPU, build, make_samples, trained, update
@@ -84,3 +85,16 @@ def test_trained_tokens_differ_if_at_least_one_of_their_experts_does(saved_model
     found = update(build(saved_model("qwen3_moe"), actor={"routing_replay": "engine"}), given, lr=0.0)
     assert found["routing/tokens_differ"] == pytest.approx(differ / tokens)
     assert found["routing/disagreement"] == pytest.approx(differ / (2 * tokens))
+
+
+def test_recomputed_log_probs_of_the_behaviour_policy_replay_the_engines_experts(saved_model):
+    """As the updates do: else the ratio to them would not be 1 before the first update. A reference replays none."""
+    model, rng = saved_model("qwen3_moe"), np.random.default_rng(0)
+    actor, plain = (build(model, actor={"routing_replay": replay}) for replay in ("engine", "none"))
+    experts = [rng.random((len(sample), 2, 4)).argsort(2)[..., :2].astype(np.int8) for sample in make_samples()]
+    samples = [replace(sample, routed_experts=own) for sample, own in zip(make_samples(), experts, strict=True)]
+    batches = micro_batches(samples, 24, CPU)
+    for field, same in (("old_logprobs", actor), ("ref_logprobs", plain)):
+        frozen = FrozenPolicy.build((field,), actor.recipe, model)
+        for annotated, right in zip(frozen.annotate(batches), with_proximal(same, batches), strict=True):
+            assert torch.equal(getattr(annotated.batch, field), right.batch.old_logprobs)
