@@ -1,8 +1,7 @@
 """The progress display of a run: a line for each event, and now and then one about the state.
 
-It runs in the process that starts the phases and only reads files of the run directory (events.jsonl, metrics.jsonl and
-the ledgers of the current stage), so it cannot disturb training. Each poll reads only lines that were appended
-since the last.
+It runs in the process that starts the phases and only reads events.jsonl and metrics.jsonl, so it cannot disturb
+training. Each poll reads only lines that were appended since the last.
 """
 
 from __future__ import annotations
@@ -110,10 +109,7 @@ def _place(stage: int, phase: str, state: RunState) -> str:
 
 
 def _current_place(state: RunState) -> str:
-    waits = {
-        "loading": f": loading weights, {_clock(time.time() - state.phase_since)}",
-        "evaluating": f": evaluating {state.answered[2]}".rstrip(),
-    }
+    waits = {"loading": f": loading weights, {_clock(time.time() - state.phase_since)}", "evaluating": ": evaluating"}
     return _place(state.stage, state.phase, state) + waits.get(state.doing, "")
 
 
