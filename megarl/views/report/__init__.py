@@ -12,7 +12,7 @@ from megarl.storage.files import write_atomic
 from megarl.views.comparison import difference
 from megarl.views.report.charts import make_charts
 from megarl.views.report.pages import colour, page, table
-from megarl.views.report.pairs import pair_charts, pair_columns, why_no_differences
+from megarl.views.report.pairs import pair_chart, pair_columns, why_no_differences
 from megarl.views.run_reader import Run, half_width, read_run
 
 
@@ -40,9 +40,9 @@ def short_names(run_dirs: list[Path]) -> list[str]:
 def render(runs: list[Run]) -> str:
     """The page as HTML text."""
     first, *others = make_charts(runs)
-    names, pairs = ", ".join(run.name for run in runs), pair_charts(runs)
+    names, pair = ", ".join(run.name for run in runs), pair_chart(runs)
     notes = [(run.name, note) for run in runs for note in run.notes]
-    if len(runs) > 1 and not pairs[0].traces:
+    if len(runs) > 1 and not pair.traces:
         notes.append((names, why_no_differences(runs)))
     recipes = "".join(
         f"<details{' open' * (len(runs) == 1)}><summary>{html.escape(run.name)}/recipe.toml</summary>"
@@ -53,7 +53,7 @@ def render(runs: list[Run]) -> str:
         title=html.escape(names),
         notes="".join(f"<li><b>{html.escape(name)}</b>: {html.escape(note)}</li>" for name, note in notes),
         summary=_summary_table(runs),
-        charts=[first, *pairs, *others],
+        charts=[first, pair, *others],
         below=f"<h3>Recipe</h3>\n{_settings_table(runs)}\n{recipes}",
     )
 
