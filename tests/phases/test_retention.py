@@ -153,9 +153,10 @@ def test_keep_policies_applies_to_a_finished_run(keeps_all, recipe, tmp_path):
     """The setting may change at any time. A ``final/`` that is lost is exported again without the removed policies."""
     root = tmp_path / "run"
     shutil.copytree(keeps_all.root, root)
-    train(recipe, root, *settings("actor.keep_policies=1"))
+    command = settings(*SMALL, "actor.keep_policies=1")
+    train(recipe, root, *command)
     run = RunDir.open(root)
     assert [stage.number for stage in run.stages() if stage.policy.exists()] == [0, 4]
     shutil.rmtree(run.final)
-    train(recipe, root)
+    train(recipe, root, *command)
     assert_same_weights(run.final, keeps_all.final)

@@ -1,4 +1,4 @@
-"""The files that say how a run was started: its recipes, its ``--set`` options, and the checksums of its prompt files.
+"""The files that say how a run was started: its recipes, and the checksums of its prompt files.
 
 An "era" is a series of stages with the same recipe. ``recipe_until_002.toml`` in a run directory is the recipe of
 stages 0 and 1, and ``recipe.toml`` that of the later ones. Of an earlier recipe only the tables in `_TABLES` are used.
@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
 from megarl.foreign import quoted
-from megarl.own_file import absolute, is_own
 from megarl.recipe.layout import BATCHES, TRAINING_TABLES
-from megarl.recipe.load import dump_recipe, load_recipe, parse_override, setting
+from megarl.recipe.load import dump_recipe, load_recipe, setting
 from megarl.recipe.names import ENGINES
 from megarl.recipe.tables import Recipe
 from megarl.storage.checked_json import HASH, has_checksum, read_checked, with_checksum, write_checked
@@ -182,28 +181,6 @@ def _sums(recipe: Recipe) -> dict[str, str]:
         return {name: file_sha256(Path(name)) for name in _files(recipe)}
     except OSError as error:
         raise UserError(f"cannot read the file {error.filename}: {error.strerror}") from error
-
-
-def recorded_overrides(root: Path) -> list[str]:
-    """The ``--set`` options given so far by the commands of a run, each setting once; none if there is no run yet."""
-    path = root / "settings.json"
-    if not path.exists():
-        return []
-    remedy = "Delete it, and repeat all --set options of the run"
-    return [str(text) for text in read_checked(path, remedy).get("settings", [])]
-
-
-def record_overrides(root: Path, overrides: Iterable[str]) -> None:
-    """Remember ``overrides``, the last value of each setting, so that the command need not repeat them to continue."""
-    last = {text.partition("=")[0].strip(): _from_anywhere(text) for text in (*recorded_overrides(root), *overrides)}
-    if list(last.values()) != recorded_overrides(root):
-        write_checked(root / "settings.json", {"settings": list(last.values())})
-
-
-def _from_anywhere(override: str) -> str:
-    """``section.key=FILE.py:NAME`` with the absolute path of the file, since a run is continued from any directory."""
-    key, value = parse_override(override)
-    return f"{key}={absolute(value)}" if isinstance(value, str) and is_own(value) else override
 
 
 def check_continues(before: Recipe, after: Recipe) -> None:
