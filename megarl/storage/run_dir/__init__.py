@@ -30,7 +30,6 @@ from megarl.storage.run_dir.recipes import (
     load,
     recipes_by_stage,
     record_files,
-    ways_out,
     write_earlier_recipe,
 )
 
@@ -75,13 +74,13 @@ class RunDir:
                 changed = [line for line in changed if line.startswith("eval.")]
             difference = [line for line in difference if line not in changed]
             if difference:
-                sealed = [s.number for s in cls(root, before).stages() if s.is_sealed()]
-                latest = max(sealed, default=None) if before.schedule.one_policy else None
                 raise UserError(
                     f"{root} belongs to a run with another recipe (old -> new):\n  "
                     + "\n  ".join(difference)
-                    + "\nuse the old settings to continue this run, or another --run-dir; "
-                    + ways_out(difference, root, latest, recipe)
+                    + "\nuse the old settings, those of its recipe.toml, to continue this run, or another --run-dir; "
+                    f"for the new ones on the same rollouts: `megarl optimize {quoted(root)} --stage N --output NEW "
+                    "--set KEY=VALUE`; from the result of this run: "
+                    f"`megarl train RECIPE --run-dir NEW --continue-from {quoted(root)}`"
                 )
             if longer:
                 _free_result(cls(root, before).final, cls(root, recipe).stage(before.schedule.stages).policy)

@@ -6,17 +6,14 @@ stages 0 and 1, and ``recipe.toml`` that of the later ones. Of an earlier recipe
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Container
 from pathlib import Path
-from typing import Any
 
 from megarl.errors import UserError
 from megarl.foreign import quoted
-from megarl.recipe.layout import BATCHES, TRAINING_TABLES
-from megarl.recipe.load import dump_recipe, load_recipe, setting
+from megarl.recipe.load import dump_recipe, load_recipe
 from megarl.recipe.names import ENGINES
 from megarl.recipe.tables import Recipe
 from megarl.storage.checked_json import HASH, has_checksum, read_checked, with_checksum, write_checked
@@ -77,31 +74,6 @@ def from_next_stage(settings: list[str], stage: Path, before: Recipe) -> list[st
         for line in settings
         if line.startswith(tuple(allowed)) or (line.startswith("stages.") and int(line.split(".")[1]) >= first)
     ]
-
-
-def ways_out(refused: list[str], run: Path, stage: int | None, new: Recipe) -> str:
-    """The command that makes a run with the ``refused`` settings ("section.key: old -> new") of the recipe ``new``.
-
-    stage: the newest one with sealed rollouts, if any; a branch of it can have other settings of training, and of the
-    first stage also other batches.
-    """
-    names = [line.partition(":")[0] for line in refused]
-    batches = any(name in BATCHES for name in names)
-    if all(name.startswith((*TRAINING_TABLES, "reward.")) or name in BATCHES for name in names) and stage is not None:
-        values = {name: setting(new, name) for name in names}
-        if "objective.path" in values and values["objective.path"] is not None:
-            values.pop("objective.name", None)
-        # the objective first, because a change of it drops the settings of the one before
-        ordered = sorted(values, key=lambda name: name not in ("objective.name", "objective.path"))
-        given = [f"--set {quoted(f'{key}={_toml(values[key])}')}" for key in ordered if values[key] is not None]
-        command = f"megarl optimize {quoted(run)} --stage {0 if batches else stage} --output NEW"
-        return f"for the new ones on the same rollouts: {command} {' '.join(given)}"
-    command = f"megarl train RECIPE --run-dir NEW --continue-from {quoted(run)}"
-    return f"for the new ones from the result of this one: {command}"
-
-
-def _toml(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def write_earlier_recipe(root: Path, before: Recipe, stage: int) -> None:
