@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 from megarl.errors import UserError
-from megarl.storage.checked_json import HTML, Record, with_checksum
+from megarl.storage.checked_json import Record
 from megarl.storage.files import write_atomic
 from megarl.views.comparison import difference
 from megarl.views.report.charts import make_charts
@@ -23,7 +23,7 @@ def write_report(run_dirs: list[Path], output: Path) -> Path:
     if output.is_dir():
         raise UserError(f"cannot write the report: {output} is a directory")
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(output, with_checksum(render(runs), HTML))
+    write_atomic(output, render(runs))
     return output
 
 
