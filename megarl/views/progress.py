@@ -16,7 +16,7 @@ from megarl.foreign import escape
 from megarl.recipe.eval_table import HELDOUT
 from megarl.recipe.tables import Recipe
 from megarl.views.run_reader import half_width
-from megarl.views.run_state import RunState, find_phase, version_of
+from megarl.views.run_state import RunState, find_phase
 
 POLL_SECONDS = 1.0
 LINE_SECONDS = 10.0  # between two plain lines about the state; events get lines of their own at once
@@ -65,7 +65,7 @@ def describe_event(event: dict[str, Any], state: RunState) -> str:
     kind, stage, phase = event.get("event"), event.get("stage", 0), event.get("phase", "")
     place = _place(stage, phase, state)
     if kind == "evaluation" and "accuracy" in event:
-        version, suite = version_of(event, state.schedule), event.get("suite", HELDOUT)
+        version, suite = event["update"], event["suite"]
         whose = "base model" if version == 0 else f"after {version} updates"
         name = "held-out" if suite == HELDOUT else suite
         estimate = f"{event['accuracy']:.3f} +- {half_width(event):.3f} ({event.get('prompts', '?')} prompts)"

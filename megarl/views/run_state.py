@@ -10,7 +10,7 @@ from typing import Any
 
 from megarl.phases import PHASES, Phase
 from megarl.recipe.eval_table import HELDOUT
-from megarl.recipe.tables import Recipe, ScheduleTable
+from megarl.recipe.tables import Recipe
 from megarl.storage.checked_json import JsonTail
 from megarl.views.run_reader import half_width
 
@@ -75,8 +75,8 @@ class RunState:
             self._compared = event["done"], event["total"]
         elif kind == "evaluation" and "accuracy" in event:
             self._replicas, self._skipped = {}, 0  # what follows counts from 0
-            if event.get("suite", self._suite) == self._suite:
-                self.accuracies[version_of(event, self.schedule)] = event["accuracy"], half_width(event)
+            if event["suite"] == self._suite:
+                self.accuracies[event["update"]] = event["accuracy"], half_width(event)
 
     @property
     def _begins_by_loading(self) -> bool:
@@ -163,11 +163,6 @@ class RunState:
 def find_phase(phase: object) -> Phase:
     """The entry of a phase in `PHASES`; one without properties for a name that is none, as in another version's run."""
     return PHASES.get(str(phase), Phase(""))
-
-
-def version_of(event: dict[str, Any], schedule: ScheduleTable) -> int:
-    """Updates of the policy that an evaluation evaluated."""
-    return int(event.get("update", event.get("stage", 0) * schedule.updates_per_stage))
 
 
 def _mean(name: str, updates: Iterable[dict[str, Any]]) -> float | None:

@@ -106,7 +106,7 @@ def test_loading_and_evaluation_before_generation_are_shown_and_do_not_count_for
     assert run.line.startswith("stage 2/3 rollout: loading weights, 1:30")
     run.happens(loaded(1, "evaluate", time=now - 30.0))
     assert run.line.startswith("stage 2/3 rollout: evaluating")
-    accuracy = {"event": "evaluation", "stage": 1, "accuracy": 0.5, "time": now - 10.0}
+    accuracy = {"event": "evaluation", "update": 96, "suite": "heldout", "accuracy": 0.5, "time": now - 10.0}
     run.happens(accuracy, loaded(1, "evaluate", time=now - 30.0, rank=1), report(groups=1))
     assert run.line.startswith("stage 2/3 rollout, 1/")
     run.happens(RESTART)
@@ -173,7 +173,7 @@ def test_events_and_the_state_have_plain_lines(watch, tmp_path, monkeypatch):
     """Of a run that was under way when the display began; looking at it again shows nothing twice."""
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     run, recipe, stream, noise = watch(), make_recipe(), io.StringIO(), random.Random(0)
-    run.happens({"event": "evaluation", "stage": 0, "accuracy": 0.123, "ci95": [0.1, 0.15]})
+    run.happens({"event": "evaluation", "update": 0, "suite": "heldout", "accuracy": 0.123, "ci95": [0.1, 0.15]})
     with Progress(tmp_path, recipe, stream) as view:
         for event in make_events(recipe):
             if event["event"] == "phase_end" and event["phase"] == "optimize":

@@ -310,17 +310,12 @@ class RunDir:
         """
         for event in self._new_events.read()[1]:
             if event.get("event") == "evaluation":
-                version = event.get("update", event["stage"] * self.recipe.schedule.updates_per_stage)
-                self._evaluations.setdefault((version, event.get("suite", self._first_suite)), event)
+                self._evaluations.setdefault((event["update"], event["suite"]), event)
         return self._evaluations
-
-    @property
-    def _first_suite(self) -> str:
-        return next((suite.name for suite in self.recipe.suites), "")
 
     def evaluation(self, version: int, suite: str | None = None) -> dict[str, Any] | None:
         """The evaluation of the policy after ``version`` updates, if there is one; by default on the first suite."""
-        return self.evaluations().get((version, suite or self._first_suite))
+        return self.evaluations().get((version, suite or next((suite.name for suite in self.recipe.suites), "")))
 
     def lacks_evaluation(self, version: int) -> bool:
         """Whether the policy after ``version`` updates should be evaluated but was not on every suite."""
