@@ -47,16 +47,6 @@ def add_comparing(commands: Commands) -> None:
         help=f"{UPDATE}; may be repeated; default: all that exist",
     )
     sub.add_argument("--batches", type=positive, default=8, help="number of batches, the last of the stage; default: 8")
-    sub.add_argument(
-        "--fresh-stage",
-        type=int,
-        metavar="K",
-        help="use the responses of this sealed stage, which the policy of --update generated, as fresh ones; default: "
-        "the built-in engine generates fresh responses",
-    )
-    sub.add_argument(
-        "--fresh", type=Path, metavar="RUN", help="the run directory of --fresh-stage; default: the same run"
-    )
     sub.add_argument("--figure", type=Path, help="write an HTML page with charts over staleness")
     sub.add_argument("--json", action="store_true", help="print a JSON list")
 
@@ -98,11 +88,8 @@ def _sweep(options: argparse.Namespace) -> None:
 def _what_if(options: argparse.Namespace) -> None:
     from megarl.commands.what_if import estimates, text_table, what_if, write_figure
 
-    if options.fresh and options.fresh_stage is None:
-        raise UserError("--fresh RUN needs --fresh-stage K: a stage of that run")
-    fresh = None if options.fresh_stage is None else (options.fresh or options.run_dir, options.fresh_stage)
-    rows = estimates(what_if(options.run_dir, options.stage, options.update, options.batches, fresh))
-    print(json.dumps(rows) if options.json else text_table(rows, given=fresh is not None))
+    rows = estimates(what_if(options.run_dir, options.stage, options.update, options.batches))
+    print(json.dumps(rows) if options.json else text_table(rows))
     if options.figure:
         write_figure(rows, f"{options.run_dir.name}, stage {options.stage}", options.figure)
 

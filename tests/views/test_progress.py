@@ -169,6 +169,14 @@ def test_progress_of_an_optimize_phase_goes_back_when_metrics_are_cut(watch, tmp
     assert [u["update"] for u in state.recent] == [*range(1, 11)], "updates that were undone do not count for the speed"
 
 
+def test_the_gradients_of_a_what_if_are_counted(watch, monkeypatch):
+    run, now = watch(), time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    run.happens(start("what_if", 1, now - 30), {"event": "what_if_progress", "done": 3, "total": 12})
+    assert run.state.done == (3, 12, "gradients") and run.state.seconds_left == pytest.approx(90)
+    assert run.state.run_seconds_left is None
+
+
 def test_events_and_the_state_have_plain_lines(watch, tmp_path, monkeypatch):
     """Of a run that was under way when the display began; looking at it again shows nothing twice."""
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
