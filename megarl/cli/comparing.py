@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 from megarl.cli.arguments import UPDATE, Commands, add_stage, command, positive, settings
-from megarl.errors import UserError
 
 
 def add_comparing(commands: Commands) -> None:
@@ -22,8 +21,6 @@ def add_comparing(commands: Commands) -> None:
         help="name of a suite of the recipe, prompt file or reasoning-gym generator; may be repeated; default: all "
         "suites of the recipe",
     )
-    sub.add_argument("--stage", type=int, help="with --update: evaluate the policy of a checkpoint of this stage")
-    sub.add_argument("--update", type=int, help=UPDATE)
     sub.add_argument("--output", type=Path, help="directory to keep the responses; an interrupted evaluation continues")
     sub.add_argument("--json", action="store_true", help="print a JSON list with one object per suite")
     settings(sub)
@@ -62,16 +59,9 @@ def add_comparing(commands: Commands) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from megarl.commands.evaluate import describe_evaluations, evaluate_checkpoint, evaluate_model
+    from megarl.commands.evaluate import describe_evaluations, evaluate_model
 
-    if (options.stage is None) != (options.update is None):
-        raise UserError("--stage and --update must be given together: they name a policy, as in `megarl export`")
-    if options.stage is not None:
-        results = evaluate_checkpoint(
-            options.model_or_run, options.stage, options.update, options.suite, options.set, options.output
-        )
-    else:
-        results = evaluate_model(options.model_or_run, options.recipe, options.suite, options.set, options.output)
+    results = evaluate_model(options.model_or_run, options.recipe, options.suite, options.set, options.output)
     print(json.dumps(results) if options.json else describe_evaluations(results))
 
 

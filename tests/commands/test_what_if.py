@@ -129,15 +129,17 @@ def test_the_exported_policy_of_the_last_checkpoint_is_the_final_policy(run, tmp
         export_policy(run.root, 0, 6, tmp_path / "end")
 
 
-def test_the_evaluation_of_a_checkpoint_equals_that_of_the_run(run, tmp_path):
+def test_the_evaluation_of_an_exported_policy_equals_that_of_the_run(run, tmp_path):
     """With eval.every_updates = 4 the run itself has evaluated its policy after 4 of 6 updates."""
     (event,) = [event for event in events(run, "evaluation") if event["update"] == 4]
-    result = megarl("eval", run.root, "--stage", 0, "--update", 4, "--output", tmp_path / "kept", "--json")
+    policy = tmp_path / "policy"
+    assert megarl("export", run.root, "--stage", 0, "--update", 4, "--output", policy).returncode == 0
+    result = megarl("eval", policy, "--recipe", run.root / "recipe.toml", "--json")
     assert result.returncode == 0, result.stderr
     (listed,) = json.loads(result.stdout.splitlines()[-1])
     assert (listed["accuracy"], listed["ci95"]) == (event["accuracy"], event["ci95"])
     assert f"avg@1 {event['accuracy']:.4f}" in describe_evaluations([listed])
-    assert not same(weights(tmp_path / "kept/policies/stage_000_update_000004"), weights(run.final))
+    assert not same(weights(policy), weights(run.final))
 
 
 def test_an_interrupt_ends_the_command_at_once(run, tmp_path):
