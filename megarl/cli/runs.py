@@ -54,21 +54,7 @@ def _add_samples(commands: Commands) -> None:
         metavar="MIN:MAX",
         help="only responses with this reward, one number or a range",
     )
-    sub.add_argument(
-        "--finish", metavar="REASON", help="only responses that ended with stop, length, timeout or unfinished"
-    )
-    sub.add_argument("--longer", type=int, default=0, metavar="TOKENS", help="only responses with more tokens")
-    sub.add_argument("--shorter", type=int, metavar="TOKENS", help="only responses with fewer tokens")
     sub.add_argument("--grep", dest="pattern", type=_pattern, metavar="REGEX", help="only responses whose text matches")
-    sub.add_argument(
-        "--column",
-        dest="columns",
-        type=_column,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="only responses to prompts with this value in a column of their row; may be repeated",
-    )
     sub.add_argument("--limit", type=int, help="number of responses to show; default: 10, with --prompt all")
     sub.add_argument("--full", action="store_true", help="do not shorten long texts")
     sub.add_argument("--json", action="store_true", help="print one JSON object per response, with full texts")
@@ -88,13 +74,6 @@ def _add_samples(commands: Commands) -> None:
         metavar="objective.KEY=VALUE",
         help="with --tokens: use another objective or other settings of it",
     )
-
-
-def _column(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    return name, value
 
 
 def _range(text: str) -> tuple[float, float]:
