@@ -170,7 +170,6 @@ def measure_all(root: Path) -> list[dict[str, Any]]:
         measure("samples, no match", ["samples", run, "--reward", "2:"]),
     ]
     rows += [measure(f"sql, {name}", ["sql", run, query]) for name, query in SQL.items()]
-    rows.append(measure("runs", ["runs", run]))
     rows.append(measure("audit --samples 0", ["audit", run, "--samples", "0"]))
     return [*rows, measure("audit", ["audit", run])]
 

@@ -65,8 +65,8 @@ def test_a_pipe_that_the_reader_has_closed_causes_no_error_message(tmp_path):
     """As in `megarl ... | head`; here the reader has closed the pipe before anything is written."""
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-u", "-m", "megarl.cli", "runs", str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    command, environment = [sys.executable, "-u", "-m", "megarl.cli", "init"], os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")
 
