@@ -44,7 +44,6 @@ def add_comparing(commands: Commands) -> None:
         help=f"{UPDATE}; may be repeated; default: all that exist",
     )
     sub.add_argument("--batches", type=positive, default=8, help="number of batches, the last of the stage; default: 8")
-    sub.add_argument("--figure", type=Path, help="write an HTML page with charts over staleness")
     sub.add_argument("--json", action="store_true", help="print a JSON list")
 
     sub = command(commands, "compare", _compare, "compare two policies on the prompts that both have answered")
@@ -76,12 +75,10 @@ def _sweep(options: argparse.Namespace) -> None:
 
 
 def _what_if(options: argparse.Namespace) -> None:
-    from megarl.commands.what_if import estimates, text_table, what_if, write_figure
+    from megarl.commands.what_if import estimates, text_table, what_if
 
     rows = estimates(what_if(options.run_dir, options.stage, options.update, options.batches))
     print(json.dumps(rows) if options.json else text_table(rows))
-    if options.figure:
-        write_figure(rows, f"{options.run_dir.name}, stage {options.stage}", options.figure)
 
 
 def _compare(options: argparse.Namespace) -> None:

@@ -1,12 +1,10 @@
 """``megarl what-if``: the gradient of every objective on stored batches of a stage, at one or several policies.
 
-`what_if` makes records, one per policy, objective and batch; the other functions make a table and a figure of them.
+`what_if` makes records, one per policy, objective and batch; the other functions make a table of them.
 """
 
 from __future__ import annotations
 
-import html
-import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,14 +15,10 @@ from megarl.commands.scratch import open_staged, policies_of, run_scratch_phase,
 from megarl.errors import UserError
 from megarl.estimates import mean_of_replicates
 from megarl.foreign import quoted
-from megarl.storage.files import write_atomic
 from megarl.storage.run_dir.retention import require_policy
-from megarl.views.report.curves import LOGARITHMIC
-from megarl.views.report.pages import Chart, page, table, with_bars
 from megarl.views.run_reader import muted_by
 
 COLUMNS = ("kept", "clipped", "vetoed", "masked", "norm", "cosine", "cosine_to_grpo")
-HEADS = ("kept", "clipped", "vetoed", "masked", "gradient norm", "cosine to fresh", "cosine to GRPO")
 # columns of the terminal's table, which fits into 80 characters because shares have no intervals there
 _WIDTHS = {"kept": 6, "clipped": 8, "vetoed": 7, "masked": 7, "norm": 12, "to fresh": 11, "to GRPO": 11}
 
@@ -117,58 +111,5 @@ def _text(estimate: list[float] | None, digits: str = ".3f") -> str:
     """Mean ± half of the interval."""
     if not estimate:
         return "-"
-    # from 100 on, "#.3g" would say "102." and ".2g" "1e+02"
+    # from 100 on, ".2g" would say "1e+02"
     return " ± ".join(f"{x:{digits if x < 100 else '.0f'}}" for x in (estimate[0], estimate[2] - estimate[0]))
-
-
-def write_figure(rows: Sequence[dict[str, Any]], name: str, output: Path) -> None:
-    """Write a self-contained page with a table, and charts of the cosines, the norm and the tokens with a gradient."""
-    kinds = (
-        (
-            "cosine",
-            "Cosine to a fresh on-policy gradient",
-            "Between each objective's gradient on stored batches and GRPO's on fresh responses of the policy; bars are "
-            "95 % intervals over batches. Fresh is GRPO's gradient on one fresh batch: its distance from 1 is "
-            "the noise of sampling.",
-        ),
-        ("cosine_to_grpo", "Cosine to GRPO on the same batch", "How far an objective turns GRPO's gradient."),
-        ("norm", "Gradient norm", "Before clipping, of one batch, logarithmic. One below 1e-6 has no point."),
-        ("kept", "Tokens with a gradient", "Share of the trained tokens that no clip, veto or mask takes out."),
-    )
-    charts = [_chart(rows, *kind) for kind in kinds]
-    write_atomic(output, page(html.escape(name), "", "", charts, _html_table(rows)))
-
-
-def _chart(rows: Sequence[dict[str, Any]], column: str, title: str, hint: str) -> Chart:
-    """One column of the table, with the objectives beside each other and a colour per policy.
-
-    Intervals end at the possible values: of few batches, Student's are so wide that they would set the axis.
-    """
-    lowest, highest = {"norm": (0.0, math.inf), "kept": (0.0, 1.0)}.get(column, (-1.0, 1.0))
-    # every objective, also where it has no number; fresh, which keeps no tokens, only in its own charts
-    names = list(dict.fromkeys(row["objective"] for row in rows if column in row or "kept" in row))
-    xaxis: dict[str, Any] = {"categoryarray": names, "range": [-0.5, len(names) - 0.5]}
-    xaxis |= {"tickangle": -90, "tickfont": {"size": 9}, "dtick": 1}  # so that a narrow window shows all
-    yaxis = LOGARITHMIC | {"autorangeoptions": {"minallowed": -6}} if column == "norm" else {}
-    layout = {"scattermode": "group", "xaxis": xaxis, "yaxis": yaxis, "hovermode": "closest"}
-    chart = Chart(title, hint, layout=layout, empty="Nothing to draw: gradients are 0.")
-    updates = dict.fromkeys(row["update"] for row in rows)
-    chart.layout["showlegend"] = len(updates) > 1  # also where only one of them has numbers
-    for number, update in enumerate(updates):
-        mine = [row for row in rows if row["update"] == update and column in row]
-        means = [row[column][0] for row in mine]
-        bounds = [(max(row[column][1], lowest), min(row[column][2], highest)) for row in mine]
-        trace = with_bars(number, [row["objective"] for row in mine], means, bounds, f"update {update}")
-        chart.traces.append(trace | {"mode": "markers"})
-    return chart
-
-
-def _html_table(rows: Sequence[dict[str, Any]]) -> str:
-    cells = [
-        [
-            f"{row['objective']}, update {row['update']}",
-            *(_text(row.get(column), "#.3g" if column == "norm" else ".3f") for column in COLUMNS),
-        ]
-        for row in rows
-    ]
-    return table("summary", ("Objective", *HEADS), ([html.escape(cell) for cell in row] for row in cells))
