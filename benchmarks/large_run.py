@@ -166,11 +166,10 @@ def measure_all(root: Path) -> list[dict[str, Any]]:
     rows = [
         measure("samples", ["samples", run]),
         measure("samples --prompt", ["samples", run, "--prompt", "77"]),
-        measure("samples --reward --longer", ["samples", run, "--reward", "1", "--longer", "10", "--limit", "3"]),
+        measure("samples --reward", ["samples", run, "--reward", "1", "--limit", "3"]),
         measure("samples, no match", ["samples", run, "--reward", "2:"]),
     ]
     rows += [measure(f"sql, {name}", ["sql", run, query]) for name, query in SQL.items()]
-    rows.append(measure("runs", ["runs", run]))
     rows.append(measure("audit --samples 0", ["audit", run, "--samples", "0"]))
     return [*rows, measure("audit", ["audit", run])]
 

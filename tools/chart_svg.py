@@ -1,14 +1,11 @@
-"""Writes one chart of a page that megarl made as SVG, for a document.
+"""Charts of a page that megarl made, as SVG for a document.
 
-python tools/chart_svg.py PAGE.html NUMBER OUTPUT.svg
-
-Charts count from 0, in the order of the page. Needs playwright and a chromium on the path.
+They count from 0, in the order of the page. Needs playwright and a chromium on the path.
 """
 
 from __future__ import annotations
 
 import shutil
-import sys
 import urllib.parse
 from collections.abc import Sequence
 from pathlib import Path
@@ -39,7 +36,3 @@ def charts_svg(page: Path, numbers: Sequence[int]) -> list[str]:
             urls.append(tab.evaluate(DRAW, [f"chart-{number}", SIZE]))
         browser.close()
     return [urllib.parse.unquote(url.partition(",")[2]) + "\n" for url in urls]
-
-
-if __name__ == "__main__":
-    Path(sys.argv[3]).write_text(charts_svg(Path(sys.argv[1]), [int(sys.argv[2])])[0])

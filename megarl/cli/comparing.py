@@ -7,7 +7,6 @@ import json
 from pathlib import Path
 
 from megarl.cli.arguments import UPDATE, Commands, add_stage, command, positive, settings
-from megarl.errors import UserError
 
 
 def add_comparing(commands: Commands) -> None:
@@ -22,8 +21,6 @@ def add_comparing(commands: Commands) -> None:
         help="name of a suite of the recipe, prompt file or reasoning-gym generator; may be repeated; default: all "
         "suites of the recipe",
     )
-    sub.add_argument("--stage", type=int, help="with --update: evaluate the policy of a checkpoint of this stage")
-    sub.add_argument("--update", type=int, help=UPDATE)
     sub.add_argument("--output", type=Path, help="directory to keep the responses; an interrupted evaluation continues")
     sub.add_argument("--json", action="store_true", help="print a JSON list with one object per suite")
     settings(sub)
@@ -47,17 +44,6 @@ def add_comparing(commands: Commands) -> None:
         help=f"{UPDATE}; may be repeated; default: all that exist",
     )
     sub.add_argument("--batches", type=positive, default=8, help="number of batches, the last of the stage; default: 8")
-    sub.add_argument(
-        "--fresh-stage",
-        type=int,
-        metavar="K",
-        help="use the responses of this sealed stage, which the policy of --update generated, as fresh ones; default: "
-        "the built-in engine generates fresh responses",
-    )
-    sub.add_argument(
-        "--fresh", type=Path, metavar="RUN", help="the run directory of --fresh-stage; default: the same run"
-    )
-    sub.add_argument("--figure", type=Path, help="write an HTML page with charts over staleness")
     sub.add_argument("--json", action="store_true", help="print a JSON list")
 
     sub = command(commands, "compare", _compare, "compare two policies on the prompts that both have answered")
@@ -72,16 +58,9 @@ def add_comparing(commands: Commands) -> None:
 
 
 def _evaluate(options: argparse.Namespace) -> None:
-    from megarl.commands.evaluate import describe_evaluations, evaluate_checkpoint, evaluate_model
+    from megarl.commands.evaluate import describe_evaluations, evaluate_model
 
-    if (options.stage is None) != (options.update is None):
-        raise UserError("--stage and --update must be given together: they name a policy, as in `megarl export`")
-    if options.stage is not None:
-        results = evaluate_checkpoint(
-            options.model_or_run, options.stage, options.update, options.suite, options.set, options.output
-        )
-    else:
-        results = evaluate_model(options.model_or_run, options.recipe, options.suite, options.set, options.output)
+    results = evaluate_model(options.model_or_run, options.recipe, options.suite, options.set, options.output)
     print(json.dumps(results) if options.json else describe_evaluations(results))
 
 
@@ -96,15 +75,10 @@ def _sweep(options: argparse.Namespace) -> None:
 
 
 def _what_if(options: argparse.Namespace) -> None:
-    from megarl.commands.what_if import estimates, text_table, what_if, write_figure
+    from megarl.commands.what_if import estimates, text_table, what_if
 
-    if options.fresh and options.fresh_stage is None:
-        raise UserError("--fresh RUN needs --fresh-stage K: a stage of that run")
-    fresh = None if options.fresh_stage is None else (options.fresh or options.run_dir, options.fresh_stage)
-    rows = estimates(what_if(options.run_dir, options.stage, options.update, options.batches, fresh))
-    print(json.dumps(rows) if options.json else text_table(rows, given=fresh is not None))
-    if options.figure:
-        write_figure(rows, f"{options.run_dir.name}, stage {options.stage}", options.figure)
+    rows = estimates(what_if(options.run_dir, options.stage, options.update, options.batches))
+    print(json.dumps(rows) if options.json else text_table(rows))
 
 
 def _compare(options: argparse.Namespace) -> None:

@@ -1,13 +1,12 @@
-"""The commands that show, verify and list runs: ``samples``, ``sql``, ``report``, ``audit``, ``runs``."""
+"""The commands that show and verify runs: ``samples``, ``sql``, ``report``, ``audit``."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import sys
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 
 from megarl.cli.arguments import Commands, add_run, command
@@ -24,10 +23,6 @@ def add_runs(commands: Commands) -> None:
     sub.add_argument("query", help="such as 'select stage, avg(reward) from responses group by stage'")
     sub.add_argument("--memory", default="1GB", metavar="SIZE", help="memory that DuckDB may use; default: 1GB")
     sub.add_argument("--json", action="store_true", help="print all rows, one JSON object per row")
-
-    sub = command(commands, "runs", _runs, "list the runs below a directory, with their state and last numbers")
-    sub.add_argument("directory", type=Path)
-    sub.add_argument("--json", action="store_true", help="print one JSON object per run")
 
     sub = command(commands, "report", _report, "write a self-contained HTML page about one or several runs")
     sub.add_argument("run_dirs", type=Path, nargs="+")
@@ -54,21 +49,7 @@ def _add_samples(commands: Commands) -> None:
         metavar="MIN:MAX",
         help="only responses with this reward, one number or a range",
     )
-    sub.add_argument(
-        "--finish", metavar="REASON", help="only responses that ended with stop, length, timeout or unfinished"
-    )
-    sub.add_argument("--longer", type=int, default=0, metavar="TOKENS", help="only responses with more tokens")
-    sub.add_argument("--shorter", type=int, metavar="TOKENS", help="only responses with fewer tokens")
     sub.add_argument("--grep", dest="pattern", type=_pattern, metavar="REGEX", help="only responses whose text matches")
-    sub.add_argument(
-        "--column",
-        dest="columns",
-        type=_column,
-        action="append",
-        default=[],
-        metavar="NAME=VALUE",
-        help="only responses to prompts with this value in a column of their row; may be repeated",
-    )
     sub.add_argument("--limit", type=int, help="number of responses to show; default: 10, with --prompt all")
     sub.add_argument("--full", action="store_true", help="do not shorten long texts")
     sub.add_argument("--json", action="store_true", help="print one JSON object per response, with full texts")
@@ -88,13 +69,6 @@ def _add_samples(commands: Commands) -> None:
         metavar="objective.KEY=VALUE",
         help="with --tokens: use another objective or other settings of it",
     )
-
-
-def _column(text: str) -> tuple[str, str]:
-    name, equals, value = text.partition("=")
-    if not equals:
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
-    return name, value
 
 
 def _range(text: str) -> tuple[float, float]:
@@ -141,17 +115,6 @@ def _sql(options: argparse.Namespace) -> None:
         return
     for row in rows:
         print(as_json(row))
-
-
-def _runs(options: argparse.Namespace) -> None:
-    from megarl.views.runs import list_runs, runs_table
-
-    lines = list_runs(options.directory)
-    if not options.json:
-        print(runs_table(lines) if lines else f"there are no runs below {options.directory}")
-        return
-    for line in lines:
-        print(json.dumps(asdict(line)))
 
 
 def _report(options: argparse.Namespace) -> None:

@@ -27,12 +27,10 @@ class OnAllNodes:
     Mistakes in ``options.recipe``, if it has one, are reported as soon as possible. With ``--output`` it makes a new
     run there, and writes only to that.
 
-    remembers: the ``--set`` of its first start need not be repeated to continue.
     trains: it updates the model.
     """
 
     lead: Callable[[argparse.Namespace, Nodes], None]
-    remembers: bool = False
     trains: bool = True
 
     def __call__(self, options: argparse.Namespace) -> None:
@@ -43,10 +41,6 @@ class OnAllNodes:
         if node.rank == 0:  # printed before the imports of torch and Megatron, which take seconds
             new = not (run_dir / "recipe.toml").exists()
             print(f"megarl {__version__}: {'starting' if new else 'continuing'} {run_dir}", flush=True)
-        if self.remembers:
-            from megarl.storage.run_dir.recipes import recorded_overrides
-
-            options.set = [*recorded_overrides(run_dir), *options.set]
         starter = self._starter(options, alone=node.count == 1)
         from megarl.workers.launcher import follow
         from megarl.workers.nodes import Nodes
@@ -81,7 +75,7 @@ def _train(options: argparse.Namespace, nodes: Nodes) -> None:
     from megarl.planner.preflight import check
     from megarl.recipe.load import load_recipe
     from megarl.storage.run_dir import RunDir
-    from megarl.storage.run_dir.recipes import check_continues, record_overrides
+    from megarl.storage.run_dir.recipes import check_continues
 
     checkpoint = None
     if options.continue_from:
@@ -96,7 +90,6 @@ def _train(options: argparse.Namespace, nodes: Nodes) -> None:
     check(nodes.starter, recipe, nodes.count, optimizes(run, options.until))
     with run.lock():
         run = RunDir.create(run.root, recipe)  # may write the recipe, so it needs the lock
-        record_overrides(run.root, options.set)
         if checkpoint is not None:
             run.start_from(checkpoint)
         train(nodes, run, options.until)
@@ -153,7 +146,7 @@ def _rehearse(options: argparse.Namespace, nodes: Nodes) -> None:
 
 # the commands that run on all nodes
 ON_ALL_NODES = {
-    "train": OnAllNodes(_train, remembers=True),
+    "train": OnAllNodes(_train),
     "rollout": OnAllNodes(_rollout, trains=False),
     "serve": OnAllNodes(_serve, trains=False),
     "optimize": OnAllNodes(_optimize),

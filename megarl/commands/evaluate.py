@@ -57,28 +57,12 @@ def _check_has_adapters(stage: Stage, updates: int) -> None:
         )
 
 
-def evaluate_checkpoint(
-    run_dir: Path, stage: int, update: int, suites: list[str], overrides: list[str], output: Path | None
-) -> list[dict[str, Any]]:
-    """`evaluate_model` of the policy that a stage of a run has after ``update`` updates of the run."""
-    with tempfile.TemporaryDirectory(prefix="megarl-policy-") as scratch:
-        policy = (output or Path(scratch)).resolve() / "policies" / f"stage_{stage:03d}_update_{update:06d}"
-        if not policy.exists():
-            export_policy(run_dir, stage, update, policy)
-        return evaluate_model(run_dir, None, suites, overrides, output, policy)
-
-
 def evaluate_model(
-    target: Path,
-    recipe_path: Path | None,
-    suites: list[str],
-    overrides: list[str],
-    output: Path | None,
-    exported: Path | None = None,
+    target: Path, recipe_path: Path | None, suites: list[str], overrides: list[str], output: Path | None
 ) -> list[dict[str, Any]]:
     """Evaluate a policy on some suites; returns the evaluation of each suite.
 
-    target: a run directory, whose newest policy is evaluated (or ``exported``, if given), or a Hugging Face directory.
+    target: a run directory, whose newest policy is evaluated, or a Hugging Face directory.
     recipe_path: data and reward settings, needed if ``target`` is not a run directory.
     suites: names of the recipe's suites, prompt files or generators; empty: all suites of the recipe.
     output: a run directory, made if needed, that keeps the responses; an interrupted evaluation continues there.
@@ -87,7 +71,7 @@ def evaluate_model(
         raise UserError(f"{target} is not a directory")
     run = RunDir.open(target) if (target / "recipe.toml").exists() else None
     if run is not None:
-        before, policy = run.recipe, exported or _newest_policy(run)
+        before, policy = run.recipe, _newest_policy(run)
     elif recipe_path is not None:
         before, policy = load_recipe(recipe_path), target.resolve()
     else:

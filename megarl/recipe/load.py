@@ -157,11 +157,6 @@ def recipe_diff(old: Recipe, new: Recipe) -> list[str]:
     return [f"{k}: {a.get(k)!r} -> {b.get(k)!r}" for k in sorted(a | b) if a.get(k) != b.get(k)]
 
 
-def setting(recipe: Recipe, name: str) -> Any:
-    """The value of ``section.key``; None if the recipe does not have it."""
-    return _flatten(recipe.model_dump(mode="json")).get(name)
-
-
 def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat = {}
     for key, value in tree.items():

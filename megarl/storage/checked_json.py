@@ -21,7 +21,6 @@ from megarl.errors import UserError
 from megarl.storage.files import disk_errors, fsync_path, write_atomic
 
 Record = dict[str, Any]
-HASH, HTML = "# {}", "<!-- {} -->"  # comments for `with_checksum`
 # exactly as `encode` writes it, so that a change of white space is noticed too
 _CHECKSUM = re.compile(rb',(?: |\n +)"crc": "([0-9a-f]{8})"(?:}\n?|\n}\n)')
 
@@ -107,16 +106,15 @@ def check_json_lines(path: Path) -> None:
         raise UserError(f"{path}, line {len(lines) + 1} is damaged: it does not end with a newline")
 
 
-def with_checksum(text: str, comment: str) -> str:
-    """``text`` with its CRC-32 in a last line. comment: how its language writes one, such as "# {}"."""
-    checksum = f"checksum of the lines above: {zlib.crc32(text.encode()):08x}"
-    return f"{text}\n{comment.format(checksum)}\n"
+def with_checksum(text: str) -> str:
+    """The TOML ``text`` with its CRC-32 as a comment in a last line."""
+    return f"{text}\n# checksum of the lines above: {zlib.crc32(text.encode()):08x}\n"
 
 
-def has_checksum(data: bytes, comment: str) -> bool:
+def has_checksum(data: bytes) -> bool:
     """Whether ``data`` is what `with_checksum` made of some text."""
     text = data[:-1].rpartition(b"\n")[0]
-    return data == with_checksum(text.decode(errors="replace"), comment).encode()
+    return data == with_checksum(text.decode(errors="replace")).encode()
 
 
 def read_intact_lines(path: Path) -> tuple[list[Record], int]:

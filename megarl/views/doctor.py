@@ -6,19 +6,13 @@ import importlib.metadata
 import json
 import os
 import platform
-import re
 import shutil
-from pathlib import Path
 
 import psutil
-from packaging.version import Version
 
 from megarl import __version__
 from megarl.errors import UserError
 
-DRIVER = Path("/proc/driver/nvidia/version")
-DRIVERS = {13: 580, 12: 525}  # the oldest driver for each CUDA version (NVIDIA's CUDA compatibility, table 1)
-GLIBC = "2.34"  # of SGLang 0.5.23's kernels
 COLUMN = 20  # characters before the finding of each line
 _PACKAGES = {
     "torch": "the base installation",
@@ -57,8 +51,6 @@ def _findings() -> dict[str, str]:
         "processor": f"{os.cpu_count()} cores",
         "memory": f"{memory.total / 2**30:.0f} GiB, {memory.available / 2**30:.0f} free",
         "disk": f"{shutil.disk_usage('.').free / 2**30:.0f} GiB free here",
-        "glibc": glibc(platform.libc_ver()[1]),
-        "driver": driver(DRIVER.read_text() if DRIVER.exists() else "", torch.version.cuda),
     }
     for index in range(torch.cuda.device_count()):
         device = torch.cuda.get_device_properties(index)
@@ -77,25 +69,6 @@ def _findings() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             found[package] = f"missing: {remedy}"
     return found
-
-
-def driver(said: str, cuda: str | None) -> str:
-    """Whether NVIDIA's driver is new enough for torch. said: text of `DRIVER`; cuda: version of torch's build."""
-    built = f"torch is built for CUDA {cuda}" if cuda else "torch is a build without CUDA"
-    found = re.search(r"Kernel Module(?: for \S+)? +(\d+)[.\d]*", said)
-    least = DRIVERS.get(int(cuda.split(".")[0])) if cuda else None
-    if found is None:
-        return f"none of NVIDIA is loaded; {built}" + (f", which needs {least} or newer" if least else "")
-    if least is not None and int(found[1]) < least:
-        return f"{found[1]} is too old: {built}, which needs {least} or newer"
-    return f"{found[1]}; {built}"
-
-
-def glibc(version: str) -> str:
-    """The version of the C library, and whether SGLang's kernels can be loaded."""
-    if version and Version(version) < Version(GLIBC):
-        return f"{version}; SGLang 0.5.23 needs {GLIBC} or newer"
-    return version or "none: another C library"
 
 
 def within_range(package: str, version: str) -> str:

@@ -1,8 +1,7 @@
 """The progress display of a run: a line for each event, and now and then one about the state.
 
-It runs in the process that starts the phases and only reads files of the run directory (events.jsonl, metrics.jsonl and
-the ledgers of the current stage), so it cannot disturb training. Each poll reads only lines that were appended
-since the last.
+It runs in the process that starts the phases and only reads events.jsonl and metrics.jsonl, so it cannot disturb
+training. Each poll reads only lines that were appended since the last.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from megarl.foreign import escape
 from megarl.recipe.eval_table import HELDOUT
 from megarl.recipe.tables import Recipe
 from megarl.views.run_reader import half_width
-from megarl.views.run_state import RunState, find_phase, version_of
+from megarl.views.run_state import RunState, find_phase
 
 POLL_SECONDS = 1.0
 LINE_SECONDS = 10.0  # between two plain lines about the state; events get lines of their own at once
@@ -66,7 +65,7 @@ def describe_event(event: dict[str, Any], state: RunState) -> str:
     kind, stage, phase = event.get("event"), event.get("stage", 0), event.get("phase", "")
     place = _place(stage, phase, state)
     if kind == "evaluation" and "accuracy" in event:
-        version, suite = version_of(event, state.schedule), event.get("suite", HELDOUT)
+        version, suite = event["update"], event["suite"]
         whose = "base model" if version == 0 else f"after {version} updates"
         name = "held-out" if suite == HELDOUT else suite
         estimate = f"{event['accuracy']:.3f} +- {half_width(event):.3f} ({event.get('prompts', '?')} prompts)"
@@ -110,10 +109,7 @@ def _place(stage: int, phase: str, state: RunState) -> str:
 
 
 def _current_place(state: RunState) -> str:
-    waits = {
-        "loading": f": loading weights, {_clock(time.time() - state.phase_since)}",
-        "evaluating": f": evaluating {state.answered[2]}".rstrip(),
-    }
+    waits = {"loading": f": loading weights, {_clock(time.time() - state.phase_since)}", "evaluating": ": evaluating"}
     return _place(state.stage, state.phase, state) + waits.get(state.doing, "")
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
-from megarl.recipe.eval_table import HELDOUT
 from megarl.storage.checked_json import Record, read_intact_lines
 
 
@@ -61,12 +60,11 @@ class Run:
 
     @property
     def suites(self) -> dict[str, list[Record]]:
-        """The newest evaluation of each policy on each suite, in the order of the policies; each has an ``update``."""
+        """The newest evaluation of each policy on each suite, in the order of the policies."""
         found: dict[str, dict[int, Record]] = {}
         for event in self.events:
             if event.get("event") == "evaluation" and _is_evaluation(event):
-                update = event.get("update", event["stage"] * self.updates_per_stage)
-                found.setdefault(str(event.get("suite", HELDOUT)), {})[update] = event | {"update": update}
+                found.setdefault(event["suite"], {})[event["update"]] = event
         return {suite: [by_update[u] for u in sorted(by_update)] for suite, by_update in found.items()}
 
     @property
@@ -151,8 +149,8 @@ def _read_lines(path: Path, notes: list[str]) -> list[Record]:
 
 
 def _is_evaluation(event: Record) -> bool:
-    places = (event.get("stage"), event.get("update", 0))
-    return all(isinstance(place, int) for place in places) and isinstance(event.get("accuracy"), (int, float))
+    update, suite, accuracy = (event.get(name) for name in ("update", "suite", "accuracy"))
+    return isinstance(update, int) and isinstance(suite, str) and isinstance(accuracy, (int, float))
 
 
 def _flatten(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:

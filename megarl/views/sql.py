@@ -22,7 +22,6 @@ import pyarrow.fs as fs
 
 from megarl.errors import UserError, how_to_install
 from megarl.foreign import escape
-from megarl.recipe.eval_table import HELDOUT
 from megarl.storage.checked_json import Record
 from megarl.storage.ledger import check_size
 from megarl.storage.rollouts import RolloutStore
@@ -166,7 +165,7 @@ def _tables(root: Path) -> dict[str, Any]:
     run = read_run(root, "")
     evaluations = [event for events in run.suites.values() for event in events]
     bounds = [dict(zip(("ci95_low", "ci95_high"), interval(event), strict=True)) for event in evaluations]
-    evaluations = [{"suite": HELDOUT} | event | bound for event, bound in zip(evaluations, bounds, strict=True)]
+    evaluations = [event | bound for event, bound in zip(evaluations, bounds, strict=True)]
     return {
         "ledger": _ledger(root),
         "metrics": _metrics(run.updates),

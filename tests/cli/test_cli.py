@@ -65,8 +65,8 @@ def test_a_pipe_that_the_reader_has_closed_causes_no_error_message(tmp_path):
     """As in `megarl ... | head`; here the reader has closed the pipe before anything is written."""
     read, write = os.pipe()
     os.close(read)
-    command = [sys.executable, "-u", "-m", "megarl.cli", "runs", str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, check=False)
+    command, environment = [sys.executable, "-u", "-m", "megarl.cli", "init"], os.environ | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, stdout=write, stderr=subprocess.PIPE, text=True)
     os.close(write)
     assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")
 
@@ -85,7 +85,7 @@ def test_an_unknown_option_shows_the_usage_of_its_command(command):
     [
         (("sampels", "x"), "did you mean samples?"),
         (("samples", "x", "--tokens", "ratios"), "did you mean ratio?"),
-        (("samples", "x", "--fininsh=stop"), "did you mean --finish?"),
+        (("samples", "x", "--promtp=1"), "did you mean --prompt?"),
         (("data", "show", RECIPE, "--set", "lr=3"), "did you mean optimizer.lr?"),
     ],
 )

@@ -5,7 +5,6 @@ Also `megarl export` and `megarl eval` of a single checkpoint.
 
 import json
 import os
-import shutil
 import signal
 
 import numpy as np
@@ -17,10 +16,7 @@ from megarl.commands.what_if import text_table, what_if
 from megarl.errors import UserError
 from megarl.estimates import mean_of_replicates
 from megarl.objectives import OBJECTIVES
-from megarl.recipe.load import override_recipe
-from megarl.storage.checked_json import decode, write_checked
 from megarl.storage.run_dir import RunDir
-from megarl.views.run_state import RunState
 from tests.helpers import events, megarl, metrics, start_megarl, wait_until_held
 
 BATCHES = 2
@@ -40,28 +36,22 @@ def run(recipe):
 
 
 @pytest.fixture(scope="module")
-def rows(run, tmp_path_factory):
+def rows(run):
     """{(update, objective): row of `megarl what-if`} at the run's first policy and the one after 5 updates.
 
     The command must leave all files of the run as they are.
     """
-    figure = tmp_path_factory.mktemp("figure") / "figure.html"
     before = {path: path.lstat().st_mtime_ns for path in run.root.rglob("*")}
-    result = megarl(
-        "what-if", run.root, "--stage", 0, "--update", 0, "--update", 5, "--batches", BATCHES, "--json",
-        "--figure", figure,
-    )  # fmt: skip
+    result = megarl("what-if", run.root, "--stage", 0, "--update", 0, "--update", 5, "--batches", BATCHES, "--json")
     assert result.returncode == 0, result.stderr
     assert {path: path.lstat().st_mtime_ns for path in run.root.rglob("*")} == before
     assert "stage 1/1 what-if done in" in result.stderr
-    assert "Cosine to a fresh on-policy gradient" in figure.read_text()
     return {(row["update"], row["objective"]): row for row in json.loads(result.stdout)}
 
 
 def test_the_table_fits_into_80_columns(rows):
     lines = text_table(list(rows.values())).splitlines()
     assert max(map(len, lines)) <= 80
-    assert "the given fresh responses of the policy\n" in text_table(list(rows.values()), given=True)
     line = next(line for line in lines if line.startswith("m2po "))
     row = rows[0, "m2po"]
     norm = f"{row['norm'][0]:.2g}±{row['norm'][2] - row['norm'][0]:.2g}"
@@ -103,60 +93,6 @@ def test_norm_and_statistics_are_those_that_the_run_logged_for_its_update(run, r
     assert values["kept"][-1] == line["kept_fraction"]
 
 
-@pytest.fixture(scope="module")
-def copied(run, tmp_path_factory):
-    """A copy of the run; the rollouts of its stage 0 are responses of the run's first policy."""
-    return shutil.copytree(run.root, tmp_path_factory.mktemp("copied") / "run", symlinks=True)
-
-
-def test_a_given_stage_replaces_fresh_responses(run, copied, monkeypatch):
-    """The given stage has the same batches as the stored one, so fresh and stored gradient of a batch must be equal."""
-    seen, apply = [], RunState._apply
-    monkeypatch.setattr(RunState, "_apply", lambda self, event: (apply(self, event), seen.append(self.done)))
-    found = what_if(run.root, 0, [0], 6, (copied, 0))
-    assert set(seen) >= {(number, len(found), "gradients") for number in range(1, len(found) + 1)}
-    fresh, grpo, m2po = ({r["batch"]: r for r in found if r["objective"] == name} for name in ("fresh", "grpo", "m2po"))
-    assert sorted(fresh) == list(range(6))
-    for batch in fresh:
-        assert fresh[batch]["norm"] == pytest.approx(grpo[batch]["norm"], rel=1e-6)
-        # the fresh gradient of a batch is compared with the sum of the other batches, GRPO's with the sum of all
-        assert fresh[batch]["cosine"] < grpo[batch]["cosine"]
-        assert m2po[batch]["cosine"] == pytest.approx(grpo[batch]["cosine"], abs=1e-5)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ((0, [0, 5], 3, "copied"), "rollouts of one policy: give --update exactly once"),
-        ((0, [0], 3, "run"), "is the stage itself"),
-        ((0, [0], 3, "unsealed"), "is not sealed"),
-        ((0, [0], 3, "rewarded"), "has another reward than"),
-        ((0, [0], 3, "cold"), "has another rollout.temperature than"),
-        ((0, [0], 3, "ingested"), "cannot be checked which policy sampled it"),
-        ((0, [0], 3, "few"), "has 4 groups; 3 batches of 4 need more"),
-        ((0, [5], 3, "copied"), "but the policy after 5 updates of stage 0 is"),
-    ],
-)
-def test_fresh_data_that_does_not_fit_is_refused(run, copied, tmp_path, arguments, message):
-    *others, which = arguments
-    place = {"run": run.root}.get(which, copied)
-    changes = {
-        "unsealed": [],
-        "rewarded": ["reward.require_stop=false"],
-        "cold": ["rollout.temperature=0.5"],
-    }
-    if which in changes:
-        place = RunDir.create(tmp_path / "other", override_recipe(run.recipe, changes[which])).root
-        if changes[which]:
-            shutil.copytree(copied / "stages", place / "stages")
-    if sealed := {"few": {"chosen": [0, 1, 2, 3]}, "ingested": {"external": True}}.get(which):
-        place = shutil.copytree(copied, tmp_path / which, symlinks=True)
-        seal = place / "stages/000/rollouts/SEALED"
-        write_checked(seal, decode(seal.read_bytes()) | sealed)
-    with pytest.raises(UserError, match=message):
-        what_if(run.root, *others, (place, 0))
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -188,15 +124,17 @@ def test_the_exported_policy_of_the_last_checkpoint_is_the_final_policy(run, tmp
         export_policy(run.root, 0, 6, tmp_path / "end")
 
 
-def test_the_evaluation_of_a_checkpoint_equals_that_of_the_run(run, tmp_path):
+def test_the_evaluation_of_an_exported_policy_equals_that_of_the_run(run, tmp_path):
     """With eval.every_updates = 4 the run itself has evaluated its policy after 4 of 6 updates."""
     (event,) = [event for event in events(run, "evaluation") if event["update"] == 4]
-    result = megarl("eval", run.root, "--stage", 0, "--update", 4, "--output", tmp_path / "kept", "--json")
+    policy = tmp_path / "policy"
+    assert megarl("export", run.root, "--stage", 0, "--update", 4, "--output", policy).returncode == 0
+    result = megarl("eval", policy, "--recipe", run.root / "recipe.toml", "--json")
     assert result.returncode == 0, result.stderr
     (listed,) = json.loads(result.stdout.splitlines()[-1])
     assert (listed["accuracy"], listed["ci95"]) == (event["accuracy"], event["ci95"])
     assert f"avg@1 {event['accuracy']:.4f}" in describe_evaluations([listed])
-    assert not same(weights(tmp_path / "kept/policies/stage_000_update_000004"), weights(run.final))
+    assert not same(weights(policy), weights(run.final))
 
 
 def test_an_interrupt_ends_the_command_at_once(run, tmp_path):

@@ -134,11 +134,11 @@ def test_its_rule_on_the_default_kernels_and_beside_another_file_with_the_same_n
 WIDE = {"eps_low": 1.0, "eps_high": 1e9}
 
 
-def test_the_run_resumes_from_another_directory_with_the_file_alone(run: Path, recipe: Path, tmp_path: Path) -> None:
+def test_the_run_resumes_from_another_directory_with_the_file_alone(run: Path, tmp_path: Path) -> None:
     settings = RunDir.open(run).recipe.objective
     assert (settings.name, settings.fields["margin"]) == ("Quiet", 1e-6)
     assert settings.path == f"{run.parent}/mine.py:Quiet"
-    megarl("train", recipe, "--run-dir", run, cwd=tmp_path)
+    megarl("train", run / "recipe.toml", "--run-dir", run, cwd=tmp_path)
     assert [line["update"] for line in metrics(RunDir.open(run))] == [1, 2, 3, 4]
     assert 0 < metrics(RunDir.open(run))[1]["loud_fraction"] < 1
     report = (run / "report.html").read_text()

@@ -14,7 +14,7 @@ from megarl.storage.policies import read_info, read_reference
 from megarl.storage.run_dir import RunDir
 from megarl.storage.run_dir.evaluations import SuiteResponses
 from megarl.storage.run_dir.retention import best_version
-from megarl.views.report.pairs import pair_charts, pair_columns
+from megarl.views.report.pairs import pair_chart, pair_columns
 from megarl.views.run_reader import read_run
 from tests.helpers import events, megarl, read_lines
 from tests.phases.commands import settings, succeed, train
@@ -250,5 +250,5 @@ def test_runs_of_different_lengths_are_compared_after_equal_updates(whole, tmp_p
     assert pair_columns(runs) == [
         {"At update 4": f"{mean:.3f}", "Difference from run": said} for said in ("-", "+0.000 [+0.000, +0.000]")
     ]
-    (trace,) = pair_charts(runs)[0].traces
+    (trace,) = pair_chart(runs).traces
     assert (trace["x"], trace["y"]) == ([2, 4], [0, 0])

@@ -26,7 +26,7 @@ def test_a_killed_run_ends_with_the_same_bytes(undisturbed, recipe, tmp_path):
     killed = tmp_path / "killed"
     for stage, moment in ((0, "between checkpoints"), (0, "export"), (1, "last checkpoint under way")):
         kill_at(*moments(stage)[moment], recipe, killed, *LORA)
-    train(recipe, killed)
+    train(recipe, killed, *LORA)
     assert_same_run(undisturbed, killed)
 
 

@@ -47,7 +47,3 @@ def test_transformer_engine_must_suit_megatron_core(megatron, declared, whose, v
         message = f"version {version} {said}" if version in refused else "needs 1 GPUs, but torch sees 0 here"
         with pytest.raises(UserError, match=re.escape(message)):
             check_devices(recipe)
-
-
-def test_a_recipe_of_an_earlier_run_has_torch_layers():
-    assert make_recipe(actor={"layers": "auto"}).actor.layers == "torch"

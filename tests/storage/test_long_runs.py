@@ -42,7 +42,7 @@ def decoded(monkeypatch):
 
 def test_each_event_is_decoded_once_however_often_evaluations_are_looked_up(run, decoded):
     for stage in range(1200):
-        run.log_event("evaluation", stage=stage, accuracy=stage / 1200)
+        run.log_event("evaluation", update=run.stage(stage).first_update, suite="heldout", accuracy=stage / 1200)
         assert run.stage(stage).evaluation()["accuracy"] == stage / 1200
     assert run.stage(3).evaluation()["accuracy"] == 3 / 1200 and run.stage(1200).evaluation() is None
     assert len(decoded) == 1200

@@ -112,6 +112,7 @@ def make_events(recipe: Recipe, gain: float = 1.0) -> list[dict[str, Any]]:
             interval = [accuracy - half, accuracy + half]
             events.append(
                 {"time": now, "event": "evaluation", "stage": stage, "accuracy": accuracy, "ci95": interval}
+                | {"update": stage * recipe.schedule.updates_per_stage, "suite": "heldout"}
                 | {"prompts": 1024, "samples": 1, "policy": f"stages/{stage:03d}/policy", "seconds": seconds}
             )
         events.append({"time": now, "event": "phase_end", "phase": name, "stage": stage, "seconds": seconds})

@@ -11,8 +11,6 @@ from typing import ClassVar
 import pytest
 from playwright.sync_api import sync_playwright
 
-from megarl.commands.what_if import write_figure
-from megarl.objectives import OBJECTIVES
 from megarl.views.report import write_report
 from tests.helpers import read_lines
 from tests.views.synthetic_run import make_recipe, make_run, write_lines
@@ -170,26 +168,3 @@ def test_a_run_whose_numbers_span_many_decades_fits_a_narrow_window(tmp_path, sh
     (lines,) = (chart["lines"] for chart in charts if chart["title"] == "Gradient norm")
     heights = [float(y) for line in lines for y in re.findall(r"[ML][-\d.]+,([-\d.]+)", line)]
     assert max(heights) < 900, "a gradient of 0 draws no line out of the chart"
-
-
-def test_what_if_of_a_policy_that_answers_every_prompt_alike(tmp_path, show):
-    """The gradient of its own responses is 0, and those of stored ones lie many decades apart."""
-    norms = dict.fromkeys(("fresh", *OBJECTIVES), 0.0) | {"grpo": 4.67, "vespo": 1.51e-15, "topr": 17.7}
-    for updates in ((3,), (1, 3)):
-        pairs = [(update, name) for update in updates for name in norms]
-        rows = [{"update": u, "objective": o, "norm": [norms[o], -4 * norms[o], 6 * norms[o]]} for u, o in pairs]
-        for row in rows:
-            row |= {"kept": [0.7, -1.3, 2.7]} if row["objective"] != "fresh" else {}
-            row |= {"cosine_to_grpo": [0.5, -2.0, 3.0]} if row["norm"][0] else {}
-            row |= {"cosine": [0.2, -0.1, 0.5]} if row["norm"][0] and row["update"] == 1 else {}
-        write_figure(rows, "run", tmp_path / "what_if.html")
-        tab = show(tmp_path / "what_if.html", 400)
-        charts = {chart["title"]: chart for chart in check_layout(tab, 400)}
-        norm = charts.pop("Gradient norm")
-        assert (norm["x"], len(norm["y"]), norm["y"][-1]) == ([*norms], 3, "1")
-        assert all(chart["x"][1 - len(norms) :] == [*norms][1:] for chart in charts.values()), (
-            "also those without a number"
-        )
-        assert ("Nothing to draw: gradients are 0." in body_of(tab)) == (updates == (3,)) == (len(charts) == 2)
-        assert tab.problems == []
-    assert len(re.findall('class="legendtext"[^>]*>update 1</text>', body_of(tab))) == 4, "also beside no other policy"

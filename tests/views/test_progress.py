@@ -2,7 +2,6 @@
 
 import io
 import json
-import os
 import random
 import re
 import threading
@@ -18,7 +17,6 @@ from megarl.views.run_state import RunState
 from tests.views.synthetic_run import make_events, make_recipe, update_record, write_lines
 
 SUITES = ("eval.every_updates=48", 'eval.suites=[{name="one", prompts=20}, {name="two", prompts=8}]')
-LONGEST = make_recipe().rollout.max_response_tokens
 
 
 class Watched:
@@ -57,7 +55,7 @@ def start(phase, stage, when=None):
 
 
 def report(**fields):
-    return {"time": time.time(), "event": "rollout_progress", "stage": 1, "rank": 0} | fields
+    return {"time": time.time(), "event": "rollout_progress", "stage": 1, "rank": 0, "seconds": 5} | fields
 
 
 def loaded(stage, phase, **fields):
@@ -65,44 +63,25 @@ def loaded(stage, phase, **fields):
 
 
 RESTART = {"event": "restart", "phase": "rollout", "stage": 1}
-LEDGER = "stages/001/rollouts/ledger.jsonl"
-SHARD = {"groups": [1536, 1537], "responses": 16, "tokens": 100, "reward_sum": 4.0}
 
 
-def test_progress_speed_and_reward_of_a_rollout_phase(watch, tmp_path):
+def test_a_rollout_phase_shows_what_the_replicas_have_generated(watch):
+    """An earlier attempt has stored 2 of 1536 groups."""
     run = watch()
     assert run.state.poll() == [] and run.state.done == (0, 0, "")
-    run.append(LEDGER, {"shard": "old", **SHARD})  # of an earlier attempt, which was killed
-    assert [event["event"] for event in run.happens(start("rollout", 1, time.time() - 10))] == ["phase_start"]
-    assert run.state.done == (2, 1536, "groups")
-    assert run.state.tokens_per_second is None and run.state.seconds_left is None
-    other = {"shard": "b", **SHARD, "reward_sum": 12.0}
-    run.append("stages/001/rollouts/ledger.00001.jsonl", other, torn='{"shard": "c"')
-    assert run.state.done == (4, 1536, "groups") and run.state.reward == 0.5
-    run.append("x", {"shard": "old", **SHARD}, other)
-    os.replace(tmp_path / "x", tmp_path / LEDGER)  # sealing merges the ledgers into one
-    run.state.poll()
-    assert run.state.done == (4, 1536, "groups")
-
-
-def test_responses_tokens_and_time_left_are_shown_while_a_chunk_is_generated(watch):
-    """Nothing of the chunk is stored yet; of 1536 groups of 8 an earlier attempt has stored 2."""
-    run = watch()
-    run.append(LEDGER, {"shard": "old", "groups": [1536, 1537]})
-    run.happens(start("rollout", 1), report(ended=0, tokens=0, decoding=100, decoding_tokens=200, tokens_per_second=4))
-    assert run.state.done[0] == 2 and run.state.reward is None
+    seen = run.happens(start("rollout", 1), {"event": "resume", "phase": "rollout", "skipped": 2, "total": 1536})
+    assert [event["event"] for event in seen] == ["phase_start", "resume"]
+    run.happens(report(ended=0, tokens=0, decoding=100, decoding_tokens=200, tokens_per_second=4, seconds=50))
+    assert run.state.done == (2, 1536, "groups") and run.state.reward is None and run.state.seconds_left is None
     assert {"4 tokens/s", "decoding 100 at token 2"} <= run.parts
-    assert run.state.seconds_left == pytest.approx((1534 * 8 * LONGEST - 200) / 4, rel=1e-3)
-    inside = {"decoding": 40, "decoding_tokens": 160, "tokens_per_second": 5}
+    inside = {"decoding": 40, "decoding_tokens": 160, "tokens_per_second": 5, "seconds": 60}
     one = report(ended=60, tokens=180, groups=3, responses=24, truncated=6, reward_sum=6.0, **inside)
-    run.happens(one, one | {"rank": 1})
+    run.happens(one, one | {"rank": 1, "seconds": 58})
     assert run.state.done == (8, 1536, "groups") and run.state.reward == 0.25
     assert {"10 tokens/s", "responses 120", "length 3", "truncated 25%", "decoding 80 at token 4"} <= run.parts
-    length = (180 + 40 * LONGEST) / 100
-    assert run.state.seconds_left == pytest.approx((1534 * 8 * length - 680) / 10, rel=1e-3)
-    run.append(LEDGER, {"shard": "a", "groups": [0, 1], "responses": 16})
+    assert run.state.seconds_left == pytest.approx(1528 * 60 / 6)
     run.happens(RESTART)  # what was not stored is generated again
-    assert run.state.done == (4, 1536, "groups") and run.state.tokens_per_second is None
+    assert run.state.done == (0, 1536, "groups") and run.state.tokens_per_second is None
     assert "length" not in run.line
 
 
@@ -127,49 +106,45 @@ def test_loading_and_evaluation_before_generation_are_shown_and_do_not_count_for
     assert run.line.startswith("stage 2/3 rollout: loading weights, 1:30")
     run.happens(loaded(1, "evaluate", time=now - 30.0))
     assert run.line.startswith("stage 2/3 rollout: evaluating")
-    accuracy = {"event": "evaluation", "stage": 1, "accuracy": 0.5, "time": now - 10.0}
-    run.happens(accuracy, loaded(1, "evaluate", time=now - 30.0, rank=1), report())
-    run.append(LEDGER, {"shard": "a", "groups": [1], "responses": 2, "tokens": 1000})
+    accuracy = {"event": "evaluation", "update": 96, "suite": "heldout", "accuracy": 0.5, "time": now - 10.0}
+    run.happens(accuracy, loaded(1, "evaluate", time=now - 30.0, rank=1), report(groups=1))
     assert run.line.startswith("stage 2/3 rollout, 1/")
     run.happens(RESTART)
     assert "loading" in run.line
     run.happens(loaded(1, "rollout", time=now - 30.0))
-    assert run.line.startswith("stage 2/3 rollout, 1/")
-
-
-def test_prompts_are_counted_while_suites_are_evaluated(watch, tmp_path):
-    """An earlier attempt has finished the first suite."""
-    run = watch(*SUITES)
-    one, two = (f"evaluations/{name}/update_000096" for name in ("one", "two"))
-    run.append(f"{one}/SEALED")
-    run.append(f"{two}/ledger.jsonl", {"shard": "a", "groups": [0, 1, 2]})
-    run.happens(start("rollout", 1), loaded(1, "evaluate"))
-    assert run.line.startswith("stage 2/3 rollout: evaluating two, 3/8 prompts")
-    run.append(f"{two}/ledger.00001.jsonl", {"shard": "b", "groups": [3, 4]}, {"shard": "c", "groups": [5]})
-    assert run.state.done == (6, 8, "prompts")
-    run.happens(report())
-    assert run.line.startswith("stage 2/3 rollout, 0/1536 groups")
-    run.append(f"{two}/SEALED")
-    run.happens(start("evaluate", 3), loaded(3, "evaluate"))  # a phase of its own
-    run.append("evaluations/one/update_000288/ledger.jsonl", {"shard": "a", "groups": [0, 1, 2]})
-    assert run.line.startswith("final evaluation, 3/20 prompts")
+    assert run.line.startswith("stage 2/3 rollout, 0/")
 
 
 @pytest.mark.parametrize(("phase", "stage"), [("rollout", 1), ("evaluate", 3)])
-def test_responses_tokens_and_time_left_are_shown_while_a_suite_is_evaluated(watch, tmp_path, phase, stage):
-    """Two of 16 prompts have ended, of which each has one response; none is stored. The recipe asks for 20."""
+def test_the_progress_of_a_suite_is_shown(watch, phase, stage):
+    """An earlier attempt has answered 3 of the 16 prompts, of which each has one response. The recipe asks for 20."""
     run = watch(*SUITES)
-    (tmp_path / f"evaluations/one/update_{stage * 96:06d}").mkdir(parents=True)
-    inside = {"prompts": 16, "decoding": 14, "decoding_tokens": 28, "tokens_per_second": 8}
+    inside = {"prompts": 16, "decoding": 11, "decoding_tokens": 22, "tokens_per_second": 8}
     one = report(ended=2, tokens=4, groups=2, responses=2, truncated=1, reward_sum=2.0, **inside)
-    run.happens(start(phase, stage), loaded(stage, "evaluate"), one | {"event": "evaluation_progress"})
+    resume = {"event": "resume", "phase": "evaluate", "suite": "one", "skipped": 3, "total": 16}
+    run.happens(start(phase, stage), loaded(stage, "evaluate"), resume, one | {"event": "evaluation_progress"})
     state = run.state
-    assert state.done == (2, 16, "prompts") and state.reward is None and state.run_seconds_left is None
-    shown = {"2/16 prompts", "8 tokens/s", "responses 2", "length 2", "truncated 50%", "decoding 14 at token 2"}
+    assert state.done == (5, 16, "prompts") and state.reward is None and state.run_seconds_left is None
+    shown = {"5/16 prompts", "8 tokens/s", "responses 2", "length 2", "truncated 50%", "decoding 11 at token 2"}
     assert shown <= run.parts
-    assert state.seconds_left == pytest.approx((14 * LONGEST - 28) / 8, rel=1e-2)
+    assert state.seconds_left == pytest.approx(11 * 5 / 2)
     run.happens({"event": "evaluation", "accuracy": 0.5, "update": stage * 96, "suite": "one", "stage": stage})
-    assert state.of_replicas("ended") == 0 and state.tokens_per_second is None
+    assert state.of_replicas("ended") == 0 and state.tokens_per_second is None and state.done[0] == 0
+
+
+def test_the_time_left_of_the_run(watch):
+    """A rollout phase took 100 s and optimization 48; of stage 2 of 3, half of the groups are there."""
+    run = watch()
+    half = report(groups=768, seconds=55)
+    run.happens(start("rollout", 1), half)
+    assert run.state.seconds_left == 55 and run.state.run_seconds_left is None
+    ended = [
+        {"event": "phase_end", "phase": name, "stage": 0, "seconds": s}
+        for name, s in (("rollout", 100.0), ("optimize", 48.0))
+    ]
+    run.happens(*ended, start("rollout", 1), half)
+    assert run.state.run_seconds_left == 55 + 48 + 100 + 48
+    assert run.line.endswith("0:55 left, 4:11 left of the run")
 
 
 def test_progress_of_an_optimize_phase_goes_back_when_metrics_are_cut(watch, tmp_path, monkeypatch):
@@ -194,11 +169,19 @@ def test_progress_of_an_optimize_phase_goes_back_when_metrics_are_cut(watch, tmp
     assert [u["update"] for u in state.recent] == [*range(1, 11)], "updates that were undone do not count for the speed"
 
 
+def test_the_gradients_of_a_what_if_are_counted(watch, monkeypatch):
+    run, now = watch(), time.time()
+    monkeypatch.setattr(time, "time", lambda: now)
+    run.happens(start("what_if", 1, now - 30), {"event": "what_if_progress", "done": 3, "total": 12})
+    assert run.state.done == (3, 12, "gradients") and run.state.seconds_left == pytest.approx(90)
+    assert run.state.run_seconds_left is None
+
+
 def test_events_and_the_state_have_plain_lines(watch, tmp_path, monkeypatch):
     """Of a run that was under way when the display began; looking at it again shows nothing twice."""
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
     run, recipe, stream, noise = watch(), make_recipe(), io.StringIO(), random.Random(0)
-    run.happens({"event": "evaluation", "stage": 0, "accuracy": 0.123, "ci95": [0.1, 0.15]})
+    run.happens({"event": "evaluation", "update": 0, "suite": "heldout", "accuracy": 0.123, "ci95": [0.1, 0.15]})
     with Progress(tmp_path, recipe, stream) as view:
         for event in make_events(recipe):
             if event["event"] == "phase_end" and event["phase"] == "optimize":

@@ -1,21 +1,17 @@
-"""The report on branches, seeds and paired gains, and the warning of a run that learns nothing."""
+"""The report on branches and paired gains, and the warning of a run that learns nothing."""
 
 import json
 
-import numpy as np
 import pytest
 
-from megarl.estimates import mean_of_replicates
 from megarl.phases.generation import SAME_REWARDS
-from megarl.recipe.tables import Recipe
 from megarl.storage.metrics import UPDATES, LearningWatch, find
 from megarl.storage.run_dir import RunDir
 from megarl.views.report import render, summary
-from megarl.views.report.pairs import pair_charts
 from megarl.views.run_reader import read_run
 from tests.helpers import events, five_letters, read_lines, write_recipe
 from tests.phases.commands import settings, succeed, train
-from tests.views.synthetic_run import make_branch, make_recipe, make_run, write_lines
+from tests.views.synthetic_run import make_branch, make_run, write_lines
 
 GOOD = {"reward/mean": 0.5, "zero_variance_fraction": 0.5, "grad_norm": 0.1, "entropy": 1.0, "ess": 0.9}
 
@@ -31,23 +27,6 @@ def test_a_branch_is_finished_after_its_stage_and_its_base_is_the_policy_before(
     assert row["Final accuracy"].startswith(final)
     write_lines(run.root / "metrics.jsonl", run.updates[:-1])
     assert read_run(run.root, "branch").notes == ["not finished: 95 of 96 updates"]
-
-
-def test_several_seeds_are_averaged_with_a_band(tmp_path):
-    def seeded(name, seed, **objective):
-        table = make_recipe(**objective).model_dump()
-        return make_run(tmp_path / name, seed=seed, recipe=Recipe.model_validate(table | {"run": {"seed": seed}}))
-
-    roots = [seeded("a", 1), seeded("b", 2), seeded("c", 3), seeded("other", 1, veto_threshold=1e-4)]
-    runs = [read_run(root, root.name) for root in roots]
-    charts = {chart.title: chart for chart in pair_charts(runs)}
-    low, high, mean = charts["Training reward, mean over seeds"].traces
-    assert mean["name"] == "a and 2 more"
-    width = -(-288 // 200)
-    first = np.array([np.mean(run.column("reward/mean")[1][:width]) for run in runs[:3]])
-    value, bounds = mean_of_replicates(first)
-    assert (mean["y"][0], low["y"][0], high["y"][0]) == pytest.approx((value, *bounds))
-    assert high["fill"] == "tonexty"
 
 
 @pytest.mark.parametrize(

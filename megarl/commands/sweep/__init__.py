@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.commands.sweep.figure import write_figure
 from megarl.commands.sweep.plan import Job, SweepPlan, plan_sweep
 from megarl.commands.sweep.results import as_records, read_finished, rows, runs_csv, table_csv, table_text
 from megarl.commands.sweep.workers import Workers
@@ -75,8 +74,7 @@ def sweep(path: Path, output: Path, jobs: int, as_json: bool = False) -> str:
         found = rows(plan, finished)
         write_atomic(plan.output / "runs.csv", runs_csv(plan, finished))
         write_atomic(plan.output / "table.csv", table_csv(plan, found))
-        write_figure(plan, found, plan.output / "figure.html")
-    _say(f"wrote runs.csv, table.csv and figure.html to {plan.output}")
+    _say(f"wrote runs.csv and table.csv to {plan.output}")
     if failed:
         print(table_text(plan, found))
         lines = [f"{len(failed)} runs failed; start the same command again to retry them:"]

@@ -30,7 +30,6 @@ from megarl.storage.run_dir.recipes import (
     load,
     recipes_by_stage,
     record_files,
-    ways_out,
     write_earlier_recipe,
 )
 
@@ -75,13 +74,13 @@ class RunDir:
                 changed = [line for line in changed if line.startswith("eval.")]
             difference = [line for line in difference if line not in changed]
             if difference:
-                sealed = [s.number for s in cls(root, before).stages() if s.is_sealed()]
-                latest = max(sealed, default=None) if before.schedule.one_policy else None
                 raise UserError(
                     f"{root} belongs to a run with another recipe (old -> new):\n  "
                     + "\n  ".join(difference)
-                    + "\nuse the old settings to continue this run, or another --run-dir; "
-                    + ways_out(difference, root, latest, recipe)
+                    + "\nuse the old settings, those of its recipe.toml, to continue this run, or another --run-dir; "
+                    f"for the new ones on the same rollouts: `megarl optimize {quoted(root)} --stage N --output NEW "
+                    "--set KEY=VALUE`; from the result of this run: "
+                    f"`megarl train RECIPE --run-dir NEW --continue-from {quoted(root)}`"
                 )
             if longer:
                 _free_result(cls(root, before).final, cls(root, recipe).stage(before.schedule.stages).policy)
@@ -311,17 +310,12 @@ class RunDir:
         """
         for event in self._new_events.read()[1]:
             if event.get("event") == "evaluation":
-                version = event.get("update", event["stage"] * self.recipe.schedule.updates_per_stage)
-                self._evaluations.setdefault((version, event.get("suite", self._first_suite)), event)
+                self._evaluations.setdefault((event["update"], event["suite"]), event)
         return self._evaluations
-
-    @property
-    def _first_suite(self) -> str:
-        return next((suite.name for suite in self.recipe.suites), "")
 
     def evaluation(self, version: int, suite: str | None = None) -> dict[str, Any] | None:
         """The evaluation of the policy after ``version`` updates, if there is one; by default on the first suite."""
-        return self.evaluations().get((version, suite or self._first_suite))
+        return self.evaluations().get((version, suite or next((suite.name for suite in self.recipe.suites), "")))
 
     def lacks_evaluation(self, version: int) -> bool:
         """Whether the policy after ``version`` updates should be evaluated but was not on every suite."""

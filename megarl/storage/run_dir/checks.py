@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from megarl.errors import UserError
-from megarl.storage.checked_json import HTML, check_json_lines, has_checksum, read_checked, read_json_lines
+from megarl.storage.checked_json import check_json_lines, read_checked, read_json_lines
 from megarl.storage.checkpoints import (
     CHECKPOINTS,
     MANIFEST,
@@ -128,8 +128,6 @@ def _check_file(path: Path) -> None:
         check_json_lines(path)
     elif path.suffix == ".toml":
         recipes.load(path)
-    elif path.suffix == ".html" and not has_checksum(path.read_bytes(), HTML):
-        raise UserError(f"{path} does not match its checksum: write it again with `megarl report`")
 
 
 def check_run(run: RunDir) -> None:

@@ -1,4 +1,4 @@
-"""The files that say how a run was started: its recipes, its ``--set`` options, and the checksums of its prompt files.
+"""The files that say how a run was started: its recipes, and the checksums of its prompt files.
 
 An "era" is a series of stages with the same recipe. ``recipe_until_002.toml`` in a run directory is the recipe of
 stages 0 and 1, and ``recipe.toml`` that of the later ones. Of an earlier recipe only the tables in `_TABLES` are used.
@@ -6,21 +6,17 @@ stages 0 and 1, and ``recipe.toml`` that of the later ones. Of an earlier recipe
 
 from __future__ import annotations
 
-import json
 import os
 import re
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from pathlib import Path
-from typing import Any
 
 from megarl.errors import UserError
 from megarl.foreign import quoted
-from megarl.own_file import absolute, is_own
-from megarl.recipe.layout import BATCHES, TRAINING_TABLES
-from megarl.recipe.load import dump_recipe, load_recipe, parse_override, setting
+from megarl.recipe.load import dump_recipe, load_recipe
 from megarl.recipe.names import ENGINES
 from megarl.recipe.tables import Recipe
-from megarl.storage.checked_json import HASH, has_checksum, read_checked, with_checksum, write_checked
+from megarl.storage.checked_json import has_checksum, read_checked, with_checksum, write_checked
 from megarl.storage.files import file_sha256, write_atomic
 
 _REMEDY = "Delete it and start again: the checksums of the present files are then recorded"
@@ -33,7 +29,7 @@ _NAME = re.compile(r"recipe_until_(\d{3,})\.toml")
 
 def dump(recipe: Recipe) -> str:
     """The text of `dump_recipe`, with its checksum in a comment at the end."""
-    return with_checksum(dump_recipe(recipe), HASH)
+    return with_checksum(dump_recipe(recipe))
 
 
 def load(path: Path) -> Recipe:
@@ -43,7 +39,7 @@ def load(path: Path) -> Recipe:
     except UserError as error:
         raise UserError(f"{path}, the recipe of the run, cannot be used; restore it from a copy. {error}") from error
     data = path.read_bytes()
-    if not has_checksum(data, HASH) and data.rstrip().rpartition(b"\n")[2].lstrip().startswith(b"#"):
+    if not has_checksum(data) and data.rstrip().rpartition(b"\n")[2].lstrip().startswith(b"#"):
         raise UserError(
             f"{path} was changed after the run began: restore it from a copy, or delete its last line, which is a "
             "checksum, if the change was meant"
@@ -78,31 +74,6 @@ def from_next_stage(settings: list[str], stage: Path, before: Recipe) -> list[st
         for line in settings
         if line.startswith(tuple(allowed)) or (line.startswith("stages.") and int(line.split(".")[1]) >= first)
     ]
-
-
-def ways_out(refused: list[str], run: Path, stage: int | None, new: Recipe) -> str:
-    """The command that makes a run with the ``refused`` settings ("section.key: old -> new") of the recipe ``new``.
-
-    stage: the newest one with sealed rollouts, if any; a branch of it can have other settings of training, and of the
-    first stage also other batches.
-    """
-    names = [line.partition(":")[0] for line in refused]
-    batches = any(name in BATCHES for name in names)
-    if all(name.startswith((*TRAINING_TABLES, "reward.")) or name in BATCHES for name in names) and stage is not None:
-        values = {name: setting(new, name) for name in names}
-        if "objective.path" in values and values["objective.path"] is not None:
-            values.pop("objective.name", None)
-        # the objective first, because a change of it drops the settings of the one before
-        ordered = sorted(values, key=lambda name: name not in ("objective.name", "objective.path"))
-        given = [f"--set {quoted(f'{key}={_toml(values[key])}')}" for key in ordered if values[key] is not None]
-        command = f"megarl optimize {quoted(run)} --stage {0 if batches else stage} --output NEW"
-        return f"for the new ones on the same rollouts: {command} {' '.join(given)}"
-    command = f"megarl train RECIPE --run-dir NEW --continue-from {quoted(run)}"
-    return f"for the new ones from the result of this one: {command}"
-
-
-def _toml(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 def write_earlier_recipe(root: Path, before: Recipe, stage: int) -> None:
@@ -182,28 +153,6 @@ def _sums(recipe: Recipe) -> dict[str, str]:
         return {name: file_sha256(Path(name)) for name in _files(recipe)}
     except OSError as error:
         raise UserError(f"cannot read the file {error.filename}: {error.strerror}") from error
-
-
-def recorded_overrides(root: Path) -> list[str]:
-    """The ``--set`` options given so far by the commands of a run, each setting once; none if there is no run yet."""
-    path = root / "settings.json"
-    if not path.exists():
-        return []
-    remedy = "Delete it, and repeat all --set options of the run"
-    return [str(text) for text in read_checked(path, remedy).get("settings", [])]
-
-
-def record_overrides(root: Path, overrides: Iterable[str]) -> None:
-    """Remember ``overrides``, the last value of each setting, so that the command need not repeat them to continue."""
-    last = {text.partition("=")[0].strip(): _from_anywhere(text) for text in (*recorded_overrides(root), *overrides)}
-    if list(last.values()) != recorded_overrides(root):
-        write_checked(root / "settings.json", {"settings": list(last.values())})
-
-
-def _from_anywhere(override: str) -> str:
-    """``section.key=FILE.py:NAME`` with the absolute path of the file, since a run is continued from any directory."""
-    key, value = parse_override(override)
-    return f"{key}={absolute(value)}" if isinstance(value, str) and is_own(value) else override
 
 
 def check_continues(before: Recipe, after: Recipe) -> None:

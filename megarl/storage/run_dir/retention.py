@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -17,7 +16,6 @@ from megarl.data.tokenizer import files_of
 from megarl.errors import UserError
 from megarl.foreign import quoted
 from megarl.storage.checked_json import read_checked, write_checked
-from megarl.storage.checkpoints import checkpoints
 from megarl.storage.files import atomic_directory, leftover_name, remove_directory
 from megarl.storage.policies import INFO_FILE, PolicyInfo, read_info
 from megarl.storage.run_dir import RunDir, Stage
@@ -164,25 +162,11 @@ def require_policy(stage: Stage) -> Path:
 
 
 def check_kept(stage: Stage) -> None:
-    """`UserError` if the stage's policy was removed, with the way to get it or a similar policy."""
+    """`UserError` if the stage's policy was removed, with the way to get it."""
     if stage.policy_was_removed():
-        raise UserError(f"{stage.policy} was removed, as [actor] keep_policies says; {_alternative(stage)}")
-
-
-def _alternative(stage: Stage) -> str:
-    """How to make the stage's removed policy again from a checkpoint; if there is none, the nearest other policy."""
-    run, before = stage.run, stage.previous
-    updates = before.run.recipe.schedule.updates_per_stage
-    if updates in dict(checkpoints(before.checkpoints)):
-        command = f"megarl export {quoted(run.root)} --stage {before.number} --update {stage.first_update} --output DIR"
-        return f"`{command}` makes it again from a checkpoint; with DIR = {stage.policy} it is restored in place"
-    update, path = min(_remaining(run), key=lambda item: abs(item[0] - stage.first_update))
-    return f"the nearest that still exists is {path}, after update {update} instead of {stage.first_update}"
-
-
-def _remaining(run: RunDir) -> Iterator[tuple[int, Path]]:
-    """(updates of the run, path) of every policy and checkpoint that exists."""
-    for stage in [*run.stages(), run.end]:
-        if stage.policy.exists():
-            yield stage.first_update, stage.policy
-        yield from ((stage.first_update + update, path) for update, path in checkpoints(stage.checkpoints))
+        raise UserError(
+            f"{stage.policy} was removed, as [actor] keep_policies says; "
+            f"`megarl export {quoted(stage.run.root)} --stage {stage.previous.number} --update {stage.first_update} "
+            "--output DIR` makes it again while keep_stages keeps its checkpoint; "
+            f"with DIR = {stage.policy} it is restored in place"
+        )

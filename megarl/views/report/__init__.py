@@ -7,12 +7,12 @@ import json
 from pathlib import Path
 
 from megarl.errors import UserError
-from megarl.storage.checked_json import HTML, Record, with_checksum
+from megarl.storage.checked_json import Record
 from megarl.storage.files import write_atomic
 from megarl.views.comparison import difference
 from megarl.views.report.charts import make_charts
 from megarl.views.report.pages import colour, page, table
-from megarl.views.report.pairs import pair_charts, pair_columns, why_no_differences
+from megarl.views.report.pairs import pair_chart, pair_columns, why_no_differences
 from megarl.views.run_reader import Run, half_width, read_run
 
 
@@ -23,7 +23,7 @@ def write_report(run_dirs: list[Path], output: Path) -> Path:
     if output.is_dir():
         raise UserError(f"cannot write the report: {output} is a directory")
     output.parent.mkdir(parents=True, exist_ok=True)
-    write_atomic(output, with_checksum(render(runs), HTML))
+    write_atomic(output, render(runs))
     return output
 
 
@@ -40,9 +40,9 @@ def short_names(run_dirs: list[Path]) -> list[str]:
 def render(runs: list[Run]) -> str:
     """The page as HTML text."""
     first, *others = make_charts(runs)
-    names, pairs = ", ".join(run.name for run in runs), pair_charts(runs)
+    names, pair = ", ".join(run.name for run in runs), pair_chart(runs)
     notes = [(run.name, note) for run in runs for note in run.notes]
-    if len(runs) > 1 and not pairs[0].traces:
+    if len(runs) > 1 and not pair.traces:
         notes.append((names, why_no_differences(runs)))
     recipes = "".join(
         f"<details{' open' * (len(runs) == 1)}><summary>{html.escape(run.name)}/recipe.toml</summary>"
@@ -53,7 +53,7 @@ def render(runs: list[Run]) -> str:
         title=html.escape(names),
         notes="".join(f"<li><b>{html.escape(name)}</b>: {html.escape(note)}</li>" for name, note in notes),
         summary=_summary_table(runs),
-        charts=[first, *pairs, *others],
+        charts=[first, pair, *others],
         below=f"<h3>Recipe</h3>\n{_settings_table(runs)}\n{recipes}",
     )
 

@@ -1,4 +1,4 @@
-"""HTML pages of charts and tables, for reports, sweeps and ``what-if``.
+"""HTML pages of charts and tables.
 
 A page loads nothing: it contains plotly.js, and a content security policy forbids the browser any request.
 """

@@ -1,25 +1,14 @@
-"""Charts and columns of the report that compare runs: differences at equal updates, and means over seeds."""
+"""The chart and the columns of the report that compare runs: differences at equal updates."""
 
 from __future__ import annotations
 
-import html
-from typing import Any
-
-import numpy as np
-
 from megarl.errors import UserError
-from megarl.estimates import Difference, mean_of_replicates
+from megarl.estimates import Difference
 from megarl.views.comparison import difference
 from megarl.views.report.curves import PERCENT
-from megarl.views.report.pages import Chart, colour, line, with_bars
+from megarl.views.report.pages import Chart, with_bars
 from megarl.views.run_reader import Run
 
-MEANS = {  # title of a chart of means over seeds -> metric
-    "Held-out accuracy": "accuracy",
-    "Training reward": "reward/mean",
-    "Entropy": "entropy",
-    "Gradient norm": "grad_norm",
-}
 POINTS = 8  # updates at which two runs are compared, at most; each one reads all responses of two evaluations
 
 
@@ -66,23 +55,8 @@ def why_no_differences(runs: list[Run]) -> str:
     return "no differences in accuracy: the runs were evaluated on other prompts, or their responses are gone"
 
 
-def pair_charts(runs: list[Run]) -> list[Chart]:
-    """The chart of differences from the first run and those of means over seeds; without traces if there are none."""
-    charts = [_differences(runs)]
-    for title, metric in MEANS.items():
-        chart = Chart(
-            f"{title}, mean over seeds",
-            "Runs that differ only in their seed; the band is the 95 % interval of their mean.",
-            layout={"xaxis": {"title": {"text": "update", "standoff": 6}}},
-        )
-        for number, group in enumerate(_of_seeds(runs)):
-            chart.traces += _band(number, group, metric)
-        chart.layout["showlegend"] = len(chart.traces) > 3
-        charts.append(chart)
-    return charts
-
-
-def _differences(runs: list[Run]) -> Chart:
+def pair_chart(runs: list[Run]) -> Chart:
+    """Differences from the first run; without traces if there are none."""
     chart = Chart(
         f"Held-out accuracy minus that of {runs[0].name}",
         "After equal numbers of updates, on the same prompts; bars are paired 95 % intervals over prompts. A "
@@ -99,32 +73,3 @@ def _differences(runs: list[Run]) -> Chart:
         chart.traces.append(with_bars(number, list(by_update), means, bounds, runs[number].name))
     chart.layout["showlegend"] = len(chart.traces) > 1
     return chart
-
-
-def _of_seeds(runs: list[Run]) -> list[list[Run]]:
-    """Groups of two or more runs that differ only in their seed and the path of their first policy."""
-    kinds: dict[str, list[Run]] = {}
-    for run in runs:
-        settings = {key: value for key, value in run.settings.items() if key not in ("run.seed", "model.path")}
-        kinds.setdefault(repr((sorted(settings.items()), run.begins)), []).append(run)
-    return [kind for kind in kinds.values() if len(kind) > 1]
-
-
-def _band(number: int, runs: list[Run], metric: str) -> list[dict[str, Any]]:
-    """Traces of the bounds, filled between, and of the mean, for updates at which all runs have a value, in bins."""
-    values = [
-        {e["update"]: e["accuracy"] for e in run.evaluations}
-        if metric == "accuracy"
-        else dict(zip(*run.column(metric), strict=True))
-        for run in runs
-    ]
-    shared = sorted(set.intersection(*map(set, values)))
-    width = -(-len(shared) // 200) or 1
-    bins = [shared[i : i + width] for i in range(0, len(shared), width)]
-    means = [mean_of_replicates(np.array([np.mean([one[u] for u in bin]) for one in values])) for bin in bins]
-    x = [bin[-1] for bin in bins]
-    hidden = {"showlegend": False, "hoverinfo": "skip", "line": {"width": 0, "color": colour(number)}}
-    low, high = (line(number, x, [bounds[k] for _, bounds in means]) | hidden for k in (0, 1))
-    high |= {"fill": "tonexty", "fillcolor": colour(number) + "33"}
-    name = html.escape(f"{runs[0].name} and {len(runs) - 1} more")
-    return [low, high, line(number, x, [mean for mean, _ in means]) | {"name": name}]

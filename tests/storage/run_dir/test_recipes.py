@@ -55,11 +55,10 @@ def test_an_objective_changes_in_place_from_a_stage_on_and_later_by_the_command_
     assert succeed("audit", root).stdout.splitlines()[-1] == "everything that was checked agrees"
 
     refused = train(recipe, root, *settings(*given, "objective.name=dapo", "objective.eps_high=0.3"), code=2)
-    named = refused.stderr.rpartition("on the same rollouts: megarl ")[2].replace("NEW", str(tmp_path / "branch"))
-    succeed(*shlex.split(named))
-    branch = RunDir.open(tmp_path / "branch")
-    assert branch.recipe.objective == load_recipe(recipe, ["objective.name=dapo", "objective.eps_high=0.3"]).objective
-    assert [line["update"] for line in metrics(branch)] == [3, 4]
-
-    refused = train(recipe, root, *settings(*given, "data.prompt_template='{prompt}:'"), code=2)
+    assert "objective.name: 'grpo' -> 'dapo'" in refused.stderr
+    named = refused.stderr.rpartition("on the same rollouts: `megarl ")[2].partition(" --set")[0]
+    branch = tmp_path / "branch"
+    words = shlex.split(named.replace("--stage N", "--stage 1").replace("NEW", str(branch)))
+    succeed(*words, *settings("objective.name=dapo", "objective.eps_high=0.3"))
+    assert [line["update"] for line in metrics(RunDir.open(branch))] == [3, 4]
     assert f"megarl train RECIPE --run-dir NEW --continue-from {root}" in refused.stderr

@@ -107,7 +107,7 @@ def test_a_policy_that_waits_for_an_evaluation_is_kept_until_then(make_run, monk
     """If events.jsonl is lost, only the policies that still exist are evaluated again."""
     run = make_run("actor.keep_policies=1", "eval.every=1")
     for number in (0, 1, 2, 4, 5):
-        run.log_event("evaluation", stage=number, suite="heldout", accuracy=0.5)
+        run.log_event("evaluation", update=run.stage(number).first_update, suite="heldout", accuracy=0.5)
     remove_policies(run.stage(STAGES - 1))
     assert kept(run) == [0, 3, 4, 5]
     run.events.unlink()
