@@ -1,4 +1,4 @@
-"""The commands ``plan``, ``simulate``, ``data``, ``init``, ``objective``: what there is to do before there is a run."""
+"""The commands ``plan``, ``simulate``, ``data``, ``init``: what there is to do before there is a run."""
 
 from __future__ import annotations
 
@@ -50,24 +50,14 @@ def add_recipes(commands: Commands) -> None:
     settings(sub)
 
     sub = command(commands, "init", _init, "write a recipe to begin with into this directory, and list the others")
-    sub.add_argument("recipe", nargs="?", default="starter", help="such as qwen3_8b/m2po; default: a short one")
-
-    objective = commands.add_parser("objective", help="objectives of your own")
-    own = objective.add_subparsers(required=True, metavar="COMMAND")
-    sub = command(own, "new", _new_objective, "write the file of a new objective and its test into this directory")
-    sub.add_argument("name", help="such as soft_prefix: the name of the file")
+    meaning = "such as qwen3_8b/m2po, default: a short one; or own_objective: an objective of your own, and its test"
+    sub.add_argument("recipe", nargs="?", default="starter", help=meaning)
 
 
 def _init(options: argparse.Namespace) -> None:
     from megarl.commands.init import init
 
     print(init(options.recipe, Path()))
-
-
-def _new_objective(options: argparse.Namespace) -> None:
-    from megarl.commands.new_objective import new_objective
-
-    print(new_objective(options.name, Path()))
 
 
 def _on_gpus(sub: argparse.ArgumentParser) -> None:
