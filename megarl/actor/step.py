@@ -45,7 +45,6 @@ class Actor:
     optimizer: MegatronOptimizer
     frozen: list[FrozenPolicy] = field(default_factory=list)  # policies whose log-probs or routing the updates need
     skipped_updates: int = 0  # updates of the whole run that were skipped because they were not finite
-    lagged: Any = None  # batch statistics of the previous update, under ``statistics_scope = "lagged"``
     saving: Saving = field(default_factory=Saving)  # the checkpoint being written, if any
     base: str | None = None  # with ``[actor.lora]``: hash of the frozen weights
 
@@ -99,8 +98,6 @@ def train_step(
         lr *= math.sqrt(_effective_share(metrics, actor.device))
     _apply_gradients(actor.optimizer, norm, lr)
     metrics |= {"grad_norm": norm, "lr": lr}
-    if objective.needs_statistics and actor.recipe.actor.statistics_scope == "lagged":
-        actor.lagged = _whole_batch_statistics(objective, logs, actor.recipe.actor.kernel_backend)
     return metrics
 
 
@@ -171,28 +168,17 @@ def compute_gradients(
 
 def _statistics(actor: Actor, micro_batches: list[MicroBatch], objective: Objective) -> Callable[[TokenBatch], Any]:
     """A function that returns the statistics for the objective of a micro-batch, as ``actor.statistics_scope`` says."""
-    scope, backend = actor.recipe.actor.statistics_scope, actor.recipe.actor.kernel_backend
-    if not objective.needs_statistics or scope == "micro":
+    backend = actor.recipe.actor.kernel_backend
+    if not objective.needs_statistics or actor.recipe.actor.statistics_scope == "micro":
         return lambda batch: None  # the objective then takes the statistics of the micro-batch
-    if scope == "lagged" and actor.lagged is not None:
-        return lambda batch: actor.lagged
     if len(micro_batches) == 1 and mpu.get_pipeline_model_parallel_world_size() == 1:
         # the only micro-batch has all of this rank's log-probs, so no extra forward pass is needed
         return lambda batch: objective.statistics(batch.detach(), _batch_group(), backend)
     logs = run_micro_batches(actor.replicas, micro_batches, collect, forward_only=True)
-    exact = _whole_batch_statistics(objective, logs, backend)
+    if not logs:  # only the last pipeline stage has log-probs, and only its objective needs statistics
+        return lambda batch: None
+    exact = objective.statistics(TokenBatch.concatenate([log.batch for log in logs]), _batch_group(), backend)
     return lambda batch: exact
-
-
-def _whole_batch_statistics(objective: Objective, logs: list[MicroBatchLog], backend: str) -> Any:
-    """The statistics of the whole optimizer batch, on the ranks of the last pipeline stage, which have its log-probs.
-
-    Other ranks get (). It must not be None, which means under ``statistics_scope = "lagged"`` that there are no
-    statistics yet and makes a rank take part in a collective forward pass: all ranks must decide alike.
-    """
-    if not logs:
-        return ()
-    return objective.statistics(TokenBatch.concatenate([log.batch for log in logs]), _batch_group(), backend)
 
 
 def _batch_group() -> dist.ProcessGroup:

@@ -96,7 +96,7 @@ class ActorTable(Table):
     expert_tensor_parallel: int | None = Field(None, ge=1)  # default: tensor_parallel
     # a response with more tokens gets a micro-batch of its own
     tokens_per_micro_batch: int = Field(16384, ge=1, le=10**9)
-    statistics_scope: Literal["exact", "lagged", "micro"] = "exact"  # tokens of a batch statistic: docs/objectives.md
+    statistics_scope: Literal["exact", "micro"] = "exact"  # tokens of a batch statistic: docs/objectives.md
     kernels: Literal["torch", "cpp", "cuda", "triton"] | None = None  # default: cpp on a CPU, triton on a GPU
     recompute: RecomputeSetting = "none"  # of activations: "none", "full", or a list of parts of a layer: docs/scale.md
     layers: Literal["torch", "transformer_engine"] = "torch"  # the library of the model's layers

@@ -68,7 +68,7 @@ class MeanLogRatio:
 class Quiet(Objective):
     """rho A without the tokens whose log-ratio is above the batch's mean."""
 
-    statistics_types: ClassVar = (MeanLogRatio,)
+    needs_statistics: ClassVar = True
     margin: float = number(0.0, 0)
 
     def statistics(self, batch, group=None, backend="torch"):
@@ -115,7 +115,6 @@ def run(recipe: Path, mine: Path) -> Path:
     """A run on an objective with statistics and the advantage of the file, stopped after its first stage."""
     root = mine.parent / "run"
     own = (*SHORT, "objective.path=mine.py:Quiet", "objective.margin=1e-6", "objective.advantage=mine.py:halves")
-    own += ("actor.statistics_scope=lagged",)
     megarl("train", recipe, "--run-dir", root, "--until", "optimize:0", *sets(*own), cwd=mine.parent)
     return root
 
