@@ -82,9 +82,7 @@ DAYS = (  # options of `megarl.planner.simulate.Scenario`
     ("lag", int, "largest lag of the live run, in updates; default: the recipe's, or that of the staged run"),
     ("spread", float, "standard deviation of the logarithm of the response length; default: 0.6"),
     ("failures", float, "failures of a node per day; default: 0.004"),
-    ("restart", float, "seconds until a failed or preempted job runs again; default: 600"),
-    ("preemptions", float, "preemptions of the job per day; default: 0"),
-    ("away", float, "mean seconds until a preempted job gets its nodes back; default: 3600"),
+    ("restart", float, "seconds until a failed job runs again; default: 600"),
     ("handover", float, "seconds to load new weights into the engines; default: the time through shared storage"),
     (
         "passes",
