@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import math
 import os
 import random
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from megarl.data.files import Item, read_rows
@@ -60,27 +57,8 @@ class GymItems:
         return {**self.block(number)[item], "generator": self.name}
 
 
-class _LazyModule(ModuleType):
-    """A placeholder for a module, which is imported when an attribute of it is first used."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-        return getattr(importlib.import_module(self.__name__), name)
-
-
-def import_reasoning_gym() -> Any:
-    """Import reasoning-gym, but its dependency cellpylib, which takes half a second for matplotlib, only when used."""
-    sys.modules.setdefault("cellpylib", _LazyModule("cellpylib"))
-    import reasoning_gym
-
-    return reasoning_gym
-
-
 def _gym_dataset(name: str, options: dict[str, Any], seed: int) -> Any:
-    reasoning_gym = import_reasoning_gym()
+    import reasoning_gym
     from reasoning_gym.composite import DatasetSpec
     from reasoning_gym.factory import DATASETS
 
