@@ -6,7 +6,7 @@ import re
 import tomllib
 from pathlib import Path
 
-from megarl.errors import UserError, nearest
+from megarl.errors import UserError, did_you_mean
 from megarl.foreign import quoted
 from megarl.recipe.load import shipped
 from megarl.storage.files import write_atomic
@@ -24,8 +24,7 @@ def init(name: str, folder: Path) -> str:
         return _own_objective(examples / OWN, folder)
     recipes = {str(path.relative_to(examples).with_suffix("")): path for path in sorted(examples.rglob("*.toml"))}
     if name not in recipes:
-        close = nearest(name, recipes)
-        raise UserError(f"there is no recipe {name!r}; did you mean {close or 'starter'!r}? all: {', '.join(recipes)}")
+        raise UserError(f"there is no recipe {name!r}; {did_you_mean(name, recipes)}")
     target = folder / f"{name.replace('/', '-')}.toml"
     beside = recipes[name].parent
     text = re.sub(rf"examples/({beside.name}/\w+\.py)", rf"{examples}/\1", recipes[name].read_text())

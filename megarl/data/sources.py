@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.data.files import Item, read_rows
-from megarl.errors import UserError, nearest
+from megarl.errors import UserError, did_you_mean
 from megarl.recipe.data_table import SourceTable
 
 # reasoning-gym draws item i of a data set from Random(seed + i), so data sets with neighbouring seeds share all but one
@@ -63,9 +63,7 @@ def _gym_dataset(name: str, options: dict[str, Any], seed: int) -> Any:
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:
-        close = nearest(name, DATASETS)
-        hint = f"; did you mean {close!r}?" if close else f"; known are {', '.join(sorted(DATASETS))}"
-        raise UserError(f"reasoning-gym has no generator {name!r}{hint}")
+        raise UserError(f"reasoning-gym has no generator {name!r}; {did_you_mean(name, sorted(DATASETS))}")
     if reserved := {"seed", "size"} & options.keys():
         raise UserError(f"data.options: {sorted(reserved)[0]!r} is set by megarl, from run.seed: leave it out")
     if name in HASH_DEPENDENT and not os.environ.get("PYTHONHASHSEED", "random").isdigit():
