@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import reasoning_gym
 import torch
 from tokenizers import normalizers
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -21,7 +22,6 @@ from transformers.utils.logging import disable_progress_bar
 
 from examples.quickstart.make_base import sloppy, warm_up, write_random_moe, write_tokenizer
 from megarl.data.prompts import Prompt
-from megarl.data.sources import import_reasoning_gym
 from megarl.distributed import become_single_process
 from megarl.recipe.load import load_recipe
 
@@ -70,7 +70,7 @@ def numbers(path: Path) -> None:
 
 def words(path: Path) -> None:
     """A token for every word of word_sequence_reversal's text, and for what stands between them."""
-    known = sorted(set(import_reasoning_gym().create_dataset("word_sequence_reversal", seed=0, size=1).words))
+    known = sorted(set(reasoning_gym.create_dataset("word_sequence_reversal", seed=0, size=1).words))
     pieces = ["['", "', '", "']", ", ", *known]
     write_tokenizer(path, pieces, r"\['|', '|'\]|, |\w+")
     write_random_moe(path, len(pieces) + 2, max_position_embeddings=256)

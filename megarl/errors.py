@@ -41,6 +41,12 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return close[0] if close else None
 
 
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """The end of a message about an unknown word: the question "did you mean", or what is known if nothing is near."""
+    close = nearest(word, known := list(known))
+    return f"did you mean {close!r}?" if close else f"known are {', '.join(known)}"
+
+
 def print_notes() -> None:
     """From now on print each `Note` in this process as one line of megarl."""
     default = warnings.formatwarning

@@ -30,6 +30,7 @@ OTHERS = {  # start of a file's path -> tests
     "csrc/": ("tests/kernels/",),
     "CMakeLists.txt": ("tests/kernels/",),
     "docs/": ("tests/docs/", "tests/test_house_rules.py"),
+    "examples/own_objective/": ("tests/objectives/test_own_file.py",),
     "examples/": ("tests/recipe/", "tests/planner/test_plan.py"),
     "lab/": ("tests/lab/",),
     "Makefile": ("tests/test_house_rules.py",),

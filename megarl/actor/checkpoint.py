@@ -12,7 +12,7 @@ import io
 import pickle
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,7 +34,6 @@ from megarl.actor.step import Actor
 from megarl.actor.writers import ForkedResults
 from megarl.errors import UserError
 from megarl.heartbeats import beat
-from megarl.objectives import objective_class
 from megarl.recipe.layout import Layout
 from megarl.storage.checkpoints import (
     METRICS,
@@ -168,7 +167,6 @@ def _write_common(actor: Actor, update: int, path: Path) -> None:
         "update": update,
         "adam_step": adam_step(actor.optimizer),
         "skipped_updates": actor.skipped_updates,
-        "lagged": _shared_statistics(actor),
         "layout": _layout(actor),
         "lora": _adapters(actor),
     }
@@ -243,7 +241,6 @@ def load(actor: Actor, path: Path) -> int:
     if "random" in state:
         _restore_random_state(state["random"])
     actor.skipped_updates = common["skipped_updates"]
-    actor.lagged = _restore_statistics(actor, common["lagged"])
     return common["update"]
 
 
@@ -335,26 +332,3 @@ def _restore_random_state(state: dict[str, torch.Tensor]) -> None:
     get_cuda_rng_tracker().set_states(tracked)
     if "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _shared_statistics(actor: Actor) -> dict[str, Any] | None:
-    """The lagged statistics as plain data, on every rank: rank 0 writes them, but only the last pipeline stage has
-    them. Collective."""
-    mine = None
-    if actor.lagged:  # elsewhere ()
-        values = {f.name: getattr(actor.lagged, f.name) for f in fields(actor.lagged)}
-        mine = {k: v.cpu() if torch.is_tensor(v) else v for k, v in values.items()}
-        mine = {"type": type(actor.lagged).__name__, "values": mine}
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
-    return next((statistics for statistics in everyone if statistics is not None), None)
-
-
-def _restore_statistics(actor: Actor, saved: dict[str, Any] | None) -> Any:
-    """The lagged statistics; None, as before the first update, if another objective made those that were saved."""
-    types = objective_class(actor.recipe.objective.definition).statistics_types
-    made_by = next((kind for kind in types if saved and kind.__name__ == saved["type"]), None)
-    if saved is None or made_by is None:
-        return None
-    values = saved["values"].items()
-    return made_by(**{k: v.to(actor.device) if torch.is_tensor(v) else v for k, v in values})

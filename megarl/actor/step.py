@@ -33,6 +33,8 @@ from megarl.objectives.parts.summary import summarise
 from megarl.recipe.tables import Recipe
 from megarl.storage.policies import read_info
 
+LISTED = 50  # tokens in ``muted_tokens``
+
 
 @dataclass
 class Actor:
@@ -45,7 +47,6 @@ class Actor:
     optimizer: MegatronOptimizer
     frozen: list[FrozenPolicy] = field(default_factory=list)  # policies whose log-probs or routing the updates need
     skipped_updates: int = 0  # updates of the whole run that were skipped because they were not finite
-    lagged: Any = None  # batch statistics of the previous update, under ``statistics_scope = "lagged"``
     saving: Saving = field(default_factory=Saving)  # the checkpoint being written, if any
     base: str | None = None  # with ``[actor.lora]``: hash of the frozen weights
 
@@ -79,14 +80,14 @@ def train_step(
     micro_batches: list[MicroBatch],
     objective: Objective,
     lr: float,
-    detail: int = 0,
+    detail: bool = False,
     samples: int = 0,
 ) -> dict[str, Any]:
     """One optimizer update; returns metrics averaged over the whole optimizer batch of all ranks.
 
-    micro_batches: those of this data-parallel rank. detail: how many tokens of the vocabulary to list under
-    ``muted_tokens``, those that most often get no gradient; 0 also leaves out the metrics of
-    `megarl.objectives.parts.detail`. samples: number of samples in the optimizer batch, to return under
+    micro_batches: those of this data-parallel rank. detail: with the metrics of
+    `megarl.objectives.parts.detail`, and ``muted_tokens``, the tokens of the vocabulary that most often get no
+    gradient. samples: number of samples in the optimizer batch, to return under
     ``sample_tokens`` {"counts": [[trained tokens, those without a gradient] of each sample]}; 0 leaves that out.
     Outside the last pipeline stage the result has only ``grad_norm``, ``lr`` and what `routing.metrics` gives. Raises
     `NonFiniteUpdate` on all ranks, before anything is applied, if the loss or the gradient is not finite.
@@ -99,8 +100,6 @@ def train_step(
         lr *= math.sqrt(_effective_share(metrics, actor.device))
     _apply_gradients(actor.optimizer, norm, lr)
     metrics |= {"grad_norm": norm, "lr": lr}
-    if objective.needs_statistics and actor.recipe.actor.statistics_scope == "lagged":
-        actor.lagged = _whole_batch_statistics(objective, logs, actor.recipe.actor.kernel_backend)
     return metrics
 
 
@@ -131,7 +130,7 @@ def compute_gradients(
     actor: Actor,
     micro_batches: list[MicroBatch],
     objective: Objective,
-    detail: int = 0,
+    detail: bool = False,
     samples: int = 0,
 ) -> tuple[list[MicroBatchLog], dict[str, Any]]:
     """Forward and backward passes of an update. Leaves the reduced gradients in the replicas' buffers.
@@ -171,28 +170,17 @@ def compute_gradients(
 
 def _statistics(actor: Actor, micro_batches: list[MicroBatch], objective: Objective) -> Callable[[TokenBatch], Any]:
     """A function that returns the statistics for the objective of a micro-batch, as ``actor.statistics_scope`` says."""
-    scope, backend = actor.recipe.actor.statistics_scope, actor.recipe.actor.kernel_backend
-    if not objective.needs_statistics or scope == "micro":
+    backend = actor.recipe.actor.kernel_backend
+    if not objective.needs_statistics or actor.recipe.actor.statistics_scope == "micro":
         return lambda batch: None  # the objective then takes the statistics of the micro-batch
-    if scope == "lagged" and actor.lagged is not None:
-        return lambda batch: actor.lagged
     if len(micro_batches) == 1 and mpu.get_pipeline_model_parallel_world_size() == 1:
         # the only micro-batch has all of this rank's log-probs, so no extra forward pass is needed
         return lambda batch: objective.statistics(batch.detach(), _batch_group(), backend)
     logs = run_micro_batches(actor.replicas, micro_batches, collect, forward_only=True)
-    exact = _whole_batch_statistics(objective, logs, backend)
+    if not logs:  # only the last pipeline stage has log-probs, and only its objective needs statistics
+        return lambda batch: None
+    exact = objective.statistics(TokenBatch.concatenate([log.batch for log in logs]), _batch_group(), backend)
     return lambda batch: exact
-
-
-def _whole_batch_statistics(objective: Objective, logs: list[MicroBatchLog], backend: str) -> Any:
-    """The statistics of the whole optimizer batch, on the ranks of the last pipeline stage, which have its log-probs.
-
-    Other ranks get (). It must not be None, which means under ``statistics_scope = "lagged"`` that there are no
-    statistics yet and makes a rank take part in a collective forward pass: all ranks must decide alike.
-    """
-    if not logs:
-        return ()
-    return objective.statistics(TokenBatch.concatenate([log.batch for log in logs]), _batch_group(), backend)
 
 
 def _batch_group() -> dist.ProcessGroup:
@@ -221,11 +209,10 @@ def _count_tokens(micro_batch: MicroBatch, kept: torch.Tensor, vocabulary: int) 
     return counts
 
 
-def _reduce(logs: list[MicroBatchLog], routed: torch.Tensor | None, listed: int) -> dict[str, Any]:
+def _reduce(logs: list[MicroBatchLog], routed: torch.Tensor | None, detail: bool) -> dict[str, Any]:
     """Means over all micro-batches and data-parallel ranks, with one wait for the device.
 
-    routed: the counts of `routing.count`, already summed over all ranks. listed: number of tokens in
-    ``muted_tokens``; 0: leave that out.
+    routed: the counts of `routing.count`, already summed over all ranks. detail: as in `train_step`.
     """
     values = [] if routed is None else [routed]
     if logs:  # on the last pipeline stage
@@ -235,32 +222,32 @@ def _reduce(logs: list[MicroBatchLog], routed: torch.Tensor | None, listed: int)
         dist.all_reduce(pairs, group=_batch_group())
         dist.all_reduce(counts, group=_batch_group())
         values += [pairs, counts]
-        if listed:
-            values.append(_most_muted(logs, listed))
+        if detail:
+            values.append(_most_muted(logs))
     if not values:
         return {}
     host = torch.cat([value.flatten().double() for value in values]).cpu()
     parts = iter(host.split([value.numel() for value in values]))
     extra: dict[str, Any] = {}
     if routed is not None:
-        extra = routing.metrics(next(parts).view(routed.shape), detail=listed > 0)
+        extra = routing.metrics(next(parts).view(routed.shape), detail=detail)
     if not logs:
         return extra
     on_host, counted = next(parts).to(pairs.dtype).view(-1, 2), next(parts).to(counts.dtype)
     metrics = {name: tuple(p) for name, p in zip(logs[0].metrics, on_host, strict=True)}
     split = counted.split([shape.numel() for shape in shapes.values()])
     histograms = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), split, strict=True)}
-    if listed:
+    if detail:
         ids, muted, trained = next(parts).long().view(3, -1).tolist()
         extra["muted_tokens"] = {"id": ids, "muted": muted, "trained": trained}
     return summarise(metrics, histograms) | extra
 
 
-def _most_muted(logs: list[MicroBatchLog], listed: int) -> torch.Tensor:
-    """[3, listed] int64: ids of the tokens that most often got no gradient, how often, and how often they trained."""
+def _most_muted(logs: list[MicroBatchLog]) -> torch.Tensor:
+    """[3, LISTED] int64: ids of the tokens that most often got no gradient, how often, and how often they trained."""
     counts = torch.stack([log.tokens for log in logs if log.tokens is not None]).sum(0)
     dist.all_reduce(counts, group=_batch_group())
-    muted, ids = counts[1].topk(min(listed, counts.size(1)))
+    muted, ids = counts[1].topk(min(LISTED, counts.size(1)))
     return torch.stack([ids, muted, counts[0][ids]])
 
 

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from megarl.errors import nearest
+from megarl.errors import did_you_mean, nearest
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction["Parser"]
@@ -21,9 +21,7 @@ class Parser(argparse.ArgumentParser):
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         if action.choices is not None and value not in action.choices:
-            known = list(map(str, action.choices))
-            close = nearest(str(value), known)
-            hint = f"did you mean {close}?" if close else f"known are {', '.join(known)}"
+            hint = did_you_mean(str(value), map(str, action.choices))
             raise argparse.ArgumentError(action, f"{value!r} is unknown; {hint}")
 
     def refuse(self, unknown: list[str]) -> NoReturn:

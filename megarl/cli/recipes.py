@@ -1,4 +1,4 @@
-"""The commands ``plan``, ``simulate``, ``data``, ``init``, ``objective``: what there is to do before there is a run."""
+"""The commands ``plan``, ``simulate``, ``data``, ``init``: what there is to do before there is a run."""
 
 from __future__ import annotations
 
@@ -50,24 +50,14 @@ def add_recipes(commands: Commands) -> None:
     settings(sub)
 
     sub = command(commands, "init", _init, "write a recipe to begin with into this directory, and list the others")
-    sub.add_argument("recipe", nargs="?", default="starter", help="such as qwen3_8b/m2po; default: a short one")
-
-    objective = commands.add_parser("objective", help="objectives of your own")
-    own = objective.add_subparsers(required=True, metavar="COMMAND")
-    sub = command(own, "new", _new_objective, "write the file of a new objective and its test into this directory")
-    sub.add_argument("name", help="such as soft_prefix: the name of the file")
+    meaning = "such as qwen3_8b/m2po, default: a short one; or own_objective: an objective of your own, and its test"
+    sub.add_argument("recipe", nargs="?", default="starter", help=meaning)
 
 
 def _init(options: argparse.Namespace) -> None:
     from megarl.commands.init import init
 
     print(init(options.recipe, Path()))
-
-
-def _new_objective(options: argparse.Namespace) -> None:
-    from megarl.commands.new_objective import new_objective
-
-    print(new_objective(options.name, Path()))
 
 
 def _on_gpus(sub: argparse.ArgumentParser) -> None:
@@ -92,9 +82,7 @@ DAYS = (  # options of `megarl.planner.simulate.Scenario`
     ("lag", int, "largest lag of the live run, in updates; default: the recipe's, or that of the staged run"),
     ("spread", float, "standard deviation of the logarithm of the response length; default: 0.6"),
     ("failures", float, "failures of a node per day; default: 0.004"),
-    ("restart", float, "seconds until a failed or preempted job runs again; default: 600"),
-    ("preemptions", float, "preemptions of the job per day; default: 0"),
-    ("away", float, "mean seconds until a preempted job gets its nodes back; default: 3600"),
+    ("restart", float, "seconds until a failed job runs again; default: 600"),
     ("handover", float, "seconds to load new weights into the engines; default: the time through shared storage"),
     (
         "passes",

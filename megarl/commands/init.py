@@ -1,4 +1,4 @@
-"""``megarl init``: a recipe to begin with, from those that megarl is shipped with."""
+"""``megarl init``: a recipe to begin with, or an objective, from those that megarl is shipped with."""
 
 from __future__ import annotations
 
@@ -6,27 +6,29 @@ import re
 import tomllib
 from pathlib import Path
 
-from megarl.errors import UserError, nearest
+from megarl.errors import UserError, did_you_mean
 from megarl.foreign import quoted
 from megarl.recipe.load import shipped
 from megarl.storage.files import write_atomic
+
+OWN = "own_objective"
 
 
 def init(name: str, folder: Path) -> str:
     """Copy the shipped recipe ``name`` into ``folder``; returns the lines to print, with the names of all of them.
 
+    name: of a recipe, or "own_objective".
     `UserError` if there is no such recipe, or the file exists."""
     examples = shipped("examples")
+    if name == OWN:
+        return _own_objective(examples / OWN, folder)
     recipes = {str(path.relative_to(examples).with_suffix("")): path for path in sorted(examples.rglob("*.toml"))}
     if name not in recipes:
-        close = nearest(name, recipes)
-        raise UserError(f"there is no recipe {name!r}; did you mean {close or 'starter'!r}? all: {', '.join(recipes)}")
+        raise UserError(f"there is no recipe {name!r}; {did_you_mean(name, recipes)}")
     target = folder / f"{name.replace('/', '-')}.toml"
-    if target.exists():
-        raise UserError(f"{target} exists already")
     beside = recipes[name].parent
     text = re.sub(rf"examples/({beside.name}/\w+\.py)", rf"{examples}/\1", recipes[name].read_text())
-    write_atomic(target, text)
+    _write({target: text})
     made = re.findall(r'"(.+)"  # made by (\w+\.py)', text)
     steps = [f"python {quoted(beside / script)}" for _, script in made]
     steps += [f"megarl data show {quoted(target)}"]
@@ -42,3 +44,22 @@ def init(name: str, folder: Path) -> str:
             "next    " + "\n        ".join(steps),
         ]
     )
+
+
+def _own_objective(beside: Path, folder: Path) -> str:
+    """Copy the objective that is there to be changed, and its test; returns the lines to print."""
+    _write(texts := {folder / path.name: path.read_text() for path in sorted(beside.glob("*.py"))})
+    return "\n".join(
+        [
+            *(f"wrote   {path}" for path in texts),
+            "test    python test_own_objective.py",
+            "use     megarl train RECIPE.toml --run-dir DIR --set objective.path=own_objective.py:OwnObjective",
+        ]
+    )
+
+
+def _write(texts: dict[Path, str]) -> None:
+    if there := [path for path in texts if path.exists()]:
+        raise UserError(f"{there[0]} exists already")
+    for path, text in texts.items():
+        write_atomic(path, text)

@@ -14,7 +14,7 @@ from typing import Any
 
 from megarl.data.formats import FORMATS, Format
 from megarl.data.values import answer_of, parse, prompt_of, without_null
-from megarl.errors import UserError, nearest
+from megarl.errors import UserError, did_you_mean
 from megarl.foreign import quoted
 from megarl.recipe.data_table import FILES, SourceTable
 
@@ -68,9 +68,7 @@ def scan_rows(table: SourceTable, exam: bool = False) -> Iterator[tuple[str, Ite
 def find_format(name: str | None) -> Format | None:
     """The format called ``name``, or None for None; `UserError` for an unknown name."""
     if name is not None and name not in FORMATS:
-        close = nearest(name, FORMATS)
-        hint = f"did you mean {close!r}? " if close else ""
-        raise UserError(f"data.format = {name!r}: unknown; {hint}known are {', '.join(FORMATS)}")
+        raise UserError(f"data.format = {name!r}: unknown; {did_you_mean(name, FORMATS)}")
     return FORMATS[name] if name else None
 
 

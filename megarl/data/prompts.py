@@ -22,7 +22,7 @@ from megarl.data.files import Item
 from megarl.data.sources import FileItems, GymItems, Mixture, open_items, shares
 from megarl.data.templates import Overlong, Renderer
 from megarl.data.tokenizer import check_tokenizer_fits, files_of, is_of_tokenizer, load_tokenizer
-from megarl.errors import Note, UserError, nearest
+from megarl.errors import Note, UserError, did_you_mean
 from megarl.recipe.data_table import DataTable, SourceTable
 from megarl.recipe.tables import Recipe
 
@@ -151,9 +151,7 @@ def _check_columns(names: Sequence[str], prompts: Sequence[Prompt]) -> None:
     known = list(dict.fromkeys(column for row in rows for column in row))
     for name in names:
         if name not in known:
-            close = nearest(name, known)
-            hint = f"did you mean {close!r}? " if close else ""
-            raise UserError(f"metrics.by: no prompt keeps a column {name!r}; {hint}there are {', '.join(known)}")
+            raise UserError(f"metrics.by: no prompt keeps a column {name!r}; {did_you_mean(name, known)}")
         if (values := len({row.get(name) for row in rows})) > COLUMN_VALUES:
             raise UserError(f"metrics.by: column {name!r} has {values} values; metrics are for at most {COLUMN_VALUES}")
 

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import math
 import os
 import random
-import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from megarl.data.files import Item, read_rows
-from megarl.errors import UserError, nearest
+from megarl.errors import UserError, did_you_mean
 from megarl.recipe.data_table import SourceTable
 
 # reasoning-gym draws item i of a data set from Random(seed + i), so data sets with neighbouring seeds share all but one
@@ -60,34 +57,13 @@ class GymItems:
         return {**self.block(number)[item], "generator": self.name}
 
 
-class _LazyModule(ModuleType):
-    """A placeholder for a module, which is imported when an attribute of it is first used."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        if sys.modules.get(self.__name__) is self:
-            del sys.modules[self.__name__]
-        return getattr(importlib.import_module(self.__name__), name)
-
-
-def import_reasoning_gym() -> Any:
-    """Import reasoning-gym, but its dependency cellpylib, which takes half a second for matplotlib, only when used."""
-    sys.modules.setdefault("cellpylib", _LazyModule("cellpylib"))
-    import reasoning_gym
-
-    return reasoning_gym
-
-
 def _gym_dataset(name: str, options: dict[str, Any], seed: int) -> Any:
-    reasoning_gym = import_reasoning_gym()
+    import reasoning_gym
     from reasoning_gym.composite import DatasetSpec
     from reasoning_gym.factory import DATASETS
 
     if name not in DATASETS:
-        close = nearest(name, DATASETS)
-        hint = f"; did you mean {close!r}?" if close else f"; known are {', '.join(sorted(DATASETS))}"
-        raise UserError(f"reasoning-gym has no generator {name!r}{hint}")
+        raise UserError(f"reasoning-gym has no generator {name!r}; {did_you_mean(name, sorted(DATASETS))}")
     if reserved := {"seed", "size"} & options.keys():
         raise UserError(f"data.options: {sorted(reserved)[0]!r} is set by megarl, from run.seed: leave it out")
     if name in HASH_DEPENDENT and not os.environ.get("PYTHONHASHSEED", "random").isdigit():

@@ -6,7 +6,7 @@ from dataclasses import asdict
 from importlib import import_module
 from typing import Any
 
-from megarl.errors import UserError, nearest
+from megarl.errors import UserError, did_you_mean
 from megarl.objectives.objective import Objective
 from megarl.objectives.options import OPTIONS, WithOptions, frozen_logprobs, name_of, updates_per_step
 from megarl.objectives.own import load_objective
@@ -82,9 +82,7 @@ def objective_class(name: str) -> type[Objective]:
     if is_own(name):
         return load_objective(name)
     if name not in OBJECTIVES:
-        close = nearest(name, OBJECTIVES)
-        hint = f"did you mean {close!r}? " if close else ""
-        raise UserError(f"objective.name is {name!r}; {hint}known objectives: {', '.join(OBJECTIVES)}")
+        raise UserError(f"objective.name is {name!r}; {did_you_mean(name, OBJECTIVES)}")
     return OBJECTIVES[name]
 
 

@@ -39,7 +39,7 @@ class Bapo(Objective):
     also searches per micro-batch (``statistics_scope = "micro"``).
     """
 
-    statistics_types: ClassVar[tuple[type, ...]] = (RatioBounds,)
+    needs_statistics: ClassVar[bool] = True
     DUAL_CLIP: ClassVar[float] = 3.0  # verl's default clip_ratio_c, which the released loss applies
 
     positive_target: float = number(0.4, 0)

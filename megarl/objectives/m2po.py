@@ -62,7 +62,7 @@ class M2Po(Objective):
     the trainer recomputed (put them into ``rollout_logprobs``).
     """
 
-    statistics_types: ClassVar[tuple[type, ...]] = (SecondMomentMask, LogRatioBound)
+    needs_statistics: ClassVar[bool] = True
 
     m2_threshold: float = number(0.04, 0)
     variant: str = choice("paper", "released")

@@ -25,7 +25,7 @@ class Objective:
     count a token as dampened; 0 for the objective's default, see `dampened_below`.
     """
 
-    statistics_types: ClassVar[tuple[type, ...]] = ()  # what `statistics` returns, for checkpoints of lagged ones
+    needs_statistics: ClassVar[bool] = False  # whether the call needs the result of `statistics`
     requires: ClassVar[tuple[str, ...]] = ()  # optional fields of TokenBatch that must not be None
     ratio_form: ClassVar[bool] = True  # objective_t = ratio * A; False: weight * A * log pi
 
@@ -53,11 +53,6 @@ class Objective:
         if rule is None or not has_rule(rule.function, backend):
             return self.terms(batch, statistics)
         return fused_terms(rule, batch, self.aggregation, self.dampened_below, backend)
-
-    @property
-    def needs_statistics(self) -> bool:
-        """Whether the call needs the result of `statistics` over the optimizer batch."""
-        return bool(self.statistics_types)
 
     @property
     def dampened_below(self) -> float:

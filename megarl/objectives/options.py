@@ -172,7 +172,7 @@ class WithOptions(Objective):
     options: tuple[Option, ...] = field(kw_only=True)
 
     def __post_init__(self) -> None:
-        for name in ("aggregation", "statistics_types"):
+        for name in ("aggregation", "needs_statistics"):
             object.__setattr__(self, name, getattr(self.objective, name))
         requires = (name for option in self.options for name in option.requires)
         object.__setattr__(self, "requires", (*self.objective.requires, *requires))

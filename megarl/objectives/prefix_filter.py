@@ -24,7 +24,7 @@ class PrefixFilter(Objective):
     `Cispo`, and that removed tokens stay in the denominator.
     """
 
-    statistics_types: ClassVar[tuple[type, ...]] = (LowestPrefix,)
+    needs_statistics: ClassVar[bool] = True
     ratio_form: ClassVar[bool] = False
 
     eps_low: float = number(1.0, 0, 1)

@@ -19,7 +19,6 @@ from megarl.storage.shards import any_unfinished
 
 EVENT_SECONDS = 30.0  # between two events about the progress; less in the first minute
 SAME_REWARDS = 32  # a warning if in each of so many groups, the first of a phase, all rewards are equal
-SOLVE_RATE_BINS = 5  # share of a group's responses that is right: 0, three equal parts of (0, 1), 1
 
 
 def missing_chunks(
@@ -78,7 +77,6 @@ class RolloutStats:
         self.unfinished = 0  # groups that a later stage has to finish
         self.longest = 0
         self.rewards = 0.0
-        self.solve_rates = [0] * SOLVE_RATE_BINS
         self.evaluated, self._warned = evaluated, bool(evaluated)
 
     def step(self, ended: Sequence[Completion], scored: Sequence[Group]) -> None:
@@ -106,7 +104,6 @@ class RolloutStats:
         self.unstopped += sum(response.finish_reason != "stop" for response in group.responses)
         self.rewards += float(rewards.sum())
         self.varied += bool((rewards != rewards[0]).any())
-        self.solve_rates[solve_rate_bin(float(np.mean([r.correctness for r in group.responses])))] += 1
 
     def log(self) -> None:
         """Append an event about the progress to events.jsonl, and once a warning, if it is due."""
@@ -151,12 +148,4 @@ class RolloutStats:
             "over_limit": self.worker.scoring.over_limit,
             **({"discarded": self.worker.discarded} if self.worker.discarded else {}),
             "reward_sum": self.rewards,
-            "solve_rates": self.solve_rates,
         }
-
-
-def solve_rate_bin(mean: float) -> int:
-    """The bin of a group of whose responses the share ``mean`` is right; 0 and 1, without variance, have their own."""
-    if mean in (0.0, 1.0):
-        return 0 if mean == 0.0 else SOLVE_RATE_BINS - 1
-    return 1 + min(int(mean * (SOLVE_RATE_BINS - 2)), SOLVE_RATE_BINS - 3)

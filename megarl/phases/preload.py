@@ -70,6 +70,8 @@ def _import_all(recipe: Recipe, trains: bool) -> None:
 
 def _modules(recipe: Recipe, trains: bool) -> Iterator[str]:
     yield from ("torch", "torch.distributed", "transformers", "megarl.data.prompts")
+    if any(table.source == "reasoning_gym" for table in recipe.data.mixture):
+        yield "reasoning_gym"
     # Megarl's processes on GPUs are new interpreters, since what the actor imports may initialise CUDA
     if trains := trains and recipe.actor.backend == "cpu":
         yield from ("megarl.actor", "megarl.actor.cpu_backend")
@@ -80,10 +82,6 @@ def _modules(recipe: Recipe, trains: bool) -> Iterator[str]:
 
 def _open_prompts(recipe: Recipe) -> None:
     """Open the prompts, so that phases inherit them and need not read or generate them again."""
-    if any(table.source == "reasoning_gym" for table in recipe.data.mixture):
-        from megarl.data.sources import import_reasoning_gym
-
-        import_reasoning_gym()
     from megarl.data.prompts import open_prompts
 
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would not survive a fork

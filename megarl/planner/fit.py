@@ -16,7 +16,7 @@ from megarl.models.lora import check_lora, recomputable
 from megarl.models.settings import check_layers
 from megarl.planner.assumptions import GIB, WITHIN, Assumptions
 from megarl.planner.parameter_counts import ParameterCounter, StageParameters
-from megarl.planner.plan import MARGIN, Plan
+from megarl.planner.plan import Plan
 from megarl.planner.sizes import GPUS
 from megarl.planner.table import table
 from megarl.recipe.layout import Layout, check_layout
@@ -33,7 +33,6 @@ class Fit:
     title: str
     plan: Plan
     layouts: list[list[str]]
-    faster: Sequence[str] = ()  # changes with which an update is faster
 
     @property
     def misfit(self) -> str | None:
@@ -47,9 +46,6 @@ class Fit:
             lines += [f"  this fits: {_quoted(changes)}" for changes in self.layouts]
             if not self.layouts:
                 lines.append("  no layout on these GPUs fits: add nodes or shorten responses")
-        if self.faster:
-            before, after = self.plan.update_seconds, _changed(self.plan, self.faster).update_seconds
-            lines.append(f"\nan update of {after:.1f} s instead of {before:.1f}: {_quoted(self.faster)}")
         return "\n".join(lines)
 
     def as_json(self) -> str:
@@ -74,7 +70,6 @@ class Fit:
             "misfit": self.misfit,
             "margin": plan.margin,
             "alternatives": self.layouts,
-            "faster": self.faster,
         }
         return json.dumps(record)
 
@@ -119,25 +114,11 @@ def make_plan(
     with ParameterCounter() as counter:
         plan = Plan.of(recipe, hf, nodes, gpu, counter, assume, hbm and hbm * GIB)
         layouts = [] if plan.misfit() is None else list(itertools.islice(alternatives(plan, counter), 2))
-    return Fit(f"{recipe_path}, model of {config / 'config.json'}", plan, layouts, faster(plan))
+    return Fit(f"{recipe_path}, model of {config / 'config.json'}", plan, layouts)
 
 
 def _changed(plan: Plan, changes: Sequence[str]) -> Plan:
     return replace(plan, recipe=override_recipe(plan.recipe, changes))
-
-
-def faster(plan: Plan) -> Sequence[str]:
-    """The recomputation with which updates are fastest, as a change; none if ``plan`` does not fit or has it.
-
-    `MARGIN` must stay free.
-    """
-    if plan.misfit() is not None:
-        return ()
-    choices = ["actor.recompute=none"], *_parts(plan), ["actor.recompute=full"]
-    plans = [(_changed(plan, changes), changes) for changes in choices]
-    fitting = [(p.update_seconds, changes) for p, changes in plans if p.misfit() is None and p.margin >= MARGIN]
-    seconds, best = min(fitting, key=lambda x: x[0], default=(plan.update_seconds, []))
-    return best if seconds < 0.99 * plan.update_seconds else ()
 
 
 def _check_gpu(recipe: Recipe, gpu: str) -> None:

@@ -24,7 +24,7 @@ from megarl.recipe.names import ENGINES
 from megarl.recipe.optimizer import OptimizerBytes, offloaded
 from megarl.recipe.tables import Recipe
 
-MARGIN = 0.03  # of a GPU's memory; a plan that leaves less draws a warning, and none is proposed
+MARGIN = 0.03  # of a GPU's memory; a plan that leaves less draws a warning
 
 
 @dataclass(frozen=True)

@@ -38,9 +38,7 @@ class Scenario:
     lag: int  # largest, of the live run
     spread: float = 0.6  # standard deviation of the logarithm of a response's length; 0: all are equally long
     failures: float = 0.004  # per node and day; as in Llama 3's training, see docs/scale.md
-    restart: float = 600.0  # seconds until a failed or preempted job runs again, without loading of engines
-    preemptions: float = 0.0  # of the job, per day
-    away: float = HOUR  # mean seconds until a preempted job has its nodes again
+    restart: float = 600.0  # seconds until a failed job runs again, without loading of engines
     handover: float | None = None  # seconds to give engines new weights; None: through shared storage, as megarl does
     passes: float = 0.0  # additional forward passes per update of the lock-step run
     seeds: int = 20
@@ -66,7 +64,7 @@ class Scenario:
                 f"--lag {self.lag}: with new weights every {self.sync_every} updates it must be at least "
                 f"{self.sync_every - 1}"
             )
-        for name in ("spread", "failures", "restart", "preemptions", "away", "handover", "passes"):
+        for name in ("spread", "failures", "restart", "handover", "passes"):
             value = getattr(self, name)
             if value is not None and not 0 <= value < math.inf:
                 raise UserError(f"--{name} {value:g}: at least 0")
@@ -81,7 +79,7 @@ class Run:
     generating: float
     training: float
     storage: float  # starts and loads of engines, exports, checkpoints
-    lost: float  # to failures and preemptions, on average
+    lost: float  # to failures, on average
     total: float
     idle: float = 0.0  # share of the trainers' time in which they wait; live run only
 
@@ -260,10 +258,9 @@ class Simulation:
         return begun, ends
 
     def _run(self, work: float, saves: int, generating: float, training: float, storage: float) -> Run:
-        """A run of ``work`` seconds in which ``saves`` checkpoints are written, with failures and preemptions.
+        """A run of ``work`` seconds in which ``saves`` checkpoints are written, with failures.
 
-        They take what they take on average. A failure loses the work since the last checkpoint; a preemption loses
-        none, since a run then saves.
+        They take what they take on average. Each loses the work since the last checkpoint.
         """
         scenario, segment = self.scenario, work / saves
         rate = scenario.failures * self.plan.nodes / DAY
@@ -274,7 +271,6 @@ class Simulation:
             )
         # s seconds between two checkpoints take (exp(rate s) - 1) (1 / rate + restart) in the mean
         lost = saves * math.expm1(rate * segment) * (1 / rate + scenario.restart) - work if rate else 0.0
-        lost += scenario.preemptions / DAY * (work + lost) * (scenario.away + scenario.restart)
         return Run(generating, training, storage, lost, work + lost)
 
     @cached_property
@@ -284,7 +280,7 @@ class Simulation:
         choices = range(tensor, devices, tensor)
         if not choices:
             raise UserError(f"a live run needs more than {devices} GPUs a node with rollout.tensor_parallel = {tensor}")
-        calm = replace(self, scenario=replace(self.scenario, spread=0.0, failures=0.0, preemptions=0.0))
+        calm = replace(self, scenario=replace(self.scenario, spread=0.0, failures=0.0))
         few = replace(calm, scenario=replace(calm.scenario, updates=self.scenario.stage))
         return min(choices, key=lambda engines: few.live(np.random.default_rng(0), engines).total)
 

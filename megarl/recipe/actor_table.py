@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, field_validator, model_validator
 
-from megarl.recipe.base import Table, did_you_mean
+from megarl.errors import did_you_mean
+from megarl.recipe.base import Table
 
 # parts of layers for ``[actor] recompute``, which are ``recompute_modules`` of Megatron-Core 0.16.1
 MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
@@ -24,8 +25,7 @@ def _known(value: str | tuple[str, ...]) -> str | tuple[str, ...]:
         raise ValueError(f"{value!r} is neither 'none' nor 'full' nor a list of {', '.join(MODULES)}")
     for name in value:
         if name not in MODULES:
-            hint = did_you_mean(name, MODULES)
-            raise ValueError(f"{name!r} is not a part of a layer; {hint}known are {', '.join(MODULES)}")
+            raise ValueError(f"{name!r} is not a part of a layer; {did_you_mean(name, MODULES)}")
     if not value or len(set(value)) < len(value):
         raise ValueError("the list must name at least one part of a layer, and none twice; or use 'none'")
     return value
@@ -96,7 +96,7 @@ class ActorTable(Table):
     expert_tensor_parallel: int | None = Field(None, ge=1)  # default: tensor_parallel
     # a response with more tokens gets a micro-batch of its own
     tokens_per_micro_batch: int = Field(16384, ge=1, le=10**9)
-    statistics_scope: Literal["exact", "lagged", "micro"] = "exact"  # tokens of a batch statistic: docs/objectives.md
+    statistics_scope: Literal["exact", "micro"] = "exact"  # tokens of a batch statistic: docs/objectives.md
     kernels: Literal["torch", "cpp", "cuda", "triton"] | None = None  # default: cpp on a CPU, triton on a GPU
     recompute: RecomputeSetting = "none"  # of activations: "none", "full", or a list of parts of a layer: docs/scale.md
     layers: Literal["torch", "transformer_engine"] = "torch"  # the library of the model's layers

@@ -1,4 +1,4 @@
-"""The base class of all tables of a recipe, and what several of them say about unknown values."""
+"""The base class of all tables of a recipe, and a validator for names."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
-from megarl.errors import nearest
+from megarl.errors import did_you_mean
 
 
 class Table(BaseModel):
@@ -22,18 +22,12 @@ class Table(BaseModel):
     )
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The question "did you mean NAME? "; "" if none of the ``known`` names is near."""
-    close = nearest(name, known)
-    return f"did you mean {close!r}? " if close else ""
-
-
 def one_of(known: Iterable[str]) -> AfterValidator:
     """A validator for a string field: the value must be one of ``known``; the error suggests the nearest name."""
 
     def check(name: str) -> str:
         if name not in known:
-            raise ValueError(f"unknown; {did_you_mean(name, known)}known are {', '.join(map(repr, known))}")
+            raise ValueError(f"unknown; {did_you_mean(name, known)}")
         return name
 
     return AfterValidator(check)

@@ -16,7 +16,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 import megarl
-from megarl.errors import UserError, nearest
+from megarl.errors import UserError, did_you_mean, nearest
 from megarl.foreign import parse_toml, read_file
 from megarl.own_file import absolute, is_own
 from megarl.recipe.data_table import MESSAGES
@@ -262,5 +262,4 @@ def _unknown(loc: tuple[Any, ...], table: Any) -> str:
     elsewhere = [place for place in places if place.endswith(f".{loc[-1]}")]
     if elsewhere and str(loc[-1]) not in known:
         return f"{kind}; did you mean {' or '.join(elsewhere)}?"
-    close = nearest(str(loc[-1]), known)
-    return f"{kind}; did you mean {close!r}?" if close else f"{kind}; known are {', '.join(known)}"
+    return f"{kind}; {did_you_mean(str(loc[-1]), known)}"

@@ -17,7 +17,7 @@ from typing import Any
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from megarl.errors import nearest
+from megarl.errors import did_you_mean
 
 CONFIGS = {  # table of the recipe -> (file, dataclass), base classes last
     "megatron": (
@@ -72,9 +72,8 @@ def problems(table: str, settings: Mapping[str, Any]) -> Iterator[str]:
         if not known:
             return
         if name not in known:
-            close = nearest(name, known)
-            hint = f"; did you mean {close!r}?" if close else ""
-            yield f"[{table}] {name}: Megatron-Core's {CONFIGS[table][0][1]} has no such field{hint}"
+            hint = did_you_mean(name, known)
+            yield f"[{table}] {name}: Megatron-Core's {CONFIGS[table][0][1]} has no such field; {hint}"
         elif not _fits(value, known[name]):
             yield f"[{table}] {name} = {value!r}: Megatron-Core expects a value of type {known[name]}"
 

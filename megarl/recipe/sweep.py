@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 from pydantic import Field, field_validator, model_validator
 
-from megarl.errors import UserError
-from megarl.recipe.base import Table, did_you_mean
+from megarl.errors import UserError, did_you_mean
+from megarl.recipe.base import Table
 from megarl.recipe.load import Setting, read_tables, validate
 from megarl.recipe.tables import Recipe
 
@@ -78,8 +78,8 @@ class SweepTable(Table):
         if BASE in points:
             raise ValueError(f"axes: a point cannot be called {BASE!r}, which names the runs whose rollouts are shared")
         if self.baseline is not None and self.baseline not in points:
-            close = did_you_mean(self.baseline, points) or f"did you mean {points[0]!r}?"
-            raise ValueError(f"baseline = {self.baseline!r} is not the name of a point; {close}")
+            hint = did_you_mean(self.baseline, points)
+            raise ValueError(f"baseline = {self.baseline!r} is not the name of a point; {hint}")
         return self
 
     def points(self) -> list[Point]:
@@ -120,8 +120,7 @@ def _check_tables(tables: Any, where: str) -> None:
         raise ValueError(f'{where}: expected tables of settings, as objective = {{ name = "grpo" }}')
     for section, keys in tables.items():
         if section not in known:
-            hint = did_you_mean(section, known) or f"known are {', '.join(known)}"
-            raise ValueError(f"{where}.{section}: unknown table of a recipe; {hint}")
+            raise ValueError(f"{where}.{section}: unknown table of a recipe; {did_you_mean(section, known)}")
         if not isinstance(keys, dict):
             raise ValueError(f"{where}.{section}: expected a table of settings, as {section} = {{ key = value }}")
 

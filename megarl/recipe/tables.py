@@ -12,10 +12,11 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from megarl.errors import did_you_mean
 from megarl.own_file import file_of, is_own
 from megarl.recipe.actor_table import ActorTable as ActorTable
 from megarl.recipe.actor_table import OptimizerTable as OptimizerTable
-from megarl.recipe.base import Table, did_you_mean
+from megarl.recipe.base import Table
 from megarl.recipe.data_table import DataTable as DataTable
 from megarl.recipe.data_table import SourceTable
 from megarl.recipe.eval_table import EvalTable as EvalTable
@@ -65,8 +66,7 @@ class ObjectiveTable(BaseModel):
     @classmethod
     def _advantage_is_known(cls, advantage: str) -> str:
         if advantage not in ADVANTAGES and not is_own(advantage):
-            hint = did_you_mean(advantage, ADVANTAGES)
-            raise ValueError(f"{hint}expected one of {', '.join(ADVANTAGES)}, or FILE.py:FUNCTION")
+            raise ValueError(f"unknown; {did_you_mean(advantage, [*ADVANTAGES, 'FILE.py:FUNCTION'])}")
         return advantage
 
     @property
@@ -85,7 +85,6 @@ class MetricsTable(Table):
     detail: int = Field(0, ge=0)
     # columns of the prompts' rows, or "source", for each value of which there are metrics of its own
     by: tuple[str, ...] = Field((), strict=False)
-    listed_tokens: int = Field(50, ge=1, le=10**4)  # length of the list of tokens that lose their gradient most often
 
 
 class RunTable(Table):

@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 from megarl.data.prompts import Prompt, PromptSource
-from megarl.data.sources import import_reasoning_gym
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe, RewardTable
 from megarl.rewards import TAGGED, Verifier
@@ -133,7 +132,6 @@ def formula(text: str, local_dict: dict[str, Any] | None = None, **options: Any)
 
 def evaluate_nothing() -> None:
     """In this process, put `literal` and `formula` in place of what the scorers of `EVALUATING` evaluate text with."""
-    import_reasoning_gym()
     from reasoning_gym.factory import DATASETS
 
     for generator in EVALUATING:

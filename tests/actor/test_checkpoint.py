@@ -189,7 +189,7 @@ def test_a_planted_pickle_does_not_run(saved, tmp_path):
 
 def test_a_planted_pickle_among_what_ranks_have_in_common_does_not_run(saved, tmp_path, monkeypatch):
     actor, _ = saved
-    monkeypatch.setattr(checkpoint, "_shared_statistics", lambda _: Payload(tmp_path / "ran"))
+    monkeypatch.setattr(checkpoint, "adam_step", lambda _: Payload(tmp_path / "ran"))
     path = checkpoint.save(actor, tmp_path / "checkpoints", 3, keep=2)
     with pytest.raises(UserError, match=f"{path}/common.pt .* was not loaded"):
         checkpoint.load(actor, path)

@@ -83,8 +83,8 @@ def test_an_unknown_option_shows_the_usage_of_its_command(command):
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
-        (("sampels", "x"), "did you mean samples?"),
-        (("samples", "x", "--tokens", "ratios"), "did you mean ratio?"),
+        (("sampels", "x"), "did you mean 'samples'?"),
+        (("samples", "x", "--tokens", "ratios"), "did you mean 'ratio'?"),
         (("samples", "x", "--promtp=1"), "did you mean --prompt?"),
         (("data", "show", RECIPE, "--set", "lr=3"), "did you mean optimizer.lr?"),
     ],

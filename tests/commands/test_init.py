@@ -29,8 +29,10 @@ def test_it_writes_a_recipe_that_loads_and_lists_all_shipped_ones(tmp_path: Path
     assert planned.returncode == 2 and "put its config.json beside the recipe" in planned.stderr
     shipped = (ROOT / "examples/qwen3_8b/m2po.toml").read_text()
     assert (tmp_path / "qwen3_8b-m2po.toml").read_text() == shipped
-    with pytest.raises(UserError, match="exists already"):
-        init("starter", tmp_path)
+    init("own_objective", tmp_path)
+    for name in ("starter", "own_objective"):
+        with pytest.raises(UserError, match="exists already"):
+            init(name, tmp_path)
     with pytest.raises(UserError, match="did you mean 'qwen3_8b/m2po'"):
         init("qwen3_8b/m2p", tmp_path)
     refused = megarl("train", tmp_path / "starter.toml", "--run-dir", tmp_path / "run")

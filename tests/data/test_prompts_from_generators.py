@@ -1,7 +1,5 @@
 """reasoning-gym as a source of prompts: order, held-out prompts, mistakes."""
 
-import subprocess
-import sys
 import warnings
 
 import pytest
@@ -96,15 +94,3 @@ def test_characters_that_the_tokenizer_lacks_raise_a_warning(tokenizer):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         build_prompts(recipe("spell_backward", **SPELL), tokenizer)
-
-
-def test_plotting_is_not_imported_before_it_is_used():
-    code = """
-import sys
-from megarl.data.sources import import_reasoning_gym
-gym = import_reasoning_gym()
-assert "matplotlib" not in sys.modules
-item = gym.create_dataset("game_of_life", seed=0, size=1)[0]
-assert "matplotlib" in sys.modules and item["answer"].startswith("[[")
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)

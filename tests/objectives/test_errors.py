@@ -52,7 +52,7 @@ def test_error_names_what_is_wrong_with_a_batch(changes: dict[str, Any], words: 
 @pytest.mark.parametrize(
     ("name", "fields", "words"),
     [
-        ("grop", {}, ["'grop'", "'grpo'", "known objectives"]),
+        ("grop", {}, ["'grop'", "did you mean 'grpo'"]),
         ("grpo", {"eps_lo": 0.1}, ["'grpo'", "'eps_lo'", "'eps_low'"]),
         ("grpo", {"eps_low": 1.5}, ["eps_low", "1.5", "[0, 1]"]),
         ("grpo", {"eps_low": "0.2"}, ["eps_low", "'0.2'", "number"]),

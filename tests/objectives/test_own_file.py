@@ -68,7 +68,7 @@ class MeanLogRatio:
 class Quiet(Objective):
     """rho A without the tokens whose log-ratio is above the batch's mean."""
 
-    statistics_types: ClassVar = (MeanLogRatio,)
+    needs_statistics: ClassVar = True
     margin: float = number(0.0, 0)
 
     def statistics(self, batch, group=None, backend="torch"):
@@ -115,7 +115,6 @@ def run(recipe: Path, mine: Path) -> Path:
     """A run on an objective with statistics and the advantage of the file, stopped after its first stage."""
     root = mine.parent / "run"
     own = (*SHORT, "objective.path=mine.py:Quiet", "objective.margin=1e-6", "objective.advantage=mine.py:halves")
-    own += ("actor.statistics_scope=lagged",)
     megarl("train", recipe, "--run-dir", root, "--until", "optimize:0", *sets(*own), cwd=mine.parent)
     return root
 
@@ -188,21 +187,16 @@ def test_a_changed_file_is_refused_after_updates_and_taken_before_them(
     assert "has changed since" in megarl("audit", root, code=1).stdout
 
 
-def test_objective_new_writes_a_file_whose_test_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = megarl("objective", "new", "soft_weight", cwd=tmp_path).stdout
-    assert "--set objective.path=soft_weight.py:SoftWeight" in said
-    again = megarl("objective", "new", "soft_weight", cwd=tmp_path, code=2)
-    assert "exists already" in again.stderr
+def test_the_objective_of_the_examples_passes_its_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (path,) = re.findall(r"--set objective.path=(.+)", megarl("init", "own_objective", cwd=tmp_path).stdout)
+    try_objective(build_objective(f"{tmp_path}/{path}", {}), f"{tmp_path}/{path}")
     monkeypatch.syspath_prepend(tmp_path)
-    runpy.run_path(f"{tmp_path}/test_soft_weight.py", run_name="__main__")
-    written = (tmp_path / "soft_weight.py").read_text()
-    (tmp_path / "soft_weight.py").write_text(written.replace("clamp(t.ratio, 0.0, highest)", "t.ratio"))
-    del sys.modules["soft_weight"]
+    runpy.run_path(f"{tmp_path}/test_own_objective.py", run_name="__main__")
+    file = tmp_path / "own_objective.py"
+    file.write_text(file.read_text().replace("clamp(t.ratio, 0.0, highest)", "t.ratio"))
+    del sys.modules["own_objective"]
     with pytest.raises(AssertionError):
-        runpy.run_path(f"{tmp_path}/test_soft_weight.py", run_name="__main__")
-    for taken in ("class", "torch"):
-        assert "that no module has" in megarl("objective", "new", taken, cwd=tmp_path, code=2).stderr
-    try_objective(build_objective(f"{tmp_path}/soft_weight.py:SoftWeight", {}), f"{tmp_path}/soft_weight.py:SoftWeight")
+        runpy.run_path(f"{tmp_path}/test_own_objective.py", run_name="__main__")
 
 
 # what stands in the place of `weight = ...`, or of another line: what the message must say

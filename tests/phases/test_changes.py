@@ -26,7 +26,7 @@ def changed(recipe, tmp_path_factory):
     assert "reward.require_stop: True -> False" in refused.stderr  # refused, since the stage has rollouts
     train(recipe, root, *settings(*SMALL, "optimizer.lr=2e-4"), "--until", "optimize:0")
     # unlike a learning rate, where statistics come from cannot change from a stage on
-    refused = train(recipe, root, *settings(*SMALL, "optimizer.lr=2e-4", "actor.statistics_scope=lagged"), code=2)
+    refused = train(recipe, root, *settings(*SMALL, "optimizer.lr=2e-4", "actor.statistics_scope=micro"), code=2)
     assert "actor.statistics_scope" in refused.stderr
     train(recipe, root, *settings(*SMALL, "optimizer.lr=1e-3", "reward.require_stop=false", OVERLONG))
     return RunDir.open(root)

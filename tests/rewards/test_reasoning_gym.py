@@ -7,7 +7,6 @@ import types
 import pytest
 
 from megarl.data.prompts import build_prompts
-from megarl.data.sources import import_reasoning_gym
 from megarl.rewards.parts import build_verifier
 from megarl.rewards.pool import Limits
 from megarl.rewards.reasoning_gym import EVALUATING
@@ -91,7 +90,6 @@ def used_by(function, owner, seen):
 
 
 def test_every_scorer_that_evaluates_text_is_known():
-    import_reasoning_gym()
     from reasoning_gym.factory import DATASETS
 
     assert len(DATASETS) > 90

@@ -42,11 +42,9 @@ def test_response_seeds_are_stable_and_distinct():
 
 def test_an_unknown_engine_is_refused_with_the_nearest_name():
     model = {"path": "unused"}
-    with pytest.raises(
-        UserError, match=r"rollout.engine: unknown; did you mean 'sglang'\? known are 'builtin', 'vllm'"
-    ):
+    with pytest.raises(UserError, match="rollout.engine: unknown; did you mean 'sglang'"):
         stage_recipe("sglan", model=model)
-    with pytest.raises(UserError, match=r"stages.0.engine: unknown; known are 'builtin', 'vllm', 'sglang' \(got 'q'\)"):
+    with pytest.raises(UserError, match=r"stages.0.engine: unknown; known are builtin, vllm, sglang \(got 'q'\)"):
         stage_recipe("vllm", model=model, stages={"0": {"engine": "q"}})
 
 

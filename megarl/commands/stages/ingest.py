@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from megarl.data.prompts import banned_prompts
-from megarl.errors import UserError, nearest
+from megarl.errors import UserError, did_you_mean
 from megarl.foreign import parse_json, quoted, shown
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.load import Overrides, load_recipe
@@ -203,9 +203,8 @@ def _read_rows(path: Path, ignored: Sequence[str]) -> Iterator[_Row]:
             if missing := [name for name in REQUIRED if name not in columns]:
                 raise UserError(f"{where} has no {missing[0]}")
             for name in row.keys() - {*REQUIRED, *OPTIONAL, *ignored}:
-                close = nearest(name, OPTIONAL)
-                hint = f"did you mean {close!r}? " if close else ""
-                raise UserError(f"{where} has an unknown column {name!r}: {hint}Use --ignore {name} to skip it")
+                hint = did_you_mean(name, OPTIONAL)
+                raise UserError(f"{where} has an unknown column {name!r}, which --ignore {name} would skip: {hint}")
             yield _Row(where, columns)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import field, fields
 from typing import Any
 
-from megarl.errors import UserError, nearest
+from megarl.errors import UserError, did_you_mean
 
 
 def number(default: float, low: float, high: float = math.inf) -> Any:
@@ -31,7 +30,7 @@ def check_fields(settings: Any) -> None:
     for f in fields(settings):
         value, owner = getattr(settings, f.name), f"{type(settings).__name__}.{f.name}"
         if "choices" in f.metadata and (not isinstance(value, str) or value not in f.metadata["choices"]):
-            raise UserError(f"{owner} is {value!r}; {describe(f)}{_suggest(value, f.metadata['choices'])}")
+            raise UserError(f"{owner} is {value!r}; {describe(f)}")
         if "least" in f.metadata and (type(value) is not int or value < f.metadata["least"]):
             raise UserError(f"{owner} is {value!r}; {describe(f)}")
         if "low" in f.metadata:
@@ -56,10 +55,5 @@ def build(cls: type, values: dict[str, Any], owner: str, also: tuple[str, ...] =
     known = [*(f.name for f in fields(cls)), *also]
     for key in values:
         if key not in known:
-            raise UserError(f"{owner} has no field {key!r}{_suggest(key, known)}; known fields: {', '.join(known)}")
+            raise UserError(f"{owner} has no field {key!r}; {did_you_mean(key, known)}")
     return cls(**values)
-
-
-def _suggest(value: Any, known: Iterable[str]) -> str:
-    close = nearest(str(value), known)
-    return f"; did you mean {close!r}?" if close else ""

@@ -36,16 +36,13 @@ HONOURED = frozenset(
         *("logprobs", "return_token_ids"),  # read where the answer is written
     }
 )
-# those that are ignored whatever they say, and why that harms nobody,
-HARMLESS = {
-    "metadata": "labels for OpenAI's dashboard",
-    "model": "the server has one model, whose name every answer bears",
-    "safety_identifier": "names the user to OpenAI",
-    "service_tier": "price and speed at OpenAI",
-    "user": "names the user to OpenAI",
-}
-_CACHES = ("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention")
-HARMLESS |= dict.fromkeys(_CACHES, "chooses a cache; what is sampled does not depend on it")
+# those that are ignored whatever they say: labels, prices and caches, on which no answer depends,
+HARMLESS = frozenset(
+    {
+        *("metadata", "model", "safety_identifier", "service_tier", "user"),
+        *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
+    }
+)
 # and (value, fields) of those in which it asks for what is done anyway. All others are refused unless they are null.
 NEUTRAL: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (True, ("parallel_tool_calls", "skip_special_tokens")),
@@ -91,7 +88,7 @@ def parse_chat_request(
         raise Refused(400, "messages: expected a list of messages")
     for name, value in body.items():
         neutral = value is None or any(value == accepted and name in fields for accepted, fields in NEUTRAL)
-        if not neutral and name not in HONOURED | HARMLESS.keys():
+        if not neutral and name not in HONOURED | HARMLESS:
             why = "leave it out, because the recipe says how responses are sampled"
             raise Refused(400, f"{name[:60]} = {shown(value)} is not accepted: {why}")
     if body.get("temperature") not in (None, temperature):

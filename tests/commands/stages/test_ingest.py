@@ -177,7 +177,7 @@ MISTAKES = {
     "version": ("policy_version", 1, "0 for the policy with which the stage begins"),
     "decreasing versions": ("policy_versions", lambda n: [0] + [-1] * (n - 1), "never decrease"),
     "weights": ("weights_hash", "abc", "weights_hash is not"),
-    "column": ("loss_msk", [1], "column 'loss_msk': did you mean 'loss_mask'?"),
+    "column": ("loss_msk", [1], "column 'loss_msk', .*: did you mean 'loss_mask'"),
     "group": ("group_id", 1.5, "group_id is 1.5"),
     "other prompt": ("prompt_tokens", [3, 3], "has other prompt_tokens than in .*row 1$"),
 }

@@ -71,7 +71,7 @@ CASES |= {
         scope: Case(
             objective="m2po", fields={"m2_threshold": 0.04}, actor={"statistics_scope": scope} | TORCH, updates=2
         )
-        for scope in ("exact", "lagged", "micro")
+        for scope in ("exact", "micro")
     },
     **FAMILIES,
     "adapters DP2": Case(LAYOUTS["DP2"], actor=TORCH | {"lora": {"rank": 3}}, updates=2, many_pieces=False),
