@@ -9,19 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from megarl.heartbeats import WAITS, Beat, read_beat
-from megarl.linux import state_of
 
 LOST_SECONDS = 1.0  # at most this much counts between two checks; beyond it the watch itself was suspended
-DUMP_SECONDS = 10.0  # timeout for processes to write their Python stacks
-QUIET_SECONDS = 1.0  # stacks count as complete once no log has grown for so long, since nothing marks their end
+DUMP_SECONDS = 5.0  # for processes to write their Python stacks, which takes milliseconds
 START = Beat(0, "start", "")
 
 
@@ -48,11 +47,10 @@ class Watch:
 
     seconds: ``[run] stall_seconds``.
     alone: there is no other node, so if all processes here wait for others for long, that is a stall too.
-    warn: callback that gets a one-line message when a stall is found, before anything is killed.
     """
 
-    def __init__(self, watched: Sequence[Watched], seconds: float, alone: bool, warn: Callable[[str], None]) -> None:
-        self._watched, self._seconds, self._alone, self._warn = watched, seconds, alone, warn
+    def __init__(self, watched: Sequence[Watched], seconds: float, alone: bool) -> None:
+        self._watched, self._seconds, self._alone = watched, seconds, alone
         self._beats = [START for _ in watched]
         self._idle = [0.0 for _ in watched]  # seconds since the last heartbeat
         self._waiting = [0.0 for _ in watched]  # seconds for which it has only waited for others
@@ -89,19 +87,18 @@ class Watch:
         first, not_running = max(running, key=lambda index: self._idle[index]), list(self._not_running())
         last = f"rank {self._watched[first].rank} was last seen at {self._beats[first]}"
         message = f"no progress for {idle:.0f} s: {'; '.join([last, *not_running])}"
-        self._warn(message)
+        print(f"megarl: {message}", file=sys.stderr, flush=True)  # now: what hangs may not die when it is killed
         remedy = f"  A step may take [run] stall_seconds = {self._seconds:g}; raise it if this step was only slow"
-        return Stall("\n".join([message, *self.describe(), remedy]), certain=bool(not_running))
+        return Stall(f"{message}\n{remedy}", certain=bool(not_running))
 
     def _not_running(self) -> Iterator[str]:
         """Messages about stopped processes (state T): the watched ones, their descendants, and the fork server."""
-        for watched in self._watched:
-            for one in _tree(watched.pid):
-                if state_of(one) == "T":
-                    yield f"process {one} ({_name(one)}) of rank {watched.rank} is stopped"
-        for parent in sorted({_parent(watched.pid) for watched in self._watched}):
-            if parent != os.getpid() and state_of(parent) == "T":
-                yield f"process {parent} ({_name(parent)}), which started the others, is stopped"
+        ranks = {watched.pid: f" of rank {watched.rank} is stopped" for watched in self._watched}
+        for one in psutil.Process().children(recursive=True):
+            with contextlib.suppress(ProcessLookupError, psutil.Error):
+                if one.status() == psutil.STATUS_STOPPED:
+                    whose = ranks.get(os.getsid(one.pid), ", which started the others, is stopped")
+                    yield f"process {one.pid} ({one.name()}){whose}"
 
     def describe(self) -> list[str]:
         """One line per rank with its last heartbeat and how long ago that was."""
@@ -115,39 +112,9 @@ class Watch:
 
         Stopped processes are continued, since they could not write otherwise: the caller must kill all of them next.
         """
-        running = [watched for index, watched in enumerate(self._watched) if index not in ended]
-        sizes = before = _sizes(running)
-        for watched in running:
+        for index, watched in enumerate(self._watched):
             for number in (signal.SIGUSR1, signal.SIGCONT):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(watched.pid, number)
-        start = grown = time.monotonic()
-        while (now := time.monotonic()) - start < DUMP_SECONDS:
-            if sizes != (sizes := _sizes(running)):
-                grown = now
-            if all(map(int.__gt__, sizes, before)) and now - grown > QUIET_SECONDS:
-                break
-            time.sleep(0.05)
-
-
-def _sizes(running: Sequence[Watched]) -> list[int]:
-    return [watched.log.stat().st_size if watched.log.exists() else 0 for watched in running]
-
-
-def _tree(pid: int) -> list[int]:
-    """A process and its descendants."""
-    with contextlib.suppress(psutil.Error):
-        return [pid, *(process.pid for process in psutil.Process(pid).children(recursive=True))]
-    return [pid]
-
-
-def _parent(pid: int) -> int:
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).ppid()
-    return os.getpid()
-
-
-def _name(pid: int) -> str:
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).name()
-    return "ended"
+                    if index not in ended:
+                        os.kill(watched.pid, number)
+        time.sleep(DUMP_SECONDS)
