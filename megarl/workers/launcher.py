@@ -113,7 +113,7 @@ def _run_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path
             started = here.start()
             watch = here.watch(started)
             ended = supervise(started, signals, watch, nodes.aborted)
-        return replace(here.report(ended), last_seen="\n".join(watch.describe()))
+        return replace(here.report(ended), last_seen="\n".join(map(str, watch.watched)))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import contextlib
 import itertools
 import json
 import os
+import secrets
 import socket
 import threading
 import time
@@ -23,7 +24,7 @@ from typing import Any, Literal, NoReturn, Self
 import torch.distributed as dist
 
 from megarl.errors import PhaseFailed
-from megarl.storage.files import make_directory
+from megarl.storage.files import make_directory, write_atomic
 from megarl.workers.node_rank import NodeRank
 from megarl.workers.processes import POLL_SECONDS, STALLED, Starter
 
@@ -31,6 +32,7 @@ HEARTBEAT_SECONDS = 0.1
 DEAD_AFTER_SECONDS = 15.0  # without a heartbeat; less than Slurm's KillWait, so the cause is logged before a job dies
 LEADER_LOST_SECONDS = 60.0  # without an answer of the store: more than a busy machine or network needs
 CAUSE_CHARACTERS = 20_000  # of a report; a value of torch's store has 8 MiB at most
+START = ".start"  # file of the run directory with a word that the first agent chooses, by which the others know it
 JOIN_SECONDS = 600.0  # nodes of one job start seconds apart, but may have to pull a container first
 
 Outcome = Literal["done", "failed", "stopped", "aborted"]
@@ -73,11 +75,12 @@ class Nodes:
         self._silent = 0.0  # seconds since the first agent's last heartbeat, counted where the main thread waits
         self._closing = threading.Event()
         if self.count > 1:
-            store = None
+            agents = None
             if self.rank == 0:
                 make_directory(run_dir)
-                store = _serve(node.port)
-            self._thread = threading.Thread(target=self._exchange, args=(run_dir, store), daemon=True)
+                agents = dist.PrefixStore(word := secrets.token_hex(), _serve(node.port))
+                write_atomic(run_dir / START, word)
+            self._thread = threading.Thread(target=self._exchange, args=(run_dir, agents), daemon=True)
             self._thread.start()
             self._join()
 
@@ -171,22 +174,23 @@ class Nodes:
         os.write(2, f"megarl: {self.name()} lost the agent of node 0: {hint} ({cause})\n".encode())
         os._exit(1)
 
-    def _exchange(self, run_dir: Path, store: dist.Store | None) -> None:
+    def _exchange(self, run_dir: Path, agents: dist.Store | None) -> None:
         """Thread: say what this agent has to say, hear the others, and notice when their heartbeats stop.
 
         When this agent leaves, that of the first node hears the others until they have left, since the store ends with
         it.
         """
         try:
-            agents = dist.PrefixStore(_name(run_dir), store) if store else self._connect(run_dir)
+            agents = agents or self._connect(run_dir / START)
             quiet = dict.fromkeys(self._others, 0)  # rank -> rounds since its last heartbeat
             for beat in itertools.count():
                 time.sleep(HEARTBEAT_SECONDS)
                 left = self._closing.is_set()
-                said = {"abort": self._abort(), **self._said, "left": left, "beat": beat}
+                # in this order, since the main thread may begin another attempt in between
+                said = {**self._said, "abort": self._abort(), "left": left, "beat": beat}
                 agents.set(str(self.rank), json.dumps(said))
                 others = [rank for rank in self._others if rank not in self.dead]
-                if left and (self.rank or all(self._heard.get(rank, {}).get("left") for rank in others)):
+                if left and (self.rank or all(self._heard[rank]["left"] for rank in others if rank in self._heard)):
                     return
                 for rank in others:
                     if agents.check([str(rank)]):
@@ -203,18 +207,18 @@ class Nodes:
             cause = f"the agent of node {rank} ({said['host']}) died or hangs: no heartbeat for"
             self.dead[rank] = Report("failed", f"{cause} {DEAD_AFTER_SECONDS:.0f} s", primary=True)
 
-    def _connect(self, run_dir: Path) -> dist.Store:
+    def _connect(self, start: Path) -> dist.Store:
         """Others: join the first agent, waiting until it is there.
 
-        The agents of another start or run, which may still listen there, are told apart: their first one has left, or
-        their agent of this rank has joined, or they have another run directory.
+        The agents of another start or run, which may still listen there, are told apart: they have another `START`, or
+        while the new first agent has not written it, their first one has left or their agent of this rank has joined.
         """
         place, patience = (self._node.address, self._node.port), timedelta(seconds=JOIN_SECONDS)
         while not self._closing.wait(HEARTBEAT_SECONDS):
-            # nobody listened for so long, or the store that did has ended; or the directory does not exist yet
-            with contextlib.suppress(RuntimeError, FileNotFoundError):
+            # nobody listened for so long, or the store that did has ended; or there is no `START` yet
+            with contextlib.suppress(RuntimeError, OSError):
                 store = dist.TCPStore(*place, is_master=False, wait_for_workers=False, timeout=patience)
-                agents = dist.PrefixStore(_name(run_dir), store)
+                agents = dist.PrefixStore(start.read_text(), store)
                 if not agents.check(["0"]):
                     continue
                 first = json.loads(agents.get("0"))
@@ -234,11 +238,6 @@ class Nodes:
                 self.report(Report(outcome, f"{self.name()}: {error!r}", time=time.time()))
             self._closing.set()
             self._thread.join(DEAD_AFTER_SECONDS)
-
-
-def _name(run_dir: Path) -> str:
-    """A name for a run directory, the same on all nodes that share it."""
-    return str(run_dir.stat().st_ino)
 
 
 def _serve(port: int) -> dist.TCPStore:

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,8 +84,7 @@ class Processes:
     def kill(self) -> None:
         """Kill the processes that have not ended, and their fork server, which may hang too."""
         self.signal(signal.SIGKILL)
-        if any(isinstance(process, ForkServerProcess) for process in self._started):
-            kill_server()
+        kill_server()
 
 
 def kill_server() -> None:

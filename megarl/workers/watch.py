@@ -32,7 +32,7 @@ class Stall:
     certain: bool  # a process of this node is known to be stopped, so the cause is not on another node
 
 
-@dataclass(frozen=True)
+@dataclass
 class Watched:
     """A process to watch: its rank in the phase, its heartbeat file, and the log to which it writes its stacks."""
 
@@ -40,6 +40,20 @@ class Watched:
     pid: int
     beats: Path
     log: Path
+    last: Beat = START
+    idle: float = 0.0  # seconds since the last heartbeat
+    waiting: float = 0.0  # seconds for which it has only waited for others
+
+    def read_heartbeat(self, elapsed: float) -> None:
+        """Poll the heartbeat, ``elapsed`` seconds after the previous poll."""
+        self.idle += elapsed
+        now = read_beat(self.beats)
+        self.waiting = self.waiting + elapsed if now and now.kind == self.last.kind == WAITS else 0.0
+        if now and now.number != self.last.number:
+            self.last, self.idle = now, 0.0
+
+    def __str__(self) -> str:
+        return f"  rank {self.rank} (process {self.pid}): {self.last}, {self.idle:.0f} s ago, stack in {self.log}"
 
 
 class Watch:
@@ -50,10 +64,7 @@ class Watch:
     """
 
     def __init__(self, watched: Sequence[Watched], seconds: float, alone: bool) -> None:
-        self._watched, self._seconds, self._alone = watched, seconds, alone
-        self._beats = [START for _ in watched]
-        self._idle = [0.0 for _ in watched]  # seconds since the last heartbeat
-        self._waiting = [0.0 for _ in watched]  # seconds for which it has only waited for others
+        self.watched, self._seconds, self._alone = watched, seconds, alone
         self._last_check = time.monotonic()
 
     def check(self, ended: Collection[int]) -> Stall | None:
@@ -63,58 +74,45 @@ class Watch:
         """
         now = time.monotonic()
         elapsed, self._last_check = min(now - self._last_check, LOST_SECONDS), now
-        running = [index for index in range(len(self._watched)) if index not in ended]
-        for index in running:
-            self._read_heartbeat(index, elapsed)
-        idle = max((self._idle[index] for index in running), default=0.0)
+        running = self._running(ended)
+        for one in running:
+            one.read_heartbeat(elapsed)
+        idle = max((one.idle for one in running), default=0.0)
         if self._alone and running:
-            idle = max(idle, min(self._waiting[index] for index in running))
+            idle = max(idle, min(one.waiting for one in running))
         return self._stall(running, idle) if idle > self._seconds else None
 
     def stopped(self) -> Stall | None:
         """The stall, if a process here is stopped, however short ago: for when another node noticed a stall first."""
-        return self._stall(range(len(self._watched)), max(self._idle)) if any(self._not_running()) else None
+        return self._stall(self.watched, max(one.idle for one in self.watched)) if any(self._not_running()) else None
 
-    def _read_heartbeat(self, index: int, elapsed: float) -> None:
-        """Poll the heartbeat of a process, ``elapsed`` seconds after the previous poll."""
-        self._idle[index] += elapsed
-        before, now = self._beats[index], read_beat(self._watched[index].beats)
-        self._waiting[index] = self._waiting[index] + elapsed if now and now.kind == before.kind == WAITS else 0.0
-        if now is not None and now.number != before.number:
-            self._beats[index], self._idle[index] = now, 0.0
+    def _running(self, ended: Collection[int]) -> list[Watched]:
+        return [one for index, one in enumerate(self.watched) if index not in ended]
 
-    def _stall(self, running: Sequence[int], idle: float) -> Stall:
-        first, not_running = max(running, key=lambda index: self._idle[index]), list(self._not_running())
-        last = f"rank {self._watched[first].rank} was last seen at {self._beats[first]}"
-        message = f"no progress for {idle:.0f} s: {'; '.join([last, *not_running])}"
+    def _stall(self, running: Sequence[Watched], idle: float) -> Stall:
+        first, not_running = max(running, key=lambda one: one.idle), list(self._not_running())
+        message = f"no progress for {idle:.0f} s: "
+        message += "; ".join([f"rank {first.rank} was last seen at {first.last}", *not_running])
         print(f"megarl: {message}", file=sys.stderr, flush=True)  # now: what hangs may not die when it is killed
         remedy = f"  A step may take [run] stall_seconds = {self._seconds:g}; raise it if this step was only slow"
         return Stall(f"{message}\n{remedy}", certain=bool(not_running))
 
     def _not_running(self) -> Iterator[str]:
         """Messages about stopped processes (state T): the watched ones, their descendants, and the fork server."""
-        ranks = {watched.pid: f" of rank {watched.rank} is stopped" for watched in self._watched}
+        ranks = {watched.pid: f" of rank {watched.rank} is stopped" for watched in self.watched}
         for one in psutil.Process().children(recursive=True):
             with contextlib.suppress(ProcessLookupError, psutil.Error):
                 if one.status() == psutil.STATUS_STOPPED:
                     whose = ranks.get(os.getsid(one.pid), ", which started the others, is stopped")
                     yield f"process {one.pid} ({one.name()}){whose}"
 
-    def describe(self) -> list[str]:
-        """One line per rank with its last heartbeat and how long ago that was."""
-        return [
-            f"  rank {one.rank} (process {one.pid}): {beat}, {idle:.0f} s ago, stack in {one.log}"
-            for one, beat, idle in zip(self._watched, self._beats, self._idle, strict=True)
-        ]
-
     def dump(self, ended: Collection[int]) -> None:
         """Have all processes write their Python stacks to their logs (`faulthandler`, in `megarl.phases.entry`).
 
         Stopped processes are continued, since they could not write otherwise: the caller must kill all of them next.
         """
-        for index, watched in enumerate(self._watched):
+        for one in self._running(ended):
             for number in (signal.SIGUSR1, signal.SIGCONT):
                 with contextlib.suppress(ProcessLookupError):
-                    if index not in ended:
-                        os.kill(watched.pid, number)
+                    os.kill(one.pid, number)
         time.sleep(DUMP_SECONDS)

@@ -147,7 +147,8 @@ def test_an_agent_waits_for_the_start_after_one_that_is_ending(tmp_path):
         ends.set()
         return asked.check(store, keys)
 
-    dist.PrefixStore(nodes._name(tmp_path), before).set("0", json.dumps({"attempt": 1, "report": None, "left": True}))
+    (tmp_path / nodes.START).write_text("before")
+    dist.PrefixStore("before", before).set("0", json.dumps({"attempt": 1, "report": None, "left": True}))
     follower = threading.Thread(target=follow)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist.PrefixStore, "check", check)
@@ -212,6 +213,7 @@ def test_an_agent_of_another_run_is_not_heard(tmp_path, node, monkeypatch):
     def join(rank):
         run = tmp_path / str(rank) / "run"
         run.mkdir(parents=True)
+        (run / nodes.START).write_text("of an earlier start")
         with pytest.raises(PhaseFailed) as failure:
             node(rank, run)
         failed.put(str(failure.value))
