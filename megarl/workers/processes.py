@@ -149,9 +149,10 @@ class Starter:
             self.prepare(recipe, trains)
             return [] if self._server_failed else _start(FORK, calls)
         except (OSError, EOFError):  # it was killed or hangs: a new interpreter works, or shows the error
+            kill_server()  # and with it what it has started
             self._server_failed = True
-            message = f"the fork server failed or did not answer for {seconds:g} s: processes start without it"
-            print(f"megarl: {message}", file=sys.stderr, flush=True)
+            message = f"the fork server failed or did not answer for {seconds:g} s"
+            print(f"megarl: {message}, so processes start without it", file=sys.stderr, flush=True)
             return []
         finally:
             timer.cancel()
@@ -159,16 +160,11 @@ class Starter:
 
 def _start(context: Context, calls: Sequence[Call]) -> list[BaseProcess]:
     started: list[BaseProcess] = []
-    try:
-        for function, arguments in calls:
-            process = context.Process(target=function, args=arguments)
-            with kept_from_children() if context is NEW else contextlib.nullcontext():
-                process.start()
-            started.append(process)
-    except BaseException:
-        for one in started:
-            one.kill()
-        raise
+    for function, arguments in calls:
+        process = context.Process(target=function, args=arguments)
+        with kept_from_children() if context is NEW else contextlib.nullcontext():
+            process.start()
+        started.append(process)
     return started
 
 
@@ -266,10 +262,7 @@ def _lives_in(pid: int, leaders: Collection[int]) -> bool:
 
 @contextlib.contextmanager
 def stop_signals_noted() -> Iterator[list[tuple[int, float]]]:
-    """Inside the context, `STOP_SIGNALS` interrupt nothing; (number, `time.monotonic`) of each is appended to the list.
-
-    Afterwards the previous handlers are back in force.
-    """
+    """Inside the context, `STOP_SIGNALS` only append to this list: (number, `time.monotonic`)."""
     received: list[tuple[int, float]] = []
 
     def note(number: int, _: object) -> None:
