@@ -93,10 +93,7 @@ def _wait_for(events: Path, size: int) -> None:
 
 
 def _first_failure(reports: Mapping[int, Report]) -> Report | None:
-    """The failure that most likely caused all others, to be shown to the user; None if all nodes are done.
-
-    reports: {node: report}. After a stall the message also has the last heartbeats of all processes.
-    """
+    """The failure that most likely caused all others, after a stall with all heartbeats; None if all nodes are done."""
     bad = [report for report in reports.values() if report.outcome != "done"]
     if not bad:
         return None
@@ -118,18 +115,14 @@ def _run_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path
 
 @dataclass(frozen=True)
 class Here:
-    """One attempt at a phase on this node.
-
-    processes: number of them on each node. logs: the folder for their output. folder: for errors and heartbeats, since
-    the disk with the logs may be full.
-    """
+    """One attempt at a phase on this node."""
 
     nodes: Nodes
     stage: Stage
     phase: str
-    processes: int
+    processes: int  # on each node
     logs: Path
-    folder: Path
+    folder: Path  # for errors and heartbeats, since the disk with the logs may be full
 
     @property
     def ranks(self) -> range:

@@ -2,7 +2,7 @@
 
 The first agent decides which phase is next. In the store each agent has one JSON value, which a thread exchanges: a
 count as its heartbeat, the attempt at a phase that it makes, and how it ended there. When an attempt fails on a node,
-or an agent falls silent, all others kill their processes of the phase at once. The only node of a run listens nowhere.
+or an agent falls silent, all others kill their processes at once. The only node of a run listens nowhere.
 """
 
 from __future__ import annotations
@@ -91,9 +91,8 @@ class Nodes:
                 self._closing.set()
                 raise PhaseFailed(
                     f"node {missing[0]} of {self.count} did not join at {self._node.address}:{self._node.port} within "
-                    f"{JOIN_SECONDS:.0f} s: see that node's output. All nodes need the same first node and port "
-                    "(MASTER_ADDR and MASTER_PORT, or those of one Slurm job), a rank of their own, and the same run "
-                    "directory, on a file system that they share"
+                    f"{JOIN_SECONDS:.0f} s: see its output. All need the same MASTER_ADDR and MASTER_PORT, or one "
+                    "Slurm job, a rank of their own, and a run directory that they share"
                 )
             time.sleep(POLL_SECONDS)
 
@@ -177,8 +176,7 @@ class Nodes:
     def _exchange(self, run_dir: Path, agents: dist.Store | None) -> None:
         """Thread: say what this agent has to say, hear the others, and notice when their heartbeats stop.
 
-        When this agent leaves, that of the first node hears the others until they have left, since the store ends with
-        it.
+        The first agent leaves last, since the store ends with it.
         """
         try:
             agents = agents or self._connect(run_dir / START)

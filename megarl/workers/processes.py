@@ -1,9 +1,7 @@
 """Starts the processes of a phase on one node, and supervises them until all have ended.
 
-They are processes of `multiprocessing`: forks of its fork server, which has imported what they need
-(`megarl.phases.preload`), or new interpreters ("spawn"), for engines that must be imported in a process of their own
-and for GPUs, whose variables must be set before CUDA is initialised. Each process leads a session of its own, and none
-outlives the node agent that started it.
+They are forks of the fork server of `multiprocessing` (`megarl.phases.preload`), or new interpreters ("spawn"), for
+GPUs and some engines. Each leads a session of its own, and none outlives the node agent that started it.
 """
 
 from __future__ import annotations
@@ -88,7 +86,7 @@ class Processes:
 
 
 def kill_server() -> None:
-    """Kill this process's fork server, if it has one, and wait for its end. It may not have named itself yet."""
+    """Kill this process's fork server, if there is one, which may not have named itself yet, and wait for its end."""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error, ChildProcessError):
             if child.name() == preload.SERVER_NAME or "multiprocessing.forkserver" in str(child.cmdline()):
@@ -192,8 +190,7 @@ def supervise(
     stop_signals: the list of (number, time) that `stop_signals_noted` fills.
     aborted: `Nodes.aborted`.
 
-    A second Ctrl-C kills at once. A second SIGTERM does not, because Slurm sends one when a job should end and another
-    when its time limit is reached.
+    A second Ctrl-C kills at once; a second SIGTERM does not, since Slurm sends another one at the time limit.
     """
     count = len(processes.pids)
     codes, stall, reason = processes.poll(0), None, ""
@@ -235,9 +232,8 @@ def _failed(codes: dict[int, int]) -> list[int]:
 def end_sessions(leaders: Collection[int]) -> None:
     """Kill what is left in the sessions of ended processes, ``leaders``, and wait until it is gone.
 
-    An engine's workers are killed here. The guard of an engine's server, which has a process group of its own, is not:
-    it ends the server by itself. `PhaseFailed` if processes are left after `SESSION_SECONDS`: they still hold their
-    GPUs.
+    The guard of an engine's server, which has a process group of its own, ends the server and itself. `PhaseFailed` if
+    processes are left after `SESSION_SECONDS`.
     """
     deadline = time.monotonic() + SESSION_SECONDS
     while left := [pid for pid in psutil.pids() if _lives_in(pid, leaders)]:
