@@ -9,9 +9,11 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import signal
+import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from packaging.version import Version
@@ -43,7 +45,7 @@ def check(starter: Starter, recipe: Recipe, nodes: int = 1, optimizes: bool = Tr
     """Run `check_recipe` in a fork of the fork server, which needs the same imports, of several seconds, anyway."""
     with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
         error = Path(folder) / "error.json"
-        code = starter.run(recipe, optimizes, _check_in_fork, str(error), recipe, nodes, optimizes)
+        code = starter.run(recipe, optimizes, (_check_in_fork, (str(error), recipe, nodes, optimizes)))
         if code is None:
             check_recipe(recipe, nodes, optimizes)
         elif code:
@@ -53,12 +55,13 @@ def check(starter: Starter, recipe: Recipe, nodes: int = 1, optimizes: bool = Tr
             raise PhaseFailed(f"the recipe could not be checked: {said['message']}")
 
 
-def _check_in_fork(error: str, recipe: Recipe, nodes: int, optimizes: bool) -> int:
-    """Run `check_recipe` in a fork, whose output goes where the agent's goes; returns the exit code."""
+def _check_in_fork(error: str, recipe: Recipe, nodes: int, optimizes: bool) -> NoReturn:
+    """Run `check_recipe` in this fork, whose output goes where the agent's goes, and exit."""
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the fork server has blocked them
     os.environ[ERROR_FILE] = error
     print_notes()
     hide_gpus_from_cpu_runs(recipe.actor.backend)
-    return report_errors(lambda: check_recipe(recipe, nodes, optimizes), into_log=False)
+    sys.exit(report_errors(lambda: check_recipe(recipe, nodes, optimizes), into_log=False))
 
 
 def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:

@@ -30,16 +30,12 @@ def find_node_rank(environ: Mapping[str, str]) -> NodeRank:
     contradict each other.
     """
     if "NNODES" in environ:
-        missing = [name for name in ("NODE_RANK", "MASTER_ADDR") if name not in environ]
-        if missing:
+        if missing := {"NODE_RANK", "MASTER_ADDR"} - environ.keys():
             raise UserError(
-                f"NNODES is set, but {missing[0]} is not: a run on several nodes needs NNODES, NODE_RANK and "
-                "MASTER_ADDR"
+                f"NNODES is set, but {min(missing)} is not: a run on several nodes needs NODE_RANK and MASTER_ADDR too"
             )
-        rank, count = _integer(environ, "NODE_RANK"), _integer(environ, "NNODES")
-        if not 0 <= rank < count:
-            raise UserError(f"NODE_RANK = {rank}, but NNODES = {count}: ranks go from 0 to NNODES - 1")
-        node = NodeRank(rank, count, environ["MASTER_ADDR"], _port(environ))
+        count = _integer(environ, "NNODES", 1)
+        node = NodeRank(_integer(environ, "NODE_RANK", 0, count - 1), count, environ["MASTER_ADDR"], _port(environ))
     elif "SLURM_STEP_NODELIST" in environ:
         count, tasks = int(environ["SLURM_STEP_NUM_NODES"]), int(environ["SLURM_STEP_NUM_TASKS"])
         if tasks != count:
@@ -53,19 +49,17 @@ def find_node_rank(environ: Mapping[str, str]) -> NodeRank:
 
 def _port(environ: Mapping[str, str]) -> int:
     if environ.get("MASTER_PORT"):
-        port = _integer(environ, "MASTER_PORT")
-        if not 1 <= port < 65535:
-            raise UserError(f"MASTER_PORT = {port}: expected a port from 1 to 65534; the next one is used too")
-        return port
+        return _integer(environ, "MASTER_PORT", 1, 65534)
     if "SLURM_JOB_ID" in environ:
         return FIRST_OF_SLURM + 2 * int(environ["SLURM_JOB_ID"]) % FIRST_OF_SLURM
     return PORT
 
 
-def _integer(environ: Mapping[str, str], name: str) -> int:
-    if not re.fullmatch("[0-9]{1,5}", environ[name]) or int(environ[name]) > 65535:
-        raise UserError(f"{name} = {environ[name][:40]!r}: expected an integer from 0 to 65535")
-    return int(environ[name])
+def _integer(environ: Mapping[str, str], name: str, lowest: int, highest: int = 65535) -> int:
+    value = environ[name]
+    if not (re.fullmatch("[0-9]{1,5}", value) and lowest <= int(value) <= highest):
+        raise UserError(f"{name} = {value[:40]!r}: expected an integer from {lowest} to {highest}")
+    return int(value)
 
 
 def first_host(nodelist: str) -> str:

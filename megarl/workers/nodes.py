@@ -1,20 +1,20 @@
 """The node agents of a run: one process per node, which meet in a store of torch (TCPStore) on the first node.
 
-The first agent decides which phase is next and records it in events.jsonl, where the others find it. In the store each
-agent has one JSON value, which a thread exchanges: a count as its heartbeat, the attempt at a phase that it makes, and
-how it ended there. When an attempt fails on a node, or an agent falls silent, all others kill their processes of the
-phase at once. The only node of a run listens nowhere.
+The first agent decides which phase is next. In the store each agent has one JSON value, which a thread exchanges: a
+count as its heartbeat, the attempt at a phase that it makes, and how it ended there. When an attempt fails on a node,
+or an agent falls silent, all others kill their processes at once. The only node of a run listens nowhere.
 """
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
+import secrets
 import socket
 import threading
 import time
-import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -24,22 +24,25 @@ from typing import Any, Literal, NoReturn, Self
 import torch.distributed as dist
 
 from megarl.errors import PhaseFailed
-from megarl.storage.files import make_directory
+from megarl.storage.files import make_directory, write_atomic
 from megarl.workers.node_rank import NodeRank
 from megarl.workers.processes import POLL_SECONDS, STALLED, Starter
 
 HEARTBEAT_SECONDS = 0.1
 DEAD_AFTER_SECONDS = 15.0  # without a heartbeat; less than Slurm's KillWait, so the cause is logged before a job dies
 LEADER_LOST_SECONDS = 60.0  # without an answer of the store: more than a busy machine or network needs
-CAUSE_CHARACTERS = 20_000  # of a report, which may quote a log; a value of torch's store has 8 MiB at most
+CAUSE_CHARACTERS = 20_000  # of a report; a value of torch's store has 8 MiB at most
+START = ".start"  # file of the run directory with a word that the first agent chooses, by which the others know it
 JOIN_SECONDS = 600.0  # nodes of one job start seconds apart, but may have to pull a container first
+
+Outcome = Literal["done", "failed", "stopped", "aborted"]
 
 
 @dataclass(frozen=True)
 class Report:
     """How an attempt at a phase ended on one node. ``aborted``: it was killed because another node failed."""
 
-    outcome: Literal["done", "failed", "stopped", "aborted"]
+    outcome: Outcome
     cause: str = ""  # message for the user, with the end of the log
     mistake: bool = False  # the cause is a `UserError`: a restart would not help
     primary: bool = False  # the cause cannot be a consequence of another process's failure, such as SIGSEGV
@@ -55,7 +58,7 @@ class Nodes:
     the first one `reports`.
     """
 
-    def __init__(self, node: NodeRank, starter: Starter | None = None, run_dir: Path | None = None) -> None:
+    def __init__(self, node: NodeRank, starter: Starter | None = None, run_dir: Path = Path()) -> None:
         """Join the other agents; `PhaseFailed` if they do not within `JOIN_SECONDS`.
 
         run_dir: needed with several nodes, which must share it; it may not exist yet.
@@ -65,40 +68,37 @@ class Nodes:
         self._attempt = 0
         self._said: dict[str, Any] = {"attempt": 0, "report": None, "host": socket.gethostname()}
         self._heard: dict[int, dict[str, Any]] = {}  # what other agents said last: the first any, others the first
-        self._unheard = tuple(range(1, self.count)) if self.rank == 0 else (0,)
+        self._others = tuple(range(1, self.count)) if self.rank == 0 else (0,)
         self._of_phase: dist.TCPStore | None = None  # the store for the processes of the current attempt
         self.phase_store = f"{node.address}:{node.port + 1}" if node.count > 1 else ""  # where these find it
         self.dead: dict[int, Report] = {}  # of agents that fell silent, by rank; only the first agent notices
-        self._rounds = 0  # of the exchange
-        self._silent = 0.0  # seconds since the last one, counted where the main thread waits
+        self._silent = 0.0  # seconds since the first agent's last heartbeat, counted where the main thread waits
         self._closing = threading.Event()
         if self.count > 1:
-            assert run_dir is not None
-            store = None
+            agents = None
             if self.rank == 0:
                 make_directory(run_dir)
-                store = _serve(node.port)
-            self._thread = threading.Thread(target=self._exchange, args=(run_dir.name, store), daemon=True)
+                agents = dist.PrefixStore(word := secrets.token_hex(), _serve(node.port))
+                write_atomic(run_dir / START, word)
+            self._thread = threading.Thread(target=self._exchange, args=(run_dir, agents), daemon=True)
             self._thread.start()
             self._join()
 
     def _join(self) -> None:
         deadline = time.monotonic() + JOIN_SECONDS
-        while missing := [rank for rank in self._unheard if rank not in self._heard]:
+        while missing := [rank for rank in self._others if rank not in self._heard]:
             if time.monotonic() > deadline:
-                place = f"{self._node.address}:{self._node.port}"
                 self._closing.set()
                 raise PhaseFailed(
-                    f"node {missing[0]} of {self.count} did not join at {place} within {JOIN_SECONDS:.0f} s: see that "
-                    "node's output. All nodes need the same first node and port (MASTER_ADDR and MASTER_PORT, or those "
-                    "of one Slurm job), a rank of their own, and a run directory of the same name"
+                    f"node {missing[0]} of {self.count} did not join at {self._node.address}:{self._node.port} within "
+                    f"{JOIN_SECONDS:.0f} s: see its output. All need the same MASTER_ADDR and MASTER_PORT, or one "
+                    "Slurm job, a rank of their own, and a run directory that they share"
                 )
             time.sleep(POLL_SECONDS)
 
-    def name(self, rank: int | None = None) -> str:
-        """The name of a node, by default this one, for messages: rank and host name."""
-        rank = self.rank if rank is None else rank
-        return f"node {rank} ({(self._said if rank == self.rank else self._heard[rank])['host']})"
+    def name(self) -> str:
+        """The name of this node for messages: rank and host name."""
+        return f"node {self.rank} ({self._said['host']})"
 
     # --- attempts at phases ---
 
@@ -117,20 +117,14 @@ class Nodes:
     def meet(self) -> dict[str, Any] | None:
         """Others: wait until the first agent begins an attempt; its ``start``, or None if it ends the run instead."""
         self._attempt += 1
-        self._wait(lambda: self._heard[0]["attempt"] == self._attempt or self._ended())
+        self._wait(lambda: self._heard[0]["attempt"] == self._attempt or self._heard[0]["left"])
         self._say(attempt=self._attempt, report=None)
         first = self._heard[0]
         return first["start"] if first["attempt"] == self._attempt else None
 
-    def _ended(self) -> bool:
-        return bool(self._heard[0].get("left"))
-
     def report(self, report: Report) -> None:
         """Say how the attempt ended here; unless it is done, all nodes abort it."""
-        cause = report.cause
-        if len(cause) > CAUSE_CHARACTERS:
-            cause = f"{cause[: CAUSE_CHARACTERS // 2]} [..] {cause[-CAUSE_CHARACTERS // 2 :]}"
-        self._say(report=asdict(replace(report, cause=cause)))
+        self._say(report=asdict(replace(report, cause=report.cause[:CAUSE_CHARACTERS])))
 
     def reports(self) -> dict[int, Report]:
         """First agent: wait until the attempt has ended on all nodes, {rank: report}; an agent that died has failed."""
@@ -151,14 +145,11 @@ class Nodes:
         Call it several times a second.
         """
         self._check_silence()
-        if self.rank:
-            first = self._heard[0]
-            return "1" if self._ended() else str(first["abort"]) if first["attempt"] == self._attempt else ""
-        return self._abort()
+        return str(self._heard[0]["abort"]) if self.rank else self._abort()
 
     def _abort(self) -> str:
         bad = [report for report in self._reported().values() if report.outcome != "done"]
-        return STALLED if any(report.stalled for report in bad) else "1" if bad else ""
+        return STALLED if any(report.stalled for report in bad) else "1" if bad or self._closing.is_set() else ""
 
     # --- the exchange ---
 
@@ -174,60 +165,62 @@ class Nodes:
         """Every `POLL_SECONDS`. Calls are counted, so that no time passes while the whole process is suspended."""
         self._silent += POLL_SECONDS
         if self.rank and self._silent > LEADER_LOST_SECONDS:
-            self._lose_first()
+            self._lose_first(f"no heartbeat for {LEADER_LOST_SECONDS:.0f} s")
 
-    def _lose_first(self) -> NoReturn:
+    def _lose_first(self, cause: str) -> NoReturn:
         """End this agent at once, and with it its processes: whatever it does, the main thread may hang."""
-        cause = "it died, was stopped or hangs; see that node's output for the cause"
-        os.write(2, f"megarl: {self.name()} lost the agent of node 0: {cause}\n".encode())
+        hint = "it died, was stopped or hangs; see that node's output"
+        os.write(2, f"megarl: {self.name()} lost the agent of node 0: {hint} ({cause})\n".encode())
         os._exit(1)
 
-    def _exchange(self, run: str, store: dist.Store | None) -> None:
-        """Thread: say what this agent has to say, hear the others, and notice when their heartbeats stop."""
-        try:
-            agents = self._connect(run) if store is None else dist.PrefixStore(run, store)
-            last: dict[int, int] = {}  # rank -> round in which its heartbeat changed
-            while not self._closing.wait(HEARTBEAT_SECONDS):
-                self._rounds += 1
-                said = self._said if self.rank else {**self._said, "abort": self._abort()}
-                agents.set(str(self.rank), json.dumps({**said, "beat": self._rounds}))
-                for rank in self._unheard:
-                    if rank in self.dead or not agents.check([str(rank)]):
-                        continue
-                    said = json.loads(agents.get(str(rank)))
-                    if rank not in last or said["beat"] != self._heard[rank]["beat"]:
-                        last[rank] = self._rounds
-                    elif (self._rounds - last[rank]) * HEARTBEAT_SECONDS > DEAD_AFTER_SECONDS:
-                        if self.rank:
-                            self._lose_first()
-                        cause = f"the agent of {self.name(rank)} died or hangs: no heartbeat for "
-                        self.dead[rank] = Report("failed", f"{cause}{DEAD_AFTER_SECONDS:.0f} s", primary=True)
-                    self._heard[rank] = said
-                self._silent = 0.0
-        except Exception as error:
-            if self._said.get("left"):
-                return
-            if self.rank and isinstance(error, RuntimeError):  # the store is gone
-                self._lose_first()
-            traceback.print_exc()  # without this thread the run would wait for ever
-            os._exit(1)
+    def _exchange(self, run_dir: Path, agents: dist.Store | None) -> None:
+        """Thread: say what this agent has to say, hear the others, and notice when their heartbeats stop.
 
-    def _connect(self, run: str) -> dist.Store:
+        The first agent leaves last, since the store ends with it.
+        """
+        try:
+            agents = agents or self._connect(run_dir / START)
+            quiet = dict.fromkeys(self._others, 0)  # rank -> rounds since its last heartbeat
+            for beat in itertools.count():
+                time.sleep(HEARTBEAT_SECONDS)
+                left = self._closing.is_set()
+                # in this order, since the main thread may begin another attempt in between
+                said = {**self._said, "abort": self._abort(), "left": left, "beat": beat}
+                agents.set(str(self.rank), json.dumps(said))
+                others = [rank for rank in self._others if rank not in self.dead]
+                if left and (self.rank or all(self._heard[rank]["left"] for rank in others if rank in self._heard)):
+                    return
+                for rank in others:
+                    if agents.check([str(rank)]):
+                        self._hear(rank, json.loads(agents.get(str(rank))), quiet)
+        except Exception as error:
+            if not self._closing.is_set():  # without this thread the run would wait for ever
+                self._lose_first(repr(error))
+
+    def _hear(self, rank: int, said: dict[str, Any], quiet: dict[int, int]) -> None:
+        if said != self._heard.get(rank):
+            self._heard[rank], self._silent, quiet[rank] = said, 0.0, 0
+        quiet[rank] += 1
+        if self.rank == 0 and quiet[rank] * HEARTBEAT_SECONDS > DEAD_AFTER_SECONDS:
+            cause = f"the agent of node {rank} ({said['host']}) died or hangs: no heartbeat for"
+            self.dead[rank] = Report("failed", f"{cause} {DEAD_AFTER_SECONDS:.0f} s", primary=True)
+
+    def _connect(self, start: Path) -> dist.Store:
         """Others: join the first agent, waiting until it is there.
 
-        The agents of another start or run, which may still listen there, are told apart: their first one has left, or
-        their agent of this rank has joined, or their run directory has another name.
+        The agents of another start or run, which may still listen there, are told apart: they have another `START`, or
+        while the new first agent has not written it, their first one has left or their agent of this rank has joined.
         """
-        place = self._node.address, self._node.port
+        place, patience = (self._node.address, self._node.port), timedelta(seconds=JOIN_SECONDS)
         while not self._closing.wait(HEARTBEAT_SECONDS):
-            with contextlib.suppress(RuntimeError):  # nobody listened for so long, or the store that did has ended
-                patience = timedelta(seconds=JOIN_SECONDS)
+            # nobody listened for so long, or the store that did has ended; or there is no `START` yet
+            with contextlib.suppress(RuntimeError, OSError):
                 store = dist.TCPStore(*place, is_master=False, wait_for_workers=False, timeout=patience)
-                agents = dist.PrefixStore(run, store)
-                while not (agents.check(["0"]) or self._closing.wait(POLL_SECONDS)):
-                    pass
+                agents = dist.PrefixStore(start.read_text(), store)
+                if not agents.check(["0"]):
+                    continue
                 first = json.loads(agents.get("0"))
-                if not first.get("left") and agents.add(f"joined/{self.rank}", 1) == 1:
+                if not first["left"] and agents.add(f"joined/{self.rank}", 1) == 1:
                     self._heard[0] = first
                     return agents
         raise SystemExit  # of this thread: the main thread has given up
@@ -236,25 +229,13 @@ class Nodes:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, *_: object) -> None:
-        """Leave the run; with an ``error``, report it first.
-
-        The first agent waits until the others have left, since the store ends with it.
-        """
+        """Leave the run; with an ``error``, report it first."""
         if self.count > 1:
             if error is not None:
-                stopped = isinstance(error, KeyboardInterrupt)
-                self.report(Report("stopped" if stopped else "failed", f"{self.name()}: {error!r}", time=time.time()))
-            self._say(left=True)
-            said, deadline = self._rounds + 1, time.monotonic() + DEAD_AFTER_SECONDS
-            others = () if self.rank else self._unheard
-            try:
-                while time.monotonic() < deadline and not (
-                    self._rounds > said and all(rank in self.dead or self._heard[rank].get("left") for rank in others)
-                ):
-                    time.sleep(POLL_SECONDS)
-            finally:
-                self._closing.set()
-                self._thread.join(1.0)
+                outcome: Outcome = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
+                self.report(Report(outcome, f"{self.name()}: {error!r}", time=time.time()))
+            self._closing.set()
+            self._thread.join(DEAD_AFTER_SECONDS)
 
 
 def _serve(port: int) -> dist.TCPStore:

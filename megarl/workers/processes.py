@@ -1,9 +1,7 @@
 """Starts the processes of a phase on one node, and supervises them until all have ended.
 
-They are processes of `multiprocessing`: forks of its fork server, which has imported what they need
-(`megarl.phases.preload`), or new interpreters ("spawn"), for engines that must be imported in a process of their own
-and for GPUs, whose variables must be set before CUDA is initialised. Each process leads a session of its own, and none
-outlives the node agent that started it.
+They are forks of the fork server of `multiprocessing` (`megarl.phases.preload`), or new interpreters ("spawn"), for
+GPUs and some engines. Each leads a session of its own, and none outlives the node agent that started it.
 """
 
 from __future__ import annotations
@@ -19,7 +17,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerContext, ForkServerProcess, SpawnContext
+from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -68,7 +66,8 @@ class Processes:
 
     def _own_code(self, index: int) -> int:
         """The exit code that a process has written, or that of a kill: the kernel kills the forks of a dead server."""
-        _signal(self.pids[index], signal.SIGKILL, group=True)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pids[index], signal.SIGKILL)
         with contextlib.suppress(OSError, ValueError):
             return int(self._ends[index].read_text())
         return -signal.SIGKILL
@@ -77,27 +76,17 @@ class Processes:
         """Send a signal to the processes that have not ended."""
         for index, pid in enumerate(self.pids):
             if index not in self._codes:
-                _signal(pid, number)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
 
     def kill(self) -> None:
-        """Kill the processes that have not ended, their process groups, and their fork server, which may hang too."""
-        for index, pid in enumerate(self.pids):
-            if index not in self._codes:
-                _signal(pid, signal.SIGKILL, group=True)
-        if any(isinstance(process, ForkServerProcess) for process in self._started):
-            kill_server()
-
-
-def _signal(pid: int, number: int, group: bool = False) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        if group:
-            with contextlib.suppress(ProcessLookupError):  # it does not lead a process group yet
-                os.killpg(pid, number)
-        os.kill(pid, number)
+        """Kill the processes that have not ended, and their fork server, which may hang too."""
+        self.signal(signal.SIGKILL)
+        kill_server()
 
 
 def kill_server() -> None:
-    """Kill this process's fork server, if it has one, and wait for its end. It may not have named itself yet."""
+    """Kill this process's fork server, if there is one, which may not have named itself yet, and wait for its end."""
     for child in psutil.Process().children():
         with contextlib.suppress(psutil.Error, ChildProcessError):
             if child.name() == preload.SERVER_NAME or "multiprocessing.forkserver" in str(child.cmdline()):
@@ -112,19 +101,17 @@ class Starter:
         os.environ.setdefault("OMP_NUM_THREADS", "1")
         os.environ.setdefault("HF_HUB_OFFLINE", "1")
         self._server_failed = False
-        self._imported = "", False  # backend of the recipe for which the server was started, and whether it trains
-        self.complaint = ""  # message, if the fork server did not answer; whoever shows it empties it
+        self._backend, self._trains = "", False  # of the recipe for which the fork server was started
 
     def prepare(self, recipe: Recipe, trains: bool = True) -> None:
         """Start the fork server, unless it runs; it imports what the recipe needs. trains: with what trainers need."""
         if self._server_failed:
             return
-        backend, trained = self._imported
-        if recipe.actor.backend != backend or (trains and not trained):
-            if backend:
+        if recipe.actor.backend != self._backend:
+            if self._backend:  # forks of a server for CPUs see no GPUs
                 kill_server()
-            self._imported = recipe.actor.backend, trains
-        os.environ[preload.ORDER] = preload.order(recipe, self._imported[1])
+            self._backend, self._trains = recipe.actor.backend, trains
+        os.environ[preload.ORDER] = preload.order(recipe, self._trains)
         forkserver.set_forkserver_preload([PRELOAD])
         try:
             with kept_from_children():  # a Ctrl-C before it can ignore one
@@ -143,39 +130,27 @@ class Starter:
         fork = not new and recipe.actor.backend == "cpu"
         return Processes((fork and self._fork(calls, recipe, trains)) or _start(NEW, calls), ends)
 
-    def run(self, recipe: Recipe, trains: bool, function: Callable[..., int], *arguments: Any) -> int | None:
+    def run(self, recipe: Recipe, trains: bool, call: Call) -> int | None:
         """Call a function in a fork; returns its exit code, None if the fork server failed or did not answer."""
-        if not (forks := self._fork([(_call, (function, *arguments))], recipe, trains)):
+        if not (forks := self._fork([call], recipe, trains)):
             return None
-        fork, code = forks[0], None
-        try:
-            fork.join(recipe.run.stall_seconds)
-            code = fork.exitcode
-        finally:
-            if code is None:
-                fork.kill()
-                kill_server()
-                fork.join()
+        forks[0].join(recipe.run.stall_seconds)
+        if (code := forks[0].exitcode) is None:
+            kill_server()  # and with it the fork
         return None if code == NOT_REPORTED else code
 
     def _fork(self, calls: Sequence[Call], recipe: Recipe, trains: bool) -> list[BaseProcess]:
         """One fork of the fork server for each call; none if the server has failed in this run."""
-        if self._server_failed:
-            return []
-        seconds, silent = recipe.run.stall_seconds, threading.Event()
-
-        def give_up() -> None:
-            silent.set()
-            kill_server()
-
-        timer = threading.Timer(seconds, give_up)
+        timer = threading.Timer(seconds := recipe.run.stall_seconds, kill_server)
         timer.start()
         try:
             self.prepare(recipe, trains)
             return [] if self._server_failed else _start(FORK, calls)
         except (OSError, EOFError):  # it was killed or hangs: a new interpreter works, or shows the error
+            kill_server()  # and with it what it has started
             self._server_failed = True
-            self.complaint = f"the fork server did not answer for {seconds:g} s" if silent.is_set() else ""
+            message = f"the fork server failed or did not answer for {seconds:g} s"
+            print(f"megarl: {message}, so processes start without it", file=sys.stderr, flush=True)
             return []
         finally:
             timer.cancel()
@@ -183,22 +158,12 @@ class Starter:
 
 def _start(context: Context, calls: Sequence[Call]) -> list[BaseProcess]:
     started: list[BaseProcess] = []
-    try:
-        for function, arguments in calls:
-            process = context.Process(target=function, args=arguments)
-            with kept_from_children() if context is NEW else contextlib.nullcontext():
-                process.start()
-            started.append(process)
-    except BaseException:
-        for one in started:
-            one.kill()
-        raise
+    for function, arguments in calls:
+        process = context.Process(target=function, args=arguments)
+        with kept_from_children() if context is NEW else contextlib.nullcontext():
+            process.start()
+        started.append(process)
     return started
-
-
-def _call(function: Callable[..., int], *arguments: Any) -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the fork server has blocked them
-    sys.exit(function(*arguments))
 
 
 @dataclass(frozen=True)
@@ -217,7 +182,6 @@ def supervise(
     stop_signals: Sequence[tuple[int, float]] = (),
     watch: Watch | None = None,
     aborted: Callable[[], str] = lambda: "",
-    saves: bool = True,
 ) -> Ended:
     """Wait until all processes have ended. If one fails, or this agent gets a stop signal, the others get SIGTERM.
 
@@ -225,10 +189,8 @@ def supervise(
 
     stop_signals: the list of (number, time) that `stop_signals_noted` fills.
     aborted: `Nodes.aborted`.
-    saves: whether the phase saves its work before it stops; affects only the message on stderr.
 
-    A second Ctrl-C kills at once. A second SIGTERM does not, because Slurm sends one when a job should end and another
-    when its time limit is reached.
+    A second Ctrl-C kills at once; a second SIGTERM does not, since Slurm sends another one at the time limit.
     """
     count = len(processes.pids)
     codes, stall, reason = processes.poll(0), None, ""
@@ -245,9 +207,8 @@ def supervise(
         if _failed(codes):
             codes = processes.poll(POLL_SECONDS)  # others may have ended for the same reason
         elif stop_signals:
-            print("stopping, saving" if saves else "stopping", file=sys.stderr, flush=True)
-        if len(codes) < count:
-            processes.signal(signal.SIGTERM)
+            print("stopping", file=sys.stderr, flush=True)
+        processes.signal(signal.SIGTERM)
     first = frozenset(_failed(codes))
     while len(codes) < count:
         if time.monotonic() >= kill_at or _second_ctrl_c(stop_signals) or aborted():
@@ -271,9 +232,8 @@ def _failed(codes: dict[int, int]) -> list[int]:
 def end_sessions(leaders: Collection[int]) -> None:
     """Kill what is left in the sessions of ended processes, ``leaders``, and wait until it is gone.
 
-    An engine's workers are killed here. The guard of an engine's server, which has a process group of its own, is not:
-    it ends the server by itself. `PhaseFailed` if processes are left after `SESSION_SECONDS`: they still hold their
-    GPUs.
+    The guard of an engine's server, which has a process group of its own, ends the server and itself. `PhaseFailed` if
+    processes are left after `SESSION_SECONDS`.
     """
     deadline = time.monotonic() + SESSION_SECONDS
     while left := [pid for pid in psutil.pids() if _lives_in(pid, leaders)]:
@@ -298,16 +258,15 @@ def _lives_in(pid: int, leaders: Collection[int]) -> bool:
 
 @contextlib.contextmanager
 def stop_signals_noted() -> Iterator[list[tuple[int, float]]]:
-    """Inside the context, `STOP_SIGNALS` interrupt nothing; (number, `time.monotonic`) of each is appended to the list.
-
-    Afterwards the previous handlers are back in force.
-    """
+    """Inside the context, `STOP_SIGNALS` only append to this list: (number, `time.monotonic`)."""
     received: list[tuple[int, float]] = []
-    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
-    for number in STOP_SIGNALS:
-        signal.signal(number, lambda number, _: received.append((number, time.monotonic())))
+
+    def note(number: int, _: object) -> None:
+        received.append((number, time.monotonic()))
+
+    before = [(number, signal.signal(number, note)) for number in STOP_SIGNALS]
     try:
         yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in before:
             signal.signal(number, handler)

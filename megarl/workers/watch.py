@@ -9,19 +9,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import sys
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
 from megarl.heartbeats import WAITS, Beat, read_beat
-from megarl.linux import state_of
 
 LOST_SECONDS = 1.0  # at most this much counts between two checks; beyond it the watch itself was suspended
-DUMP_SECONDS = 10.0  # timeout for processes to write their Python stacks
-QUIET_SECONDS = 1.0  # stacks count as complete once no log has grown for so long, since nothing marks their end
+DUMP_SECONDS = 5.0  # for processes to write their Python stacks, which takes milliseconds
 START = Beat(0, "start", "")
 
 
@@ -33,7 +32,7 @@ class Stall:
     certain: bool  # a process of this node is known to be stopped, so the cause is not on another node
 
 
-@dataclass(frozen=True)
+@dataclass
 class Watched:
     """A process to watch: its rank in the phase, its heartbeat file, and the log to which it writes its stacks."""
 
@@ -41,6 +40,20 @@ class Watched:
     pid: int
     beats: Path
     log: Path
+    last: Beat = START
+    idle: float = 0.0  # seconds since the last heartbeat
+    waiting: float = 0.0  # seconds for which it has only waited for others
+
+    def read_heartbeat(self, elapsed: float) -> None:
+        """Poll the heartbeat, ``elapsed`` seconds after the previous poll."""
+        self.idle += elapsed
+        now = read_beat(self.beats)
+        self.waiting = self.waiting + elapsed if now and now.kind == self.last.kind == WAITS else 0.0
+        if now and now.number != self.last.number:
+            self.last, self.idle = now, 0.0
+
+    def __str__(self) -> str:
+        return f"  rank {self.rank} (process {self.pid}): {self.last}, {self.idle:.0f} s ago, stack in {self.log}"
 
 
 class Watch:
@@ -48,14 +61,10 @@ class Watch:
 
     seconds: ``[run] stall_seconds``.
     alone: there is no other node, so if all processes here wait for others for long, that is a stall too.
-    warn: callback that gets a one-line message when a stall is found, before anything is killed.
     """
 
-    def __init__(self, watched: Sequence[Watched], seconds: float, alone: bool, warn: Callable[[str], None]) -> None:
-        self._watched, self._seconds, self._alone, self._warn = watched, seconds, alone, warn
-        self._beats = [START for _ in watched]
-        self._idle = [0.0 for _ in watched]  # seconds since the last heartbeat
-        self._waiting = [0.0 for _ in watched]  # seconds for which it has only waited for others
+    def __init__(self, watched: Sequence[Watched], seconds: float, alone: bool) -> None:
+        self.watched, self._seconds, self._alone = watched, seconds, alone
         self._last_check = time.monotonic()
 
     def check(self, ended: Collection[int]) -> Stall | None:
@@ -65,89 +74,45 @@ class Watch:
         """
         now = time.monotonic()
         elapsed, self._last_check = min(now - self._last_check, LOST_SECONDS), now
-        running = [index for index in range(len(self._watched)) if index not in ended]
-        for index in running:
-            self._read_heartbeat(index, elapsed)
-        idle = max((self._idle[index] for index in running), default=0.0)
+        running = self._running(ended)
+        for one in running:
+            one.read_heartbeat(elapsed)
+        idle = max((one.idle for one in running), default=0.0)
         if self._alone and running:
-            idle = max(idle, min(self._waiting[index] for index in running))
+            idle = max(idle, min(one.waiting for one in running))
         return self._stall(running, idle) if idle > self._seconds else None
 
     def stopped(self) -> Stall | None:
         """The stall, if a process here is stopped, however short ago: for when another node noticed a stall first."""
-        return self._stall(range(len(self._watched)), max(self._idle)) if any(self._not_running()) else None
+        return self._stall(self.watched, max(one.idle for one in self.watched)) if any(self._not_running()) else None
 
-    def _read_heartbeat(self, index: int, elapsed: float) -> None:
-        """Poll the heartbeat of a process, ``elapsed`` seconds after the previous poll."""
-        self._idle[index] += elapsed
-        before, now = self._beats[index], read_beat(self._watched[index].beats)
-        self._waiting[index] = self._waiting[index] + elapsed if now and now.kind == before.kind == WAITS else 0.0
-        if now is not None and now.number != before.number:
-            self._beats[index], self._idle[index] = now, 0.0
+    def _running(self, ended: Collection[int]) -> list[Watched]:
+        return [one for index, one in enumerate(self.watched) if index not in ended]
 
-    def _stall(self, running: Sequence[int], idle: float) -> Stall:
-        first, not_running = max(running, key=lambda index: self._idle[index]), list(self._not_running())
-        last = f"rank {self._watched[first].rank} was last seen at {self._beats[first]}"
-        message = f"no progress for {idle:.0f} s: {'; '.join([last, *not_running])}"
-        self._warn(message)
+    def _stall(self, running: Sequence[Watched], idle: float) -> Stall:
+        first, not_running = max(running, key=lambda one: one.idle), list(self._not_running())
+        message = f"no progress for {idle:.0f} s: "
+        message += "; ".join([f"rank {first.rank} was last seen at {first.last}", *not_running])
+        print(f"megarl: {message}", file=sys.stderr, flush=True)  # now: what hangs may not die when it is killed
         remedy = f"  A step may take [run] stall_seconds = {self._seconds:g}; raise it if this step was only slow"
-        return Stall("\n".join([message, *self.describe(), remedy]), certain=bool(not_running))
+        return Stall(f"{message}\n{remedy}", certain=bool(not_running))
 
     def _not_running(self) -> Iterator[str]:
         """Messages about stopped processes (state T): the watched ones, their descendants, and the fork server."""
-        for watched in self._watched:
-            for one in _tree(watched.pid):
-                if state_of(one) == "T":
-                    yield f"process {one} ({_name(one)}) of rank {watched.rank} is stopped"
-        for parent in sorted({_parent(watched.pid) for watched in self._watched}):
-            if parent != os.getpid() and state_of(parent) == "T":
-                yield f"process {parent} ({_name(parent)}), which started the others, is stopped"
-
-    def describe(self) -> list[str]:
-        """One line per rank with its last heartbeat and how long ago that was."""
-        return [
-            f"  rank {one.rank} (process {one.pid}): {beat}, {idle:.0f} s ago, stack in {one.log}"
-            for one, beat, idle in zip(self._watched, self._beats, self._idle, strict=True)
-        ]
+        ranks = {watched.pid: f" of rank {watched.rank} is stopped" for watched in self.watched}
+        for one in psutil.Process().children(recursive=True):
+            with contextlib.suppress(ProcessLookupError, psutil.Error):
+                if one.status() == psutil.STATUS_STOPPED:
+                    whose = ranks.get(os.getsid(one.pid), ", which started the others, is stopped")
+                    yield f"process {one.pid} ({one.name()}){whose}"
 
     def dump(self, ended: Collection[int]) -> None:
         """Have all processes write their Python stacks to their logs (`faulthandler`, in `megarl.phases.entry`).
 
         Stopped processes are continued, since they could not write otherwise: the caller must kill all of them next.
         """
-        running = [watched for index, watched in enumerate(self._watched) if index not in ended]
-        sizes = before = _sizes(running)
-        for watched in running:
+        for one in self._running(ended):
             for number in (signal.SIGUSR1, signal.SIGCONT):
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(watched.pid, number)
-        start = grown = time.monotonic()
-        while (now := time.monotonic()) - start < DUMP_SECONDS:
-            if sizes != (sizes := _sizes(running)):
-                grown = now
-            if all(map(int.__gt__, sizes, before)) and now - grown > QUIET_SECONDS:
-                break
-            time.sleep(0.05)
-
-
-def _sizes(running: Sequence[Watched]) -> list[int]:
-    return [watched.log.stat().st_size if watched.log.exists() else 0 for watched in running]
-
-
-def _tree(pid: int) -> list[int]:
-    """A process and its descendants."""
-    with contextlib.suppress(psutil.Error):
-        return [pid, *(process.pid for process in psutil.Process(pid).children(recursive=True))]
-    return [pid]
-
-
-def _parent(pid: int) -> int:
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).ppid()
-    return os.getpid()
-
-
-def _name(pid: int) -> str:
-    with contextlib.suppress(psutil.Error):
-        return psutil.Process(pid).name()
-    return "ended"
+                    os.kill(one.pid, number)
+        time.sleep(DUMP_SECONDS)

@@ -287,11 +287,14 @@ def test_node_rank_from_the_environment(environment, place):
     [
         ({**SLURM, "SLURM_STEP_NODELIST": "a,b", "SLURM_STEP_NUM_TASKS": "16"}, "16 tasks on 2 nodes"),
         ({"NNODES": "2", "NODE_RANK": "0", "MASTER_PORT": "7"}, "MASTER_ADDR is not"),
-        ({"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "h", "MASTER_PORT": "7"}, "NODE_RANK = 2"),
+        (
+            {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "h", "MASTER_PORT": "7"},
+            "NODE_RANK = '2': .* from 0 to 1",
+        ),
         ({"NNODES": "two", "NODE_RANK": "0", "MASTER_ADDR": "h"}, "NNODES = 'two': expected an integer"),
         ({**TWO, "MASTER_PORT": "x"}, "MASTER_PORT = 'x': expected an integer"),
-        ({**TWO, "MASTER_PORT": "65536"}, "MASTER_PORT = '65536': expected an integer from 0 to 65535"),
-        ({**TWO, "MASTER_PORT": "0"}, "MASTER_PORT = 0: expected a port from 1 to 65534"),
+        ({**TWO, "MASTER_PORT": "65536"}, "MASTER_PORT = '65536': expected an integer from 1 to 65534"),
+        ({**TWO, "MASTER_PORT": "0"}, "MASTER_PORT = '0': expected an integer from 1 to 65534"),
     ],
 )
 def test_wrong_environments_of_nodes_are_refused(environment, message):

@@ -25,7 +25,7 @@ from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
 from megarl.workers.processes import stop_signals_noted, supervise
 from megarl.workers.watch import Stall, Watch, Watched
-from tests.helpers import ROOT, events, fork_server_of
+from tests.helpers import ROOT, fork_server_of
 from tests.zygote import new_fork_server
 
 SCRIPTS = {
@@ -57,13 +57,12 @@ class Scripts:
         time.sleep(seconds)
         return {i: p.returncode for i, p in enumerate(self.started) if p.poll() is not None}
 
-    def signal(self, number, group=False):
+    def signal(self, number):
         for process in self.started:
-            if process.poll() is None:
-                processes._signal(process.pid, number, group)
+            process.send_signal(number)
 
     def kill(self):
-        self.signal(signal.SIGKILL, group=True)
+        self.signal(signal.SIGKILL)
 
 
 def test_supervise_returns_when_all_processes_are_done():
@@ -102,7 +101,7 @@ def test_a_stall_that_another_node_notices_first_is_that_of_the_process_stopped_
     name = process.name()
     while stopped and process.status() != psutil.STATUS_STOPPED:
         process.suspend()
-    watch = Watch([Watched(5, process.pid, tmp_path / "beats", tmp_path / "log")], 1e6, False, print)
+    watch = Watch([Watched(5, process.pid, tmp_path / "beats", tmp_path / "log")], 1e6, False)
     ended = supervise(scripts, watch=watch, aborted=lambda: processes.STALLED)
     assert ended.codes == {0: -signal.SIGKILL} and (ended.stall is not None) == stopped
     if stopped:
@@ -139,26 +138,6 @@ def test_a_stop_signal_ends_the_run_even_if_the_phase_was_just_done(tmp_path, co
     ended = processes.Ended({0: code}, frozenset({0} if code else ()), stopped)
     here = launcher.Here(SimpleNamespace(rank=0, count=1), None, "optimize", 1, tmp_path, tmp_path)
     assert here.report(ended).outcome == outcome
-
-
-def test_a_killed_process_takes_its_group_with_it(tmp_path):
-    started = processes.Processes(processes._start(processes.NEW, [(sleep_with_child, (str(tmp_path / "id"),))]), [])
-    while not ((tmp_path / "id").exists() and (tmp_path / "id").read_text()):
-        assert started.poll(0.05) == {}
-    child = psutil.Process(int((tmp_path / "id").read_text()))
-    started.kill()
-    child.wait(60)
-    while not (codes := started.poll(0.05)):
-        pass
-    assert codes == {0: -signal.SIGKILL}
-
-
-def sleep_with_child(file):
-    os.setsid()
-    child = subprocess.Popen(["sleep", "600"])
-    with open(file, "w") as written:
-        written.write(str(child.pid))
-    child.wait()
 
 
 @pytest.fixture
@@ -273,8 +252,8 @@ def end_with(go, code, end):
     sys.exit(code)
 
 
-def test_a_fork_server_that_was_stopped_before_the_first_phase_is_given_up_after_the_recipes_time(stage, server):
-    """The check of the recipe and the phase do without it, and the phase's events say so."""
+def test_a_fork_server_that_was_stopped_before_the_first_phase_is_given_up_after_the_recipes_time(stage, server, capfd):
+    """The check of the recipe and the phase do without it."""
     recipe = override_recipe(stage.run.recipe, ["run.stall_seconds=6"])
     with Nodes(NodeRank()) as nodes:
         nodes.starter.prepare(recipe)
@@ -282,8 +261,7 @@ def test_a_fork_server_that_was_stopped_before_the_first_phase_is_given_up_after
         check(nodes.starter, recipe)
         assert fork_server_of(os.getpid()) is None
         run_phase(nodes, stage, "evaluate", 1)
-    (event,) = events(stage.run, "no_progress")
-    assert event["cause"] == "the fork server did not answer for 6 s"
+    assert capfd.readouterr().err.count("the fork server failed or did not answer for 6 s") == 1
 
 
 READY_TO_FORK = """
