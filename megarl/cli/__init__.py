@@ -13,6 +13,7 @@ import re
 import select
 import signal
 import sys
+import traceback
 from typing import NoReturn
 
 from megarl import __version__
@@ -30,12 +31,16 @@ _MISTAKES = (errno.EROFS, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENOTDIR
 
 
 def run() -> NoReturn:
-    """`main`, then exit without Python's finalisation, which takes half a second once torch is imported."""
+    """`main`, then exit without Python's finalisation, which takes half a second once torch is imported, and after an
+    unexpected error waits for processes that still run."""
     code: str | int | None = 0
     try:
         main()
     except SystemExit as end:
         code = end.code
+    except BaseException:
+        traceback.print_exc()
+        code = 1
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # the reader of a pipe may have ended
             stream.flush()

@@ -330,8 +330,8 @@ class Recipe(Table):
         return 1 + (group - size) // self.groups_per_stage
 
     def updates_of_group(self, group: int) -> range:
-        """The updates of which one is the first to train a group: with ``rollout.oversample`` the group's place among
-        several is not known yet. Not with ``rollout.token_budget``."""
+        """The updates of a live run of which one is the first to train a group: with ``rollout.oversample`` the group's
+        place among several is not known yet."""
         if self.rollout.oversample > 1:
             size = self.schedule.updates_of_groups
             first = group // self.candidates_per_choice * size

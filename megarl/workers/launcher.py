@@ -10,7 +10,7 @@ import shutil
 import signal
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from megarl.rollout import engine_module
 from megarl.storage.files import APPEAR_SECONDS, INTACT
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.workers.nodes import Nodes, Report
-from megarl.workers.processes import POLL_SECONDS, Call, Ended, Processes, stop_signals_noted, supervise
+from megarl.workers.processes import POLL_SECONDS, Call, Ended, Processes, stop_signals_noted, supervise, tell
 from megarl.workers.watch import Watch, Watched
 
 NEARLY_FULL = 1 << 20  # bytes; with less free space a failure is blamed on the full disk
@@ -52,8 +52,8 @@ def run_phase(nodes: Nodes, stage: Stage, phase: str, processes: int) -> None:
         failure = _first_failure(reports)
         if failure is None:
             break
-        for report in reports.values():
-            if report.stalled:
+        for rank, report in reports.items():
+            if report.stalled and rank:  # this node's is an event since it was found
                 stage.log_event("no_progress", phase=phase, cause=report.cause.splitlines()[0])
         if failure.outcome == "stopped":
             stage.log_event("phase_stopped", phase=phase, seconds=seconds)
@@ -104,11 +104,18 @@ def _first_failure(reports: Mapping[int, Report]) -> Report | None:
 
 def _run_here(nodes: Nodes, stage: Stage, phase: str, processes: int, logs: Path) -> Report:
     """Make one attempt at a phase on this node."""
+
+    def warn(message: str) -> None:
+        if nodes.rank:
+            tell(f"{nodes.name()}: {message}")
+        else:
+            stage.log_event("no_progress", phase=phase, cause=message)
+
     with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
         here = Here(nodes, stage, phase, processes, logs, Path(folder))
         with stop_signals_noted() as signals:  # before the start, so that a signal during it stops the processes too
             started = here.start()
-            watch = here.watch(started)
+            watch = here.watch(started, warn)
             ended = supervise(started, signals, watch, nodes.aborted)
         return replace(here.report(ended), last_seen="\n".join(map(str, watch.watched)))
 
@@ -137,10 +144,10 @@ class Here:
         """The file for a rank's ``error``, its heartbeats (``beats``) or its exit code (``end``)."""
         return self.folder / f"rank_{rank:04d}.{kind}"
 
-    def watch(self, started: Processes) -> Watch:
+    def watch(self, started: Processes, warn: Callable[[str], None]) -> Watch:
         pids = zip(self.ranks, started.pids, strict=True)
         watched = [Watched(rank, pid, self.file(rank, "beats"), self.log(rank)) for rank, pid in pids]
-        return Watch(watched, self.stage.run.recipe.run.stall_seconds, self.nodes.count == 1)
+        return Watch(watched, self.stage.run.recipe.run.stall_seconds, self.nodes.count == 1, warn)
 
     def start(self) -> Processes:
         """Start this node's processes of the phase."""
@@ -176,7 +183,7 @@ class Here:
         where = f", {self.nodes.name()}" if self.nodes.count > 1 else ""
         if ended.stall is not None:
             cause = f"{self.phase} of stage {self.stage.number}{where}: {ended.stall.text}"
-            return Report("failed", cause, primary=ended.stall.certain, stalled=True, time=time.time())
+            return Report("failed", cause, primary=ended.stall.certain, stalled=True, time=ended.stall.time)
         codes = {self.ranks[index]: ended.codes[index] for index in ended.first}
         codes = {rank: code for rank, code in codes.items() if code not in (STOPPED, -signal.SIGTERM)}
         if not any(ended.codes.values()):
@@ -198,8 +205,11 @@ class Here:
         tail = "\n".join(text.splitlines()[-15:])
         cause = f"{self.phase} of stage {self.stage.number}, rank {rank}{where}: {cause}\nfull log: {log}\n{tail}"
         # some libraries hide the error of a full disk behind one of their own (torch: "unexpected pos 704 vs 598")
-        if full := os.strerror(errno.ENOSPC) in cause + text or shutil.disk_usage(run).free < NEARLY_FULL:
-            cause = f"no space left in {run}, {tempfile.gettempdir()} or /dev/shm. {INTACT}\n{cause}"
+        if full := os.strerror(errno.ENOSPC) in said["message"] + text or shutil.disk_usage(run).free < NEARLY_FULL:
+            # the error does not name the place, and the process may have freed its space by now
+            places = filter(os.path.isdir, [str(run), tempfile.gettempdir(), "/dev/shm"])
+            free = ", ".join(f"{shutil.disk_usage(place).free / 1e6:.1f} MB in {place}" for place in places)
+            cause = f"no space left on a device; free now: {free}. {INTACT}\n{cause}"
         return Report("failed", cause, full, -code in PRIMARY_SIGNALS, said["time"])
 
     def _failure(self, rank: int) -> dict[str, Any]:

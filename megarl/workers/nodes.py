@@ -10,11 +10,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import secrets
 import socket
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -23,8 +25,8 @@ from typing import Any, Literal, NoReturn, Self
 
 import torch.distributed as dist
 
-from megarl.errors import PhaseFailed
-from megarl.storage.files import make_directory, write_atomic
+from megarl.errors import PhaseFailed, UserError
+from megarl.storage.files import APPEAR_SECONDS, make_directory, write_atomic
 from megarl.workers.node_rank import NodeRank
 from megarl.workers.processes import POLL_SECONDS, STALLED, Starter
 
@@ -32,7 +34,9 @@ HEARTBEAT_SECONDS = 0.1
 DEAD_AFTER_SECONDS = 15.0  # without a heartbeat; less than Slurm's KillWait, so the cause is logged before a job dies
 LEADER_LOST_SECONDS = 60.0  # without an answer of the store: more than a busy machine or network needs
 CAUSE_CHARACTERS = 20_000  # of a report; a value of torch's store has 8 MiB at most
-START = ".start"  # file of the run directory with a word that the first agent chooses, by which the others know it
+# file of the run directory, and key of the store, with a word that the first agent chooses: an agent whose files have
+# another word belongs to another start or run, or does not share the run directory
+WORD = ".agents"
 JOIN_SECONDS = 600.0  # nodes of one job start seconds apart, but may have to pull a container first
 
 Outcome = Literal["done", "failed", "stopped", "aborted"]
@@ -74,20 +78,29 @@ class Nodes:
         self.dead: dict[int, Report] = {}  # of agents that fell silent, by rank; only the first agent notices
         self._silent = 0.0  # seconds since the first agent's last heartbeat, counted where the main thread waits
         self._closing = threading.Event()
+        self._stranger = False  # whether the first agent is another run's, or has another run directory
         if self.count > 1:
             agents = None
             if self.rank == 0:
                 make_directory(run_dir)
-                agents = dist.PrefixStore(word := secrets.token_hex(), _serve(node.port))
-                write_atomic(run_dir / START, word)
+                store, word = _serve(node.port), secrets.token_hex()
+                write_atomic(run_dir / WORD, word)
+                store.set(WORD, word)
+                agents = dist.PrefixStore(word, store)
             self._thread = threading.Thread(target=self._exchange, args=(run_dir, agents), daemon=True)
             self._thread.start()
             self._join()
 
     def _join(self) -> None:
-        deadline = time.monotonic() + JOIN_SECONDS
+        start = time.monotonic()
         while missing := [rank for rank in self._others if rank not in self._heard]:
-            if time.monotonic() > deadline:
+            if self._stranger:
+                self._closing.set()
+                raise UserError(
+                    f"{self.name()}: the run directory must lie on a file system that all nodes share, but it is not "
+                    f"that of the first node, {self._node.address}:{self._node.port}; or another run uses this port"
+                )
+            if time.monotonic() - start > JOIN_SECONDS:
                 self._closing.set()
                 raise PhaseFailed(
                     f"node {missing[0]} of {self.count} did not join at {self._node.address}:{self._node.port} within "
@@ -124,7 +137,10 @@ class Nodes:
 
     def report(self, report: Report) -> None:
         """Say how the attempt ended here; unless it is done, all nodes abort it."""
-        self._say(report=asdict(replace(report, cause=report.cause[:CAUSE_CHARACTERS])))
+        cause, half = report.cause, CAUSE_CHARACTERS // 2
+        if len(cause) > CAUSE_CHARACTERS:
+            cause = f"{cause[:half]}\n...\n{cause[-half:]}"
+        self._say(report=asdict(replace(report, cause=cause)))
 
     def reports(self) -> dict[int, Report]:
         """First agent: wait until the attempt has ended on all nodes, {rank: report}; an agent that died has failed."""
@@ -168,9 +184,13 @@ class Nodes:
             self._lose_first(f"no heartbeat for {LEADER_LOST_SECONDS:.0f} s")
 
     def _lose_first(self, cause: str) -> NoReturn:
-        """End this agent at once, and with it its processes: whatever it does, the main thread may hang."""
         hint = "it died, was stopped or hangs; see that node's output"
-        os.write(2, f"megarl: {self.name()} lost the agent of node 0: {hint} ({cause})\n".encode())
+        self._end(f"megarl: {self.name()} lost the agent of node 0: {hint} ({cause})\n")
+
+    def _end(self, message: str) -> NoReturn:
+        """End this agent at once, and with it its processes: whatever it does, the main thread may hang."""
+        with contextlib.suppress(OSError):  # nobody may read it any more
+            os.write(2, message.encode())
         os._exit(1)
 
     def _exchange(self, run_dir: Path, agents: dist.Store | None) -> None:
@@ -179,7 +199,7 @@ class Nodes:
         The first agent leaves last, since the store ends with it.
         """
         try:
-            agents = agents or self._connect(run_dir / START)
+            agents = agents or self._connect(run_dir / WORD)
             quiet = dict.fromkeys(self._others, 0)  # rank -> rounds since its last heartbeat
             for beat in itertools.count():
                 time.sleep(HEARTBEAT_SECONDS)
@@ -194,8 +214,11 @@ class Nodes:
                     if agents.check([str(rank)]):
                         self._hear(rank, json.loads(agents.get(str(rank))), quiet)
         except Exception as error:
-            if not self._closing.is_set():  # without this thread the run would wait for ever
+            if self._closing.is_set():
+                return
+            if self.rank and isinstance(error, RuntimeError):  # torch's, without an answer of the store
                 self._lose_first(repr(error))
+            self._end(traceback.format_exc())  # without this thread the run would wait for ever
 
     def _hear(self, rank: int, said: dict[str, Any], quiet: dict[int, int]) -> None:
         if said != self._heard.get(rank):
@@ -205,18 +228,25 @@ class Nodes:
             cause = f"the agent of node {rank} ({said['host']}) died or hangs: no heartbeat for"
             self.dead[rank] = Report("failed", f"{cause} {DEAD_AFTER_SECONDS:.0f} s", primary=True)
 
-    def _connect(self, start: Path) -> dist.Store:
-        """Others: join the first agent, waiting until it is there.
+    def _connect(self, file: Path) -> dist.Store:
+        """Others: join the first agent, waiting until it is there. file: `WORD` of the run directory.
 
-        The agents of another start or run, which may still listen there, are told apart: they have another `START`, or
-        while the new first agent has not written it, their first one has left or their agent of this rank has joined.
+        The agents of an earlier start, which may still listen there, are told apart: they have another word, or their
+        first one has left, or their agent of this rank has joined.
         """
         place, patience = (self._node.address, self._node.port), timedelta(seconds=JOIN_SECONDS)
+        differs = math.inf  # since when the word is another one
         while not self._closing.wait(HEARTBEAT_SECONDS):
-            # nobody listened for so long, or the store that did has ended; or there is no `START` yet
-            with contextlib.suppress(RuntimeError, OSError):
+            with contextlib.suppress(RuntimeError):  # nobody listened for so long, or the store that did has ended
                 store = dist.TCPStore(*place, is_master=False, wait_for_workers=False, timeout=patience)
-                agents = dist.PrefixStore(start.read_text(), store)
+                if not store.check([WORD]):
+                    continue
+                word = store.get(WORD).decode()
+                if not file.exists() or file.read_text() != word:
+                    differs = min(differs, time.monotonic())
+                    self._stranger = time.monotonic() - differs > APPEAR_SECONDS
+                    continue
+                differs, agents = math.inf, dist.PrefixStore(word, store)
                 if not agents.check(["0"]):
                     continue
                 first = json.loads(agents.get("0"))

@@ -134,9 +134,13 @@ class Starter:
         """Call a function in a fork; returns its exit code, None if the fork server failed or did not answer."""
         if not (forks := self._fork([call], recipe, trains)):
             return None
-        forks[0].join(recipe.run.stall_seconds)
-        if (code := forks[0].exitcode) is None:
-            kill_server()  # and with it the fork
+        code = None
+        try:
+            forks[0].join(recipe.run.stall_seconds)
+            code = forks[0].exitcode
+        finally:
+            if code is None:
+                kill_server()  # and with it the fork
         return None if code == NOT_REPORTED else code
 
     def _fork(self, calls: Sequence[Call], recipe: Recipe, trains: bool) -> list[BaseProcess]:
@@ -149,8 +153,7 @@ class Starter:
         except (OSError, EOFError):  # it was killed or hangs: a new interpreter works, or shows the error
             kill_server()  # and with it what it has started
             self._server_failed = True
-            message = f"the fork server failed or did not answer for {seconds:g} s"
-            print(f"megarl: {message}, so processes start without it", file=sys.stderr, flush=True)
+            tell(f"the fork server failed, or did not answer for {seconds:g} s, so processes start without it")
             return []
         finally:
             timer.cancel()
@@ -158,11 +161,16 @@ class Starter:
 
 def _start(context: Context, calls: Sequence[Call]) -> list[BaseProcess]:
     started: list[BaseProcess] = []
-    for function, arguments in calls:
-        process = context.Process(target=function, args=arguments)
-        with kept_from_children() if context is NEW else contextlib.nullcontext():
-            process.start()
-        started.append(process)
+    try:
+        for function, arguments in calls:
+            process = context.Process(target=function, args=arguments)
+            with kept_from_children() if context is NEW else contextlib.nullcontext():
+                process.start()
+            started.append(process)
+    except BaseException:  # `multiprocessing` would wait for them at this process's exit
+        for one in started:
+            one.kill()
+        raise
     return started
 
 
@@ -207,7 +215,7 @@ def supervise(
         if _failed(codes):
             codes = processes.poll(POLL_SECONDS)  # others may have ended for the same reason
         elif stop_signals:
-            print("stopping", file=sys.stderr, flush=True)
+            tell("stopping")
         processes.signal(signal.SIGTERM)
     first = frozenset(_failed(codes))
     while len(codes) < count:
@@ -218,6 +226,12 @@ def supervise(
     if stall or reason:
         first = frozenset(_failed(codes))
     return Ended(dict(codes), first, bool(stop_signals), stall, bool(reason))
+
+
+def tell(message: str) -> None:
+    """Say something on stderr, if somebody still reads it."""
+    with contextlib.suppress(OSError):
+        print(f"megarl: {message}", file=sys.stderr, flush=True)
 
 
 def _second_ctrl_c(stop_signals: Sequence[tuple[int, float]]) -> bool:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +19,8 @@ import psutil
 from megarl.heartbeats import WAITS, Beat, read_beat
 
 LOST_SECONDS = 1.0  # at most this much counts between two checks; beyond it the watch itself was suspended
-DUMP_SECONDS = 5.0  # for processes to write their Python stacks, which takes milliseconds
+DUMP_SECONDS = 10.0  # at most so long, processes write their Python stacks, which takes milliseconds
+QUIET_SECONDS = 1.0  # a log that has not grown for so long has the whole stack
 START = Beat(0, "start", "")
 
 
@@ -30,6 +30,7 @@ class Stall:
 
     text: str  # message for the user; its first line can stand alone
     certain: bool  # a process of this node is known to be stopped, so the cause is not on another node
+    time: float  # when it was found, seconds since the epoch
 
 
 @dataclass
@@ -61,10 +62,11 @@ class Watch:
 
     seconds: ``[run] stall_seconds``.
     alone: there is no other node, so if all processes here wait for others for long, that is a stall too.
+    warn: gets a message when a stall is found, before the processes are killed: what hangs may not die.
     """
 
-    def __init__(self, watched: Sequence[Watched], seconds: float, alone: bool) -> None:
-        self.watched, self._seconds, self._alone = watched, seconds, alone
+    def __init__(self, watched: Sequence[Watched], seconds: float, alone: bool, warn: Callable[[str], None]) -> None:
+        self.watched, self._seconds, self._alone, self._warn = watched, seconds, alone, warn
         self._last_check = time.monotonic()
 
     def check(self, ended: Collection[int]) -> Stall | None:
@@ -93,26 +95,43 @@ class Watch:
         first, not_running = max(running, key=lambda one: one.idle), list(self._not_running())
         message = f"no progress for {idle:.0f} s: "
         message += "; ".join([f"rank {first.rank} was last seen at {first.last}", *not_running])
-        print(f"megarl: {message}", file=sys.stderr, flush=True)  # now: what hangs may not die when it is killed
+        self._warn(message)
         remedy = f"  A step may take [run] stall_seconds = {self._seconds:g}; raise it if this step was only slow"
-        return Stall(f"{message}\n{remedy}", certain=bool(not_running))
+        return Stall(f"{message}\n{remedy}", certain=bool(not_running), time=time.time())
 
     def _not_running(self) -> Iterator[str]:
         """Messages about stopped processes (state T): the watched ones, their descendants, and the fork server."""
-        ranks = {watched.pid: f" of rank {watched.rank} is stopped" for watched in self.watched}
-        for one in psutil.Process().children(recursive=True):
-            with contextlib.suppress(ProcessLookupError, psutil.Error):
+        whose: dict[psutil.Process, str] = {}
+        for watched in self.watched:
+            with contextlib.suppress(psutil.Error):
+                first = psutil.Process(watched.pid)
+                whose |= dict.fromkeys([first, *first.children(recursive=True)], f" of rank {watched.rank} is stopped")
+                if first.ppid() != os.getpid():
+                    whose[psutil.Process(first.ppid())] = ", which started the others, is stopped"
+        for one, description in whose.items():
+            with contextlib.suppress(psutil.Error):
                 if one.status() == psutil.STATUS_STOPPED:
-                    whose = ranks.get(os.getsid(one.pid), ", which started the others, is stopped")
-                    yield f"process {one.pid} ({one.name()}){whose}"
+                    yield f"process {one.pid} ({one.name()}){description}"
 
     def dump(self, ended: Collection[int]) -> None:
         """Have all processes write their Python stacks to their logs (`faulthandler`, in `megarl.phases.entry`).
 
         Stopped processes are continued, since they could not write otherwise: the caller must kill all of them next.
         """
-        for one in self._running(ended):
+        running = self._running(ended)
+        sizes = before = _sizes(running)
+        for one in running:
             for number in (signal.SIGUSR1, signal.SIGCONT):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(one.pid, number)
-        time.sleep(DUMP_SECONDS)
+        start = grown = time.monotonic()
+        while (now := time.monotonic()) - start < DUMP_SECONDS:
+            if sizes != (sizes := _sizes(running)):
+                grown = now
+            if all(map(int.__gt__, sizes, before)) and now - grown > QUIET_SECONDS:
+                break
+            time.sleep(0.05)
+
+
+def _sizes(running: Sequence[Watched]) -> list[int]:
+    return [one.log.stat().st_size if one.log.exists() else 0 for one in running]

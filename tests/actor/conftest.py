@@ -161,8 +161,7 @@ def config_settings(family: str, **changes):
 
 def auto_model(family: str):
     """The Auto class of transformers whose models have all tensors of a family."""
-    nested = MODEL_TYPES[model_type_of(family)].nested
-    return AutoModelForCausalLM if nested is None else AutoModelForImageTextToText
+    return AutoModelForImageTextToText if family.startswith("qwen3_5") else AutoModelForCausalLM
 
 
 def make_hf_model(family: str, **changes):

@@ -1,6 +1,9 @@
 """Stalled processes are found within their limit: SIGSTOP to each kind of process, SIGKILL to checkpoint writers."""
 
 import json
+import subprocess
+import sys
+import time
 from types import SimpleNamespace
 
 import psutil
@@ -134,12 +137,12 @@ class Clock:
     """A `Watch` over two ranks with heartbeat files, on a simulated clock."""
 
     def __init__(self, monkeypatch, folder, seconds=10.0, alone=True):
-        self.now = 0.0
-        monkeypatch.setattr("megarl.workers.watch.time", SimpleNamespace(monotonic=lambda: self.now))
+        self.now, self.warned = 0.0, []
+        monkeypatch.setattr("megarl.workers.watch.time", SimpleNamespace(monotonic=lambda: self.now, time=time.time))
         self.files = [folder / f"beats_{rank}" for rank in (0, 1)]
         too_large = 2**22 + 1  # for the id of a process
         watched = [Watched(rank, too_large + rank, file, folder / "log") for rank, file in enumerate(self.files)]
-        self.watch = Watch(watched, seconds, alone)
+        self.watch = Watch(watched, seconds, alone, self.warned.append)
 
     def beat(self, rank, number, kind="update", where="update 7"):
         self.files[rank].write_text(json.dumps({"number": number, "kind": kind, "where": where}))
@@ -163,6 +166,7 @@ def test_every_step_has_the_configured_limit(monkeypatch, tmp_path):
     assert clock.after(3) is None
     found = clock.after(2)
     assert found and "rank 1 was last seen at update 7 (update)" in found.text
+    assert clock.warned == [found.text.splitlines()[0]]
 
 
 def test_suspended_time_does_not_count(monkeypatch, tmp_path):
@@ -186,3 +190,34 @@ def test_a_stall_is_found_if_all_ranks_of_the_only_node_wait(alone, monkeypatch,
             clock.beat(rank, number, "wait", "a wait for others")
         found = found or clock.after(0.5)
     assert bool(found) == alone  # with several nodes, ranks of the others may be at work
+
+
+HANDLES = """
+import signal
+signal.signal(signal.SIGUSR1, lambda *_: None)
+print("begins", flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_the_dump_waits_until_stacks_are_complete(tmp_path, monkeypatch):
+    """They are written line by line, at times of a simulated clock."""
+    log, now, lines = tmp_path / "log", 0.0, [(0.2, "File\n"), (0.9, "File\n"), (1.6, "end\n")]
+    log.touch()
+
+    def sleep(seconds):
+        nonlocal now
+        now += seconds
+        while lines and lines[0][0] <= now:
+            log.write_text(log.read_text() + lines.pop(0)[1])
+
+    with subprocess.Popen([sys.executable, "-c", HANDLES], stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout.readline() == "begins\n"
+            watch = Watch([Watched(0, process.pid, tmp_path / "beats", log)], 1.0, True, print)
+            monkeypatch.setattr("megarl.workers.watch.time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+            watch.dump([])
+        finally:
+            process.kill()
+    assert log.read_text() == "File\nFile\nend\n" and now < 5

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from megarl import distributed
 from megarl.distributed import ReplicaGroup
-from megarl.errors import PhaseFailed
+from megarl.errors import PhaseFailed, UserError
 from megarl.recipe.load import load_recipe
 from megarl.storage.run_dir import RunDir
 from megarl.workers import launcher, nodes
@@ -34,14 +34,14 @@ def node(tmp_path):
 
 @pytest.fixture(autouse=True)
 def lost(monkeypatch):
-    """The agents that have lost the first one, which ends their threads instead of this process."""
+    """The agents that end at once, such as those that lose the first one: only their threads end."""
     found = queue.Queue()
 
-    def lose_first(agent, cause):
+    def end(agent, message):
         found.put(agent.rank)
         raise SystemExit
 
-    monkeypatch.setattr(Nodes, "_lose_first", lose_first)
+    monkeypatch.setattr(Nodes, "_end", end)
     return found
 
 
@@ -147,7 +147,8 @@ def test_an_agent_waits_for_the_start_after_one_that_is_ending(tmp_path):
         ends.set()
         return asked.check(store, keys)
 
-    (tmp_path / nodes.START).write_text("before")
+    (tmp_path / nodes.WORD).write_text("before")
+    before.set(nodes.WORD, "before")
     dist.PrefixStore("before", before).set("0", json.dumps({"attempt": 1, "report": None, "left": True}))
     follower = threading.Thread(target=follow)
     with pytest.MonkeyPatch.context() as patch:
@@ -182,7 +183,7 @@ def test_a_cause_is_cut_to_what_the_store_takes(node):
     def follow():
         with node(1) as agents:
             agents.meet()
-            agents.report(Report("failed", "first line\n" + 2**23 * "x"))
+            agents.report(Report("failed", "first line\n" + 2**23 * "x" + "\nlast line"))
             agents.meet()
 
     follower = threading.Thread(target=follow)
@@ -192,7 +193,7 @@ def test_a_cause_is_cut_to_what_the_store_takes(node):
         agents.report(Report("done"))
         cause = agents.reports()[1].cause
     follower.join()
-    assert len(cause) == 20_000 and cause.startswith("first line\n")
+    assert len(cause) < 20_010 and cause.startswith("first line\n") and cause.endswith("\nlast line")
 
 
 def test_an_agent_whose_exchange_fails_ends(node, lost):
@@ -205,26 +206,22 @@ def test_an_agent_whose_exchange_fails_ends(node, lost):
     follower.join()
 
 
-def test_an_agent_of_another_run_is_not_heard(tmp_path, node, monkeypatch):
-    """Even if its run directory has the same name."""
-    monkeypatch.setattr(nodes, "JOIN_SECONDS", 0.5)
-    failed = queue.Queue()
+def test_agents_with_another_run_directory_are_refused(tmp_path, node, monkeypatch):
+    """Even if it has the same name, as on nodes that share no file system."""
+    monkeypatch.setattr(nodes, "APPEAR_SECONDS", 0.5)
 
-    def join(rank):
-        run = tmp_path / str(rank) / "run"
-        run.mkdir(parents=True)
-        (run / nodes.START).write_text("of an earlier start")
-        with pytest.raises(PhaseFailed) as failure:
-            node(rank, run)
-        failed.put(str(failure.value))
+    def lead():
+        with pytest.raises(PhaseFailed, match="node 1 of 2 did not join at"):
+            node(0, tmp_path / "0/run")
 
-    threads = [threading.Thread(target=join, args=(rank,)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    said = sorted(failed.get() for _ in threads)
-    assert [text[:6] for text in said] == ["node 0", "node 1"] and all("did not join at" in text for text in said)
+    first = threading.Thread(target=lead)
+    first.start()
+    (tmp_path / "1/run").mkdir(parents=True)
+    (tmp_path / "1/run" / nodes.WORD).write_text("of an earlier start")
+    with pytest.raises(UserError, match="must lie on a file system that all nodes share"):
+        node(1, tmp_path / "1/run")
+    monkeypatch.setattr(nodes, "JOIN_SECONDS", 0.0)
+    first.join()
 
 
 def test_the_processes_of_two_nodes_share_a_store_in_each_attempt(node, monkeypatch):

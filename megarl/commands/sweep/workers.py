@@ -160,6 +160,7 @@ def _check(nodes: Nodes, job: Job) -> None:
 def _make(nodes: Nodes, job: Job) -> None:
     if job.is_done():  # another sweep has made it in the meantime
         return
+    nodes.starter.prepare(job.recipe)
     if job.source is not None:
         optimize_branch(nodes, job.source, job.directory, job.settings)
         return

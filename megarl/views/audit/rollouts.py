@@ -171,8 +171,8 @@ def _check_group(stage: Stage, group: Group) -> Iterator[str]:
 def versions_allowed(stage: Stage, group_id: int) -> tuple[int, int]:
     """The oldest and the newest policy version that may have sampled a token of the group."""
     recipe, rule = stage.run.recipe, stage.run.recipe.schedule.lag_rule
-    if recipe.rollout.token_budget is not None:
-        begun = recipe.stage_that_begins(group_id)
+    if recipe.schedule.one_policy:
+        begun = recipe.stage_that_begins(group_id) if recipe.mixes_policies else stage.number
         return stage.run.stage(min(stage.number, begun)).first_update, stage.first_update
     updates = recipe.updates_of_group(group_id)
     if rule.delay is not None:
