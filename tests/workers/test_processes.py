@@ -87,7 +87,7 @@ def test_processes_that_an_ended_phase_left_are_waited_for(script, code):
     """Otherwise they could still hold the GPUs when the phase is started again."""
     scripts = Scripts(script)
     left = int(scripts.started[0].stdout.readline())
-    watch = SimpleNamespace(check=lambda _: Stall("stalled", certain=True), dump=lambda _: None)
+    watch = SimpleNamespace(check=lambda _: Stall("stalled", certain=True, time=0.0), dump=lambda _: None)
     assert supervise(scripts, watch=watch if script == "stands" else None).codes == {0: code}
     assert not processes._lives_in(left, scripts.pids)
 
@@ -101,7 +101,7 @@ def test_a_stall_that_another_node_notices_first_is_that_of_the_process_stopped_
     name = process.name()
     while stopped and process.status() != psutil.STATUS_STOPPED:
         process.suspend()
-    watch = Watch([Watched(5, process.pid, tmp_path / "beats", tmp_path / "log")], 1e6, False)
+    watch = Watch([Watched(5, process.pid, tmp_path / "beats", tmp_path / "log")], 1e6, False, print)
     ended = supervise(scripts, watch=watch, aborted=lambda: processes.STALLED)
     assert ended.codes == {0: -signal.SIGKILL} and (ended.stall is not None) == stopped
     if stopped:
@@ -261,7 +261,7 @@ def test_a_fork_server_that_was_stopped_before_the_first_phase_is_given_up_after
         check(nodes.starter, recipe)
         assert fork_server_of(os.getpid()) is None
         run_phase(nodes, stage, "evaluate", 1)
-    assert capfd.readouterr().err.count("the fork server failed or did not answer for 6 s") == 1
+    assert capfd.readouterr().err.count("the fork server failed, or did not answer for 6 s") == 1
 
 
 READY_TO_FORK = """
