@@ -74,6 +74,14 @@ def pytest_xdist_node_collection_finished(node, ids):
         RANKS.start()
 
 
+@pytest.hookimpl
+def pytest_terminal_summary(terminalreporter, exitstatus):
+    for server in (RUNS, RANKS):
+        if exitstatus and server.folder and server.errors.exists():
+            terminalreporter.section(f"stderr of forks of the server {server.name}, its end")
+            terminalreporter.write(server.errors.read_text(errors="replace")[-20_000:])
+
+
 def pytest_collection_modifyitems(items):
     """Put files with long tests first, so that no process is left alone with one of them at the end, and skip tests
     with the mark "vllm" or "sglang" where that engine is not installed.

@@ -18,18 +18,24 @@ class ForkServer(forkserver.ForkServer):
         self.set_forkserver_preload(preload)
 
     def start(self) -> None:
-        """Start it in `multiprocessing`'s folder of temporary files, without what its forks write to stderr."""
+        """Start it in `multiprocessing`'s folder of temporary files. What its forks write to stderr is in `errors`."""
         self.folder = util.get_temp_dir()
         address = str(Path(self.folder, self.name))
         stderr = os.dup(2)
         with (
-            open(os.devnull, "w") as null,
+            open(self.errors, "w") as errors,
             unittest.mock.patch.object(connection, "arbitrary_address", return_value=address),
         ):
-            os.dup2(null.fileno(), 2)
-            super().ensure_running()
-        os.dup2(stderr, 2)
-        os.close(stderr)
+            os.dup2(errors.fileno(), 2)
+            try:
+                super().ensure_running()
+            finally:
+                os.dup2(stderr, 2)
+                os.close(stderr)
+
+    @property
+    def errors(self) -> Path:
+        return Path(self.folder, f"{self.name}.stderr")
 
     def ensure_running(self) -> None:
         """Start one for this process alone, unless another process shares its own."""

@@ -36,7 +36,7 @@ class FrozenPolicy:
         load_hf(models, policy_dir)
         for model in models:
             model.requires_grad_(False).eval()
-        if recipe.actor.routing_replay != "none":
+        if "routed_experts" in fields or ("old_logprobs" in fields and recipe.actor.trains_recorded_experts):
             routing.install(models, replays=True)
         return cls(fields, models)
 

@@ -24,7 +24,7 @@ def init(name: str, folder: Path) -> str:
         return _own_objective(examples / OWN, folder)
     recipes = {str(path.relative_to(examples).with_suffix("")): path for path in sorted(examples.rglob("*.toml"))}
     if name not in recipes:
-        raise UserError(f"there is no recipe {name!r}; {did_you_mean(name, recipes)}")
+        raise UserError(f"there is no recipe {name!r}; {did_you_mean(name, [OWN, *recipes])}")
     target = folder / f"{name.replace('/', '-')}.toml"
     beside = recipes[name].parent
     text = re.sub(rf"examples/({beside.name}/\w+\.py)", rf"{examples}/\1", recipes[name].read_text())
@@ -39,7 +39,7 @@ def init(name: str, folder: Path) -> str:
         [
             f"wrote   {target}{'' if made else ': set [model] path and [data] in it'}",
             f"beside  {beside}  # the config.json of its model for a plan, and scripts that it names",
-            f"others  {', '.join(other for other in recipes if other != name)}",
+            f"others  {', '.join(other for other in [*recipes, OWN] if other != name)}",
             f"docs    {shipped('docs')}",
             "next    " + "\n        ".join(steps),
         ]

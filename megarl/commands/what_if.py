@@ -50,7 +50,7 @@ def what_if(run_dir: Path, number: int, updates: Sequence[int], batches: int) ->
     return [record | {"update": stage.first_update + record["update"]} for record in records]
 
 
-# -------------------------------------------------------------------------------------------------- table and figure
+# ------------------------------------------------------------------------------------------------------------- table
 
 
 def estimates(records: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -135,12 +135,12 @@ class Family:
     def has_experts(self, hf: Hf, layer: int) -> bool:
         """Whether the feed-forward of layer ``layer`` (from 0) is a mixture of experts.
 
-        In families with dense layers: those that ``mlp_layer_types`` calls sparse, or without it after
+        In families with dense layers: those that ``feed_forwards``, an alias, calls sparse, or without it after
         ``first_k_dense_replace`` layers every ``decoder_sparse_step``-th that is not in ``mlp_only_layers``.
         """
         if self.dense is None:
             return bool(hf["num_experts"])
-        if types := hf.get("mlp_layer_types"):
+        if types := hf.get("feed_forwards"):
             return bool(types[layer] == "sparse")
         first, step = hf.get("first_k_dense_replace", 0), hf.get("decoder_sparse_step", 1)
         chosen = layer >= first and (layer + 1) % step == 0
@@ -189,9 +189,9 @@ class Family:
         for name, only in self.only.items():
             if hf.get(name, only) != only:
                 yield f"{name} = {hf[name]!r} is not supported for {hf['model_type']}, only {only!r}"
-        types = hf.get("mlp_layer_types")
+        types = hf.get("feed_forwards")
         if types and (len(types) != hf["num_hidden_layers"] or set(types) - {"dense", "sparse"}):
-            yield f"mlp_layer_types = {types!r} must name dense or sparse for each of the layers"
+            yield f"{self.aliases['feed_forwards']} = {types!r} must name dense or sparse for each of the layers"
         for part in self.distinct_sublayers(hf):
             yield from part.problems(hf)
 

@@ -129,6 +129,8 @@ def _rope(hf: dict[str, Any], family: Family, path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: rope_type {kind!r} is not supported; known are {', '.join(known)}")
     share = hf["rotary_dim"] / hf["head_dim"] if hf.get("rotary_dim") else 1.0  # as older config.json files have it
     fraction = float(rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", share)))
+    if not 0 < fraction <= 1:
+        raise UserError(f"{path}: the rotary embedding rotates {fraction:g} of a head; expected a share up to 1")
     if fraction != 1.0 and not family.attention.partial_rotary:
         raise UserError(f"{path}: partial_rotary_factor = {fraction} is not supported for {hf['model_type']}")
     if kind == "llama3":

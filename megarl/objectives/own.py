@@ -26,6 +26,8 @@ def load_objective(path: str) -> type[Objective]:
         raise UserError(f"{here}: the class needs the decorator @dataclass(frozen=True)")
     if cls.rule is Objective.rule and cls.terms is Objective.terms:
         raise UserError(f"{here}: the class has neither a method rule nor a method terms, which define its loss")
+    if cls.statistics is not Objective.statistics and not cls.needs_statistics:
+        raise UserError(f"{here}: the class has a method statistics, which is called only with needs_statistics = True")
     for setting in fields(cls):
         if not isinstance(setting.default, bool | int | float | str):
             raise UserError(f"{here}: the setting {setting.name} needs a default: a number, true or false, or a text")

@@ -74,5 +74,5 @@ def _response_bytes(prompt: float, response: float) -> float:
 def _between_stages(recipe: Recipe) -> int:
     """Most policies inside a stage that exist at a time: for engines of a live run, and for evaluation."""
     schedule, rule, every = recipe.schedule, recipe.schedule.lag_rule, recipe.eval.every_updates
-    published = rule.max_lag // rule.sync_every + 1 if rule.sync_every < schedule.updates_per_stage else 0
+    published = rule.max_lag // rule.sync_every + (rule.sync_every < schedule.updates_per_stage)
     return published + (math.ceil(schedule.updates_per_stage / every) if every else 0)

@@ -111,6 +111,11 @@ class ActorTable(Table):
     keep_policies: int | None = Field(None, ge=1)  # those whose policy is kept, besides the run's first; default: all
     lora: LoraTable | None = None  # train low-rank adapters instead of the model's weights (docs/scale.md)
 
+    @field_validator("layers", mode="before")
+    @classmethod
+    def _of_earlier_runs(cls, layers: Any) -> Any:
+        return "torch" if layers == "auto" else layers  # the default when recipes of earlier runs were stored
+
     @property
     def trains_recorded_experts(self) -> bool:
         """Whether tokens train with the experts to which the engine routed them, so that rollouts record these."""

@@ -100,7 +100,8 @@ class RunState:
             prompts = max((replica["prompts"] for replica in self._replicas.values()), default=0)
             return self._skipped + self._groups, prompts, "prompts"
         if self.phase == "rollout":
-            return self._skipped + self._groups, self.candidates, self._unit
+            # groups that are continued beyond their token budget count twice
+            return min(self.candidates, self._skipped + self._groups), self.candidates, self._unit
         if find_phase(self.phase).updates:
             size = self.schedule.updates_per_stage
             return min(size, max(0, self.updates - self.stage * size)), size, "updates"

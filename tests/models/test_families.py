@@ -56,6 +56,7 @@ YARN, OSS_YARN = (MODELS[name]["rope_parameters"] for name in ("deepseek_v3", "g
         ("glm4_moe_lite", {"mlp_layer_types": ["dense"]}, "must name dense or sparse for each of the layers"),
         ("glm4_moe_lite", {"mlp_layer_types": ["dense", "none"]}, "must name dense or sparse for each of the layers"),
         ("minimax_m2", {"routed_scaling_factor": 2.0}, "routed_scaling_factor = 2.0 is not supported for minimax_m2"),
+        ("minimax_m2", {"rotary_dim": 24}, "rotates 1.5 of a head; expected a share up to 1"),
         ("minimax_m2", {"use_routing_bias": False}, "use_routing_bias = False is not supported for minimax_m2"),
         ("qwen3_5", {"attention_bias": True}, "attention_bias = true is not supported for qwen3_5"),
         ("deepseek_v3", {"topk_group": 1}, "topk_group = 1: a group's score is the sum of its two best"),
@@ -165,6 +166,7 @@ def test_config_json_decides_which_layers_have_experts(tmp_path):
     assert pattern("qwen3_moe", decoder_sparse_step=2) == [0, 1, 0, 1]
     assert pattern("qwen2_moe", mlp_only_layers=[0, 3]) == [0, 1, 1, 0]
     assert pattern("glm4_moe", first_k_dense_replace=3) == [0, 0, 0, 1]
+    assert pattern("glm4_moe", mlp_layer_types=["sparse"] * 4) == [0, 1, 1, 1]  # transformers ignores it
     assert pattern("glm4_moe_lite") == [0, 1, 1, 1]
     assert pattern("glm4_moe_lite", mlp_layer_types=["sparse", "dense", "sparse", "dense"]) == [1, 0, 1, 0]
 

@@ -208,6 +208,11 @@ WRONG = {
     "function": (SOFT_PREFIX, "mine.py:halves", "expected a class that derives from"),
     "decorator": (SOFT_PREFIX.replace("@dataclass(frozen=True)\n", ""), "mine.py:SoftPrefix", "needs the decorator"),
     "method": (SOFT_PREFIX.replace("def rule(self", "def rules(self"), "mine.py:SoftPrefix", "neither a method rule"),
+    "statistics": (
+        SOFT_PREFIX.replace("    def rule(", "    def statistics(self, *_):\n        return 1\n\n    def rule(", 1),
+        "mine.py:SoftPrefix",
+        "has a method statistics, which is called only with needs_statistics = True",
+    ),
     "default": (SOFT_PREFIX.replace(" = number(0.5, 0, 1)", ""), "mine.py:SoftPrefix", "non-default argument 'power'"),
     "raises": (SOFT_PREFIX.replace("t.prefix_ratio /", "t.prefix /"), "mine.py:SoftPrefix", "no attribute 'prefix'"),
     "shape": (SOFT_PREFIX.replace("where(t.clamped, 0.0, value)", "value[:2]"), "mine.py:SoftPrefix", "size"),

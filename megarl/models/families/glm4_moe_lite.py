@@ -8,7 +8,7 @@ FAMILY = Family(
     MultiHeadLatentAttention(),
     MixtureOfExperts(shared="mlp.shared_experts", sigmoid=True),
     dense=GatedMlp(),
-    aliases={"num_experts": "n_routed_experts"},
+    aliases={"num_experts": "n_routed_experts", "feed_forwards": "mlp_layer_types"},
     defaults={
         "first_k_dense_replace": 1,
         "n_group": 1,

@@ -16,7 +16,7 @@ from typing import Any
 
 from megarl.errors import Busy, UserError
 from megarl.foreign import quoted
-from megarl.recipe.layout import TRAINING_TABLES, is_layout_setting
+from megarl.recipe.layout import BATCHES, TRAINING_TABLES, is_layout_setting
 from megarl.recipe.load import recipe_diff
 from megarl.recipe.tables import Recipe, RolloutTable
 from megarl.storage.checked_json import JsonTail, append_json, read_checked, write_checked
@@ -74,12 +74,14 @@ class RunDir:
                 changed = [line for line in changed if line.startswith("eval.")]
             difference = [line for line in difference if line not in changed]
             if difference:
+                trains = all(line.startswith((*TRAINING_TABLES, "reward.", *BATCHES)) for line in difference)
+                branch = f"`megarl optimize {quoted(root)} --stage N --output NEW --set KEY=VALUE`"
                 raise UserError(
                     f"{root} belongs to a run with another recipe (old -> new):\n  "
                     + "\n  ".join(difference)
                     + "\nuse the old settings, those of its recipe.toml, to continue this run, or another --run-dir; "
-                    f"for the new ones on the same rollouts: `megarl optimize {quoted(root)} --stage N --output NEW "
-                    "--set KEY=VALUE`; from the result of this run: "
+                    + f"for the new ones on the same rollouts: {branch}; " * (trains and before.schedule.one_policy)
+                    + "for the new ones from the result of this run: "
                     f"`megarl train RECIPE --run-dir NEW --continue-from {quoted(root)}`"
                 )
             if longer:
