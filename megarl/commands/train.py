@@ -36,9 +36,9 @@ def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> No
         log_finished_stages(run)
         for stage in run.stages():
             replicas = stage.rollout.workers
-            if stage.due_evaluations() and (recipe.schedule.kind == "live" or stage.is_sealed()):
+            if stage.due_evaluations() and (not recipe.schedule.one_policy or stage.is_sealed()):
                 run_phase(nodes, stage, "evaluate", replicas)  # otherwise the rollout phase's engines evaluate
-            if recipe.schedule.kind == "live":
+            if not recipe.schedule.one_policy:
                 update_best_and_remove_policies(stage)
                 if not (stage.is_sealed() and stage.is_trained()):
                     require_policy(stage)
@@ -93,7 +93,7 @@ def log_finished_stages(run: RunDir) -> None:
 
 def optimizes(run: RunDir, until: tuple[str, int] | None) -> bool:
     """Whether `train`, stopping at ``until``, still has updates to make."""
-    live = run.recipe.schedule.kind == "live"
+    live = not run.recipe.schedule.one_policy
     stages = run.stages() if until is None else run.stages()[: until[1] + (live or until[0] == "optimize")]
     return any(not stage.is_trained() for stage in stages)
 
@@ -113,7 +113,7 @@ def summarise_run(run: RunDir) -> str:
         f"model   {run.final}",
         f"report  {run.root / 'report.html'}",
     ]
-    if run.recipe.schedule.kind == "staged":
+    if run.recipe.schedule.one_policy:
         branch = f"--stage 0 --output {quoted(f'{run.root}-grpo')} --set objective.name=grpo"
         lines.append(f"next    megarl optimize {quoted(run.root)} {branch}")
     return "\n".join(lines)

@@ -233,7 +233,7 @@ class Recipe(Table):
         if budget is None:
             return self
         here = f"rollout.token_budget = {budget}"
-        if self.schedule.kind == "live":
+        if not self.schedule.one_policy:
             raise ValueError(
                 f'{here} is only for schedule.kind = "staged", where it interrupts responses until the next stage; in '
                 "a live run schedule.partial = true continues responses when new weights arrive"

@@ -19,7 +19,7 @@ import pytest
 
 from megarl.errors import UserError
 from megarl.recipe.tables import RewardTable
-from megarl.rewards import cpp, sandbox
+from megarl.rewards import code, cpp, sandbox
 from megarl.rewards.code import Code
 from megarl.rewards.pool import Limits
 from megarl.rewards.sandbox import SandboxError
@@ -111,7 +111,8 @@ def test_hostile_cpp_scores_0_and_leaves_no_process(name, host, monkeypatch):
 
 @pytest.fixture(scope="module")
 def readable_by_all():
-    """(launcher, prefix of Python): copies that every user may read; the originals may be in root's home."""
+    """(launcher, prefix of Python, megarl's programs for the sandbox): copies that every user may read; the originals
+    may be in root's home."""
     with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
         os.chmod(folder, 0o755)
         launcher, prefix = Path(folder) / "launcher", Path(folder) / "python"
@@ -125,11 +126,13 @@ def readable_by_all():
         (prefix / "lib" / version / "site-packages").mkdir()
         for library in (home / "lib").glob("libpython*"):
             shutil.copy2(library, prefix / "lib")
-        yield launcher, prefix
+        shutil.copytree(code.INSIDE, Path(folder) / "inside")
+        yield launcher, prefix, Path(folder) / "inside"
 
 
 def test_an_ordinary_user_has_the_same_sandbox(readable_by_all, host, monkeypatch):
-    launcher, prefix = readable_by_all
+    launcher, prefix, programs = readable_by_all
+    monkeypatch.setattr(code, "INSIDE", programs)
     monkeypatch.setattr(sandbox, "launcher", lambda: launcher)
     monkeypatch.setattr(sandbox, "python_of", functools.partial(sandbox.python_of, prefix))
     right, cases = program("won()", host), {name: program(body, host) for name, body in attacks.PROGRAMS.items()}
