@@ -232,7 +232,7 @@ def define_nccl() -> None:
             self.is_high_priority_stream = is_high_priority_stream
             self.config = types.SimpleNamespace()
 
-    base = c10d.ProcessGroupNCCL
+    base = c10d.RehearsalNCCL
 
     class ProcessGroupNCCL(base):
         def __init__(self, store: Any, rank: int, size: int, options: Options) -> None:

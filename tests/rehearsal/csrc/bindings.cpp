@@ -35,7 +35,7 @@ PYBIND11_MODULE(megarl_rehearsal_device, m) {
   m.def("set_sync_mode", &set_sync_mode);
   m.def("sync_mode", &sync_mode);
   m.def("define_nccl", [](py::module_ target) {  // called later: it derives from a class of torch.distributed
-    py::class_<Nccl, c10::intrusive_ptr<Nccl>, c10d::Backend>(target, "ProcessGroupNCCL")
+    py::class_<Nccl, c10::intrusive_ptr<Nccl>, c10d::Backend>(target, "RehearsalNCCL")
         .def(py::init<c10::intrusive_ptr<c10d::Backend>, const StorePtr&, int, int>());
   });
 }

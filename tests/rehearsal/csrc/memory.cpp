@@ -161,7 +161,7 @@ struct Hooks final : at::CUDAHooksInterface {
 };
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
-C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, Hooks)
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, Hooks)  // a CUDA build has its own
 
 const bool registered = (SetAllocator(kCUDA, &device_allocator, 100), true);
 

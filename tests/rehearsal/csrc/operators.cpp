@@ -272,6 +272,33 @@ int64_t choose_attention(const Tensor& query, const Tensor&, const Tensor&, cons
 }
 const bool chosen = (at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention), true);
 
+// An operator that the host has as a composite of others only: they are called with tensors of the device.
+void run_composite(const OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
+  op.getComputedKernelForDispatchKey(DispatchKey::CPU).callBoxed(op, keys, stack);
+}
+
+struct NoWarnings final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+// A CUDA build of torch has kernels of its own, which hide the fallback; replacing one warns.
+std::vector<c10::RegistrationHandleRAII> replace_kernels_of_torch() {
+  NoWarnings none;
+  const c10::WarningUtils::WarningHandlerGuard guard(&none);
+  auto& dispatcher = c10::Dispatcher::singleton();
+  std::vector<c10::RegistrationHandleRAII> replaced;
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    const auto op = dispatcher.findOp(name);
+    if (!op->hasKernelForDispatchKey(DispatchKey::CUDA)) continue;
+    const bool composite = !op->hasKernelForDispatchKey(DispatchKey::CPU) && op->hasComputedKernelForDispatchKey(DispatchKey::CPU);
+    auto kernel = composite ? KernelFunction::makeFromBoxedFunction<&run_composite>()
+                            : KernelFunction::makeFromBoxedFunction<&run_on_host>();
+    replaced.push_back(dispatcher.registerImpl(name, DispatchKey::CUDA, std::move(kernel), std::nullopt, nullptr, "rehearsal"));
+  }
+  return replaced;
+}
+const auto replaced = replace_kernels_of_torch();
+
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_host>()); }
 
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
