@@ -272,9 +272,12 @@ int64_t choose_attention(const Tensor& query, const Tensor&, const Tensor&, cons
 }
 const bool chosen = (at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention), true);
 
-// An operator that the host has as a composite of others only: they are called with tensors of the device.
+// What an operator is on a backend that registers nothing, as CUDA is in a CPU build: a composite of other operators, or
+// nothing.
+constexpr auto kUnregistered = DispatchKey::VE;
+
 void run_composite(const OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
-  op.getComputedKernelForDispatchKey(DispatchKey::CPU).callBoxed(op, keys, stack);
+  op.getComputedKernelForDispatchKey(kUnregistered).callBoxed(op, keys, stack);
 }
 
 struct NoWarnings final : c10::WarningHandler {
@@ -289,11 +292,12 @@ std::vector<c10::RegistrationHandleRAII> replace_kernels_of_torch() {
   std::vector<c10::RegistrationHandleRAII> replaced;
   for (const auto& name : dispatcher.getAllOpNames()) {
     const auto op = dispatcher.findOp(name);
-    if (!op->hasKernelForDispatchKey(DispatchKey::CUDA)) continue;
-    const bool composite = !op->hasKernelForDispatchKey(DispatchKey::CPU) && op->hasComputedKernelForDispatchKey(DispatchKey::CPU);
-    auto kernel = composite ? KernelFunction::makeFromBoxedFunction<&run_composite>()
+    // c10d's are the same in both builds: they call the process group
+    if (!op->hasKernelForDispatchKey(DispatchKey::CUDA) || name.getNamespace() == "c10d") continue;
+    const auto kernel = op->hasComputedKernelForDispatchKey(kUnregistered)
+                            ? KernelFunction::makeFromBoxedFunction<&run_composite>()
                             : KernelFunction::makeFromBoxedFunction<&run_on_host>();
-    replaced.push_back(dispatcher.registerImpl(name, DispatchKey::CUDA, std::move(kernel), std::nullopt, nullptr, "rehearsal"));
+    replaced.push_back(dispatcher.registerImpl(name, DispatchKey::CUDA, kernel, std::nullopt, nullptr, "rehearsal"));
   }
   return replaced;
 }
