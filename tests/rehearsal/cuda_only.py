@@ -49,7 +49,7 @@ def _storage_to(to_host: Callable[..., Any]) -> Callable[..., Any]:
     def to(storage: Any, device: torch.device, non_blocking: bool = False) -> Any:
         if device.type != "cuda":
             return to_host(storage, device, non_blocking)
-        # a CPU build cannot make a storage of CUDA
+        # a CPU build cannot make a storage of CUDA, and a CUDA build would with its driver
         empty = torch.empty(storage.nbytes(), dtype=torch.uint8, device=device)
         return empty.untyped_storage().copy_(storage, non_blocking)
 

@@ -161,7 +161,8 @@ struct Hooks final : at::CUDAHooksInterface {
 };
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
-C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, Hooks)  // a CUDA build has its own
+// preferred to those of a CUDA build
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, Hooks)
 
 const bool registered = (SetAllocator(kCUDA, &device_allocator, 100), true);
 

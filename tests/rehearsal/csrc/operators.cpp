@@ -272,8 +272,7 @@ int64_t choose_attention(const Tensor& query, const Tensor&, const Tensor&, cons
 }
 const bool chosen = (at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&choose_attention), true);
 
-// What an operator is on a backend that registers nothing, as CUDA is in a CPU build: a composite of other operators, or
-// nothing.
+// On a backend that registers no kernels, as CUDA is in a CPU build, an operator is a composite of others, or missing.
 constexpr auto kUnregistered = DispatchKey::VE;
 
 void run_composite(const OperatorHandle& op, DispatchKeySet keys, torch::jit::Stack* stack) {
@@ -316,6 +315,8 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Tensor", set_tensor);
   m.impl("record_stream", record_stream);
   m.impl("_fused_sdp_choice", choose_attention);
+  // one kernel on a GPU; without this, a composite of five
+  m.impl("silu_backward", torch::CppFunction::makeFromBoxedFunction<&run_on_host>());
 }
 
 }  // namespace

@@ -217,7 +217,7 @@ def check_turns(file: Path, engines: int) -> tuple[int, int]:
         else:
             resting.add(worker)
             gone.update([worker] if what == "leave" else [])
-    assert started == engines
+    assert 1 <= started <= engines  # not all, if others have generated all groups until the attempt ends
     return turns, collectives
 
 
