@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from typing import Any
 
@@ -106,8 +107,8 @@ def check_lora(recipe: Recipe, hf: dict[str, Any]) -> None:
     for target in table.targets:
         if not any(f".{name}".endswith(f".{target}") for name in known):
             raise UserError(
-                f"[actor.lora] targets: {target!r} matches no matrix of this {hf['model_type']}; its matrices are "
-                f"{', '.join(known)}"
+                f"[actor.lora] targets: {target!r} matches no matrix of this {hf['model_type']}; for adapters on all "
+                f"that it has: targets = {json.dumps(list(known))}"
             )
     chosen = {matrix.name: matrix for layer in layers for matrix in targeted(hf, layer, table.targets)}
     for name, matrix in chosen.items():

@@ -25,9 +25,9 @@ def test_a_target_matches_matrices_by_the_end_of_their_name(tmp_path):
             "qwen3_moe",
             {"targets": ["q_proj"]},
             {},
-            "'q_proj' matches no matrix of this qwen3_moe; its matrices are self_attention.linear_qkv, ",
+            "'q_proj' matches no matrix of this qwen3_moe; .*: targets = .\"self_attention.linear_qkv\", ",
         ),
-        ("deepseek_v3", {}, {}, "'linear_qkv' .*; its matrices are self_attention.linear_q_down_proj, self_attention"),
+        ("deepseek_v3", {}, {}, '\'linear_qkv\' .*: targets = ."self_attention.linear_q_down_proj", "self_attention'),
         ("qwen3_moe", {"rank": 25}, {}, "rank = 25 .* mlp.experts.linear_fc2, a matrix of 32 x 24: at most 24"),
         (
             "glm4_moe",
