@@ -1,4 +1,4 @@
-"""Gives torch CUDA devices whose memory is host memory, in its CPU build and its CUDA builds. For tests; never installed.
+"""Gives torch CUDA devices that are host memory, in its CPU build and in CUDA builds. For tests; never installed.
 
 The compiled part (`csrc/`) runs every operator of the dispatch key CUDA by its CPU kernel on the same bytes. This
 module gives ``torch._C`` what it has in a CUDA build, so that ``torch.cuda`` and ``torch.distributed`` are torch's own.
