@@ -179,7 +179,7 @@ def changed_recipe(source: Stage, overrides: Overrides) -> Recipe:
             f"the stage has {before.groups_per_stage} groups, but {recipe.schedule.updates_per_pass} updates of "
             f"{recipe.schedule.prompts_per_update} groups need {recipe.groups_per_stage}"
         )
-    if recipe.reward != before.reward and before.rollout.token_budget is not None:
+    if recipe.reward != before.reward and before.leaves_groups:
         raise UserError("--set reward: not with rollout.token_budget: a stage trains groups that earlier ones scored")
     if recipe.reward != before.reward and sealed_external(source.rollouts) and recipe.reward.kind not in NEED_NO_ANSWER:
         raise UserError(

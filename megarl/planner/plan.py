@@ -347,7 +347,7 @@ class Plan:
         later stages finish.
         """
         recipe, running = self.recipe, self.running_responses
-        groups = recipe.groups_per_stage if recipe.rollout.token_budget is not None else recipe.candidates_per_stage
+        groups = recipe.groups_per_stage if recipe.leaves_groups else recipe.candidates_per_stage
         each = groups * recipe.rollout.responses_per_prompt / self.replicas
         return each / running * self.mean_response * self.decode_step_seconds(running)
 

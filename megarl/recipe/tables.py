@@ -311,14 +311,18 @@ class Recipe(Table):
         choices, rest = divmod(self.groups_per_stage, self.groups_per_choice)
         return choices * self.candidates_per_choice + rest
 
+    @property
+    def leaves_groups(self) -> bool:
+        """Whether a stage leaves groups, finished or not, to the next one, which trains them (partial rollouts)."""
+        return self.rollout.token_budget is not None
+
     def groups_begun(self, stage: int) -> range:
         """The ids of the groups that a stage begins. A group's id is the index of its prompt in the run's sequence.
 
-        With ``rollout.token_budget`` the groups that the previous stage did not train remain candidates, so a stage
-        only begins as many new ones as the previous stage trained.
+        Groups that the previous stage left are candidates, too: a stage only begins as many as that one trained.
         """
         size = self.candidates_per_stage
-        if self.rollout.token_budget is None or stage == 0:
+        if not self.leaves_groups or stage == 0:
             return range(stage * size, (stage + 1) * size)
         end = size + stage * self.groups_per_stage
         return range(end - self.groups_per_stage, end)
@@ -326,7 +330,7 @@ class Recipe(Table):
     def stage_that_begins(self, group: int) -> int:
         """The stage that begins the group with this id: the inverse of `groups_begun`."""
         size = self.candidates_per_stage
-        if self.rollout.token_budget is None or group < size:
+        if not self.leaves_groups or group < size:
             return group // size
         return 1 + (group - size) // self.groups_per_stage
 
@@ -348,4 +352,4 @@ class Recipe(Table):
     @property
     def mixes_policies(self) -> bool:
         """Whether the tokens that a stage trains come from several policies."""
-        return not self.schedule.one_policy or self.rollout.token_budget is not None
+        return not self.schedule.one_policy or self.leaves_groups

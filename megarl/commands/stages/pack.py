@@ -112,7 +112,7 @@ def pack(run_dir: Path, number: int, output: Path, licence: str, weights: bool, 
     check_new(output)
     if not stage.is_sealed():
         raise UserError(f"{stage.rollouts} is not sealed: only a complete stage can be packed")
-    if stage.run.recipe.rollout.token_budget is not None:
+    if stage.run.recipe.leaves_groups:
         raise UserError(
             "with rollout.token_budget a stage trains groups that earlier stages began: it cannot be packed alone"
         )

@@ -405,7 +405,7 @@ class Stage:
 
         `UserError` if the stage before is not sealed, because only its seal names them.
         """
-        if self.run.recipe.rollout.token_budget is None or self.number == 0:
+        if not self.run.recipe.leaves_groups or self.number == 0:
             return []
         before = self.previous
         if not before.is_sealed():

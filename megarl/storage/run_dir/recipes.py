@@ -58,7 +58,7 @@ def from_next_stage(settings: list[str], stage: Path, before: Recipe) -> list[st
     """
     if any(path.is_symlink() for path in stage.parent.glob("*/rollouts")):
         return []
-    has_scored_groups = before.rollout.token_budget is not None and int(stage.name) > 0
+    has_scored_groups = before.leaves_groups and int(stage.name) > 0
     scored = has_scored_groups or (stage / "rollouts").exists()
     trained = any(stage.glob("checkpoints/update_*"))
     allowed = [f"eval.{name}:" for name in EVALUATION]

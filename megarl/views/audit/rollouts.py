@@ -64,8 +64,7 @@ def check_rollouts(run: RunDir, totals: list[StageTotals], notes: list[str]) -> 
 
 def _stores(stage: Stage) -> list[RolloutStore]:
     """The store of complete groups, and with a token budget that of groups that were unfinished at the budget."""
-    partial = stage.run.recipe.rollout.token_budget is not None
-    folders = [stage.rollouts, stage.unfinished] if partial else [stage.rollouts]
+    folders = [stage.rollouts, stage.unfinished] if stage.run.recipe.leaves_groups else [stage.rollouts]
     return [RolloutStore(folder, one_policy=stage.run.recipe.schedule.one_policy) for folder in folders]
 
 
