@@ -16,7 +16,7 @@ from megarl.kernels.token_pass.language import RULES
 from megarl.kernels.tokens import Tokens
 from megarl.objectives import OBJECTIVES
 from megarl.objectives.objective import Objective
-from tests.kernels.test_token_pass import check_operation, inherited_values, make_batch
+from tests.kernels.test_token_pass import check_operation, compare, inherited_values, make_batch
 from tests.objectives.random_batches import KINDS, random_batch
 from tests.objectives.test_against_papers import CASES as PAPERS
 
@@ -33,29 +33,12 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_STRETCH", tl.constexpr(2))  # three tiles are more than one stretch
 
 
-def compare(objective: Objective, batch: TokenBatch, where: str = "") -> None:
-    """Kept tokens and counts must be equal, all else to a few roundings of float32."""
-    statistics = objective.statistics(batch.detach())
-    definition, fused = (objective(batch, statistics, backend) for backend in ("torch", "triton"))
-    assert torch.equal(fused.kept, definition.kept), where
-    gradients = [torch.autograd.grad(terms.loss.sum(), batch.logprobs)[0] for terms in (fused, definition)]
-    for ours, right in ((fused.loss, definition.loss), gradients):
-        torch.testing.assert_close(ours, right, rtol=4e-6, atol=1e-6, msg=lambda m: f"{where}: {m}")
-    assert fused.metrics.keys() == definition.metrics.keys()
-    for key, (total, count) in definition.metrics.items():
-        ours, our_count = fused.metrics[key]
-        assert float(our_count) == float(count), (where, key)
-        assert float(ours) == pytest.approx(float(total), rel=1e-5, abs=2e-6), (where, key)
-    for key, counts in definition.histograms.items():
-        assert torch.equal(fused.histograms[key], counts), (where, key)
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_definition(name: str) -> None:
     """Two random batches per objective; all together have every kind, and a third of them NaN at untrained tokens."""
     first = 2 * list(CASES).index(name)
     for seed in (first, first + 1):
-        compare(CASES[name][0], random_batch(seed), f"seed {seed} ({KINDS[seed % len(KINDS)]})")
+        compare(CASES[name][0], random_batch(seed), "triton", f"seed {seed} ({KINDS[seed % len(KINDS)]})")
 
 
 def test_every_rule_is_compared_with_its_definition() -> None:
@@ -78,7 +61,7 @@ BORDERS = [TILE - 1, TILE, TILE + 1, 0, 0, 1, 2 * TILE - 1, 2 * TILE, 2 * TILE +
     ids=lambda objective: type(objective).__name__,
 )
 def test_responses_across_tiles_and_stretches(objective: Objective) -> None:
-    compare(objective, make_batch(BORDERS))
+    compare(objective, make_batch(BORDERS), "triton")
 
 
 def triton_and_cpp(rule: Rule, batch: TokenBatch, *segments: Any) -> tuple[PassResult, PassResult]:
