@@ -217,17 +217,13 @@ def test_merged_export_keeps_in_the_mean_what_is_below_the_rounding_of_a_weight(
     for key in (key for key in before if "proj" in key):
         a, b = (adapters[f"base_model.model.{key.removesuffix('.weight')}.lora_{x}.weight"] for x in "AB")
         exact[key] = before[key].float() + 1.5 * b @ a
-    size = kept = nearest = variance = 0.0
-    for key, value in exact.items():
-        base = before[key].float()
-        delta, unit = value - base, torch.exp2(value.abs().log2().floor() - 7)
-        size += float(delta.square().sum())
-        kept += float((merged[key].float() - base).mul(delta).sum())
-        nearest += float((value.bfloat16().float() - base).mul(delta).sum())
-        share = (value.abs() / unit).frac()  # the probability of rounding away from 0
-        variance += float((delta * unit).square().mul(share * (1 - share)).sum())
-        assert bool(((merged[key].float() - value).abs() <= unit).all()), key
+    value, base, rounded = (torch.cat([x[key].float().flatten() for key in exact]) for x in (exact, before, merged))
+    delta, unit = value - base, torch.exp2(value.abs().log2().floor() - 7)
+    size, kept, nearest = (float((x - base) @ delta) for x in (value, rounded, value.bfloat16().float()))
+    share = (value.abs() / unit).frac()  # the probability of rounding away from 0
+    deviation = float((delta * unit).square() @ (share * (1 - share))) ** 0.5
+    assert bool(((rounded - value).abs() <= unit).all())
     assert nearest < 0.3 * size
-    assert abs(kept - size) < 4 * variance**0.5 < 0.2 * size
+    assert abs(kept - size) < 4 * deviation < 0.2 * size
     again = exported(actor, tmp_path / "again", tmp_path / "in")
     assert all(torch.equal(again[key], value) for key, value in merged.items())

@@ -208,38 +208,3 @@ def test_context_shards_hold_every_token_once_at_its_place(lengths, size, multip
             recorded = [-1] * 6 if sample.routed_experts is None else sample.routed_experts[place].flatten()
             assert found.pop((index, place)) == [*tokens[place : place + 2], *values, *recorded]
     assert all(row[4] == 0 and set(row[5:]) == {-1} for row in found.values())  # padding
-
-
-@given(
-    prompts=st.lists(st.integers(1, 12), min_size=1, max_size=4),
-    size=st.sampled_from([2, 4]),
-    seed=st.integers(0, 100),
-)
-def test_context_shards_of_shared_prompts_hold_every_response_and_attend_to_all_before(prompts, size, seed):
-    """At its place in each shard, a response's token attends to the tokens of its own whole sequence, in order."""
-    rng, samples = np.random.default_rng(seed), []
-    for number, length in enumerate(prompts):
-        prompt = 100 * number + np.arange(length)
-        samples += group(prompt, *(rng.integers(500, 999, rng.integers(1, 20)) for _ in range(3)))
-    shards = [ContextShard(torch.distributed.group.WORLD, rank, size) for rank in range(size)]
-    tokens = packed_length(samples, 1, shards[0], share=True)
-    parts = [pack(samples, range(len(samples)), CPU, tokens, s, share=True) for s in shards]
-    everyone = torch.cat([part.tokens[0] for part in parts])
-    found = {}
-    for part in parts:
-        pieces, batch = part.packed.attended, part.batch
-        keys = everyone[pieces.keys.places].split(pieces.cu_seqlens_k.diff().tolist())
-        counts = pieces.cu_seqlens_q.diff().tolist()
-        seen = [own[: len(own) - n + i + 1].tolist() for own, n in zip(keys, counts, strict=True) for i in range(n)]
-        seen = seen if pieces.outputs is None else [seen[i] for i in pieces.outputs]
-        for i, (sequence, position) in enumerate(zip(batch.sequence_ids, batch.positions, strict=True)):
-            if batch.loss_mask[i]:
-                index = int(batch.sequence_index[sequence])
-                found[index, int(position)] = seen[i], int(part.labels[0, i]), int(part.positions[0, i])
-        assert not batch.with_prompts
-    for index, sample in enumerate(samples):
-        whole = [*sample.prompt_tokens.tolist(), *sample.response_tokens.tolist()]
-        for position, label in enumerate(sample.response_tokens):
-            end = len(sample.prompt_tokens) + position
-            assert found.pop((index, position)) == (whole[:end], label, end - 1)
-    assert not found
