@@ -40,20 +40,11 @@ LLAMA3_ROPE = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=8192,
 )
-GLM = dict(
-    n_routed_experts=8,
-    num_experts_per_tok=2,
-    moe_intermediate_size=24,
-    first_k_dense_replace=1,
-    attention_bias=True,
-    routed_scaling_factor=1.5,
-    num_nextn_predict_layers=0,
-)
-DEEPSEEK = dict(
-    n_routed_experts=8,
+MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+ROUTED = dict(n_routed_experts=8, moe_intermediate_size=24, first_k_dense_replace=1, num_nextn_predict_layers=0)
+GLM = ROUTED | dict(num_experts_per_tok=2, attention_bias=True, routed_scaling_factor=1.5)
+DEEPSEEK = ROUTED | dict(
     num_experts_per_tok=4,
-    moe_intermediate_size=24,
-    first_k_dense_replace=1,
     n_group=4,
     topk_group=2,
     q_lora_rank=24,
@@ -63,7 +54,6 @@ DEEPSEEK = dict(
     v_head_dim=12,
     num_key_value_heads=4,
     head_dim=8,
-    num_nextn_predict_layers=0,
     rope_parameters=dict(
         rope_type="yarn",
         rope_theta=10000.0,
@@ -83,7 +73,7 @@ STATES = dict(
     linear_key_head_dim=8,
     linear_value_head_dim=12,
 )
-NEXT = STATES | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40)
+NEXT = STATES | MOE | dict(shared_expert_intermediate_size=40)
 GPT_OSS = dict(
     num_local_experts=4,
     num_experts_per_tok=2,
@@ -101,10 +91,8 @@ GPT_OSS = dict(
     ),
 )
 FAMILIES = {
-    "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True),
-    "qwen3_moe_unnormalised": dict(
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=False
-    ),
+    "qwen3_moe": MOE | dict(norm_topk_prob=True),
+    "qwen3_moe_unnormalised": MOE | dict(norm_topk_prob=False),
     "qwen3": {},
     "qwen3_tied": dict(tie_word_embeddings=True),
     "qwen2": dict(head_dim=8),
@@ -113,14 +101,7 @@ FAMILIES = {
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
     "olmoe": dict(num_experts=4, num_experts_per_tok=2, head_dim=8),
     "olmoe_normalised": dict(num_experts=4, num_experts_per_tok=2, head_dim=8, norm_topk_prob=True),
-    "qwen2_moe": dict(
-        num_experts=4,
-        num_experts_per_tok=2,
-        head_dim=8,
-        moe_intermediate_size=24,
-        shared_expert_intermediate_size=40,
-        mlp_only_layers=[1],
-    ),
+    "qwen2_moe": MOE | dict(head_dim=8, shared_expert_intermediate_size=40, mlp_only_layers=[1]),
     "glm4_moe": GLM,
     "glm4_moe_qk_norm": GLM | dict(use_qk_norm=True, attention_bias=False, n_shared_experts=2),
     "deepseek_v3": DEEPSEEK,

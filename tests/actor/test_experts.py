@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.actor.dispatch import get_default_pg_collection
 from megarl.actor.experts import GroupedExperts, grouped_linear
 from megarl.actor.model import transformer_config
 from tests.actor.conftest import EXPERTS, make_recipe
+from tests.kernels.test_token_pass import Launches
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 LIMIT = 0.1  # low enough to clamp many activations
@@ -39,27 +39,14 @@ def one_after_another(experts, tokens, counts, probs):
     return torch.cat(rows)
 
 
-class Kernels(TorchDispatchMode):
-    """Counts the operators that compute something, not those that only return a view of their input."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.count += not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
-        return out
-
-
 def run(function, experts, counts):
     """Output, gradients of tokens, probs and parameters, and the number of operators of both passes."""
     torch.manual_seed(1)
     inputs = [torch.randn(sum(counts), 32, requires_grad=True), torch.rand(sum(counts), requires_grad=True)]
-    with Kernels() as kernels:
+    with Launches() as launches:
         output = function(experts, *inputs)
         gradients = torch.autograd.grad(output, [*inputs, *experts.parameters()], torch.randn_like(output))
-    return [output, *gradients], kernels.count
+    return [output, *gradients], launches.count
 
 
 def grouped(counts):

@@ -20,10 +20,9 @@ from megarl.kernels.token_pass import Inherited, PassResult, Rule, token_pass
 from megarl.kernels.token_pass.language import RULES
 from megarl.kernels.tokens import Tokens
 from megarl.objectives import OBJECTIVES
-from megarl.objectives.objective import Objective
 from megarl.objectives.parts.prefix_min import exclusive_min
 from tests.gpu.probes import fill_free_memory_with_nan
-from tests.kernels.test_token_pass import BORDERS, compare, inherited_values, make_batch
+from tests.kernels.test_token_pass import BORDERS, compare, gradient, inherited_values, make_batch
 
 REQUIRED = os.environ.get("MEGARL_REQUIRE_GPU") == "1"
 pytestmark = pytest.mark.skipif(not (REQUIRED or torch.cuda.is_available()), reason="needs a CUDA device")
@@ -65,14 +64,6 @@ def no_wait() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def gradient(objective: Objective, batch: TokenBatch, backend: str) -> list[torch.Tensor]:
-    """All results of one evaluation: loss, gradient, kept tokens, metrics and histograms."""
-    terms = objective(batch, objective.statistics(batch.detach(), None, backend), backend)
-    metrics = [x for pair in terms.metrics.values() for x in pair]
-    grad = torch.autograd.grad(terms.loss.sum(), batch.logprobs)[0]
-    return [terms.loss, grad, terms.kept, *metrics, *terms.histograms.values()]
 
 
 @each_backend

@@ -93,6 +93,16 @@ def test_responses_across_tiles_and_blocks(name: str) -> None:
     compare(OBJECTIVES[name](), make_batch(BORDERS), "cpp", rtol=2e-6, atol=1e-4)
 
 
+def gradient(objective: Objective, batch: TokenBatch, backend: str) -> list[torch.Tensor]:
+    """All results of one evaluation: statistics, loss, gradient, kept tokens, metrics and histograms."""
+    statistics = objective.statistics(batch.detach(), None, backend)
+    terms = objective(batch, statistics, backend)
+    metrics = [x for pair in terms.metrics.values() for x in pair]
+    found = [] if statistics is None else [x for x in vars(statistics).values() if x is not None]
+    grad = torch.autograd.grad(terms.loss.sum(), batch.logprobs)[0]
+    return [*found, terms.loss, grad, terms.kept, *metrics, *terms.histograms.values()]
+
+
 def digest(threads: int) -> str:
     """Checksum of everything that the fused objectives compute with this number of OpenMP threads."""
     openmp = library.load_library("cpu")
@@ -100,14 +110,7 @@ def digest(threads: int) -> str:
     assert openmp.omp_get_max_threads() == threads
     found = hashlib.sha256()
     for name in FUSED:
-        batch = make_batch(BORDERS)
-        objective = OBJECTIVES[name]()
-        terms = objective(batch, backend="cpp")
-        gradient = torch.autograd.grad(terms.loss.sum(), batch.logprobs)[0]
-        numbers = [x for pair in terms.metrics.values() for x in pair] + list(terms.histograms.values())
-        statistics = objective.statistics(batch.detach(), None, "cpp")
-        numbers += [] if statistics is None else [x for x in vars(statistics).values() if x is not None]
-        for tensor in (terms.loss, terms.kept, gradient, *numbers):
+        for tensor in gradient(OBJECTIVES[name](), make_batch(BORDERS), "cpp"):
             found.update(tensor.detach().numpy().tobytes())
     return found.hexdigest()
 
@@ -174,7 +177,7 @@ def test_segment_summary_equals_its_definition(threshold: float) -> None:
 
 
 class Launches(TorchDispatchMode):
-    """Counts operations, each at least one launch on a GPU, and refuses those that wait for the device."""
+    """Counts operations but views, each at least one launch on a GPU, and refuses those that wait for the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +186,7 @@ class Launches(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = str(func)
         assert not any(word in name for word in ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero")), name
-        self.count += 1
+        self.count += not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
         return func(*args, **(kwargs or {}))
 
 

@@ -13,17 +13,8 @@ import torch
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
 from megarl.objectives import OBJECTIVES, build_objective
+from tests.kernels.test_token_pass import make_batch
 from tests.objectives.random_batches import VARIANTS, random_batch
-
-
-def valid_batch() -> TokenBatch:
-    return TokenBatch(
-        logprobs=torch.full((5,), -1.0),
-        rollout_logprobs=torch.full((5,), -1.5),
-        advantages=torch.ones(5),
-        loss_mask=torch.tensor([False, True, True, True, True]),
-        cu_seqlens=torch.tensor([0, 2, 5], dtype=torch.int32),
-    )
 
 
 @pytest.mark.parametrize(
@@ -42,9 +33,9 @@ def valid_batch() -> TokenBatch:
 def test_error_names_what_is_wrong_with_a_batch(changes: dict[str, Any], words: list[str]) -> None:
     for options, backend in product(({}, {"opsm": {}}), ("torch", "cpp")):
         objective = build_objective("grpo", options)
-        objective(valid_batch(), backend=backend)
+        objective(make_batch([2, 3]), backend=backend)
         with pytest.raises(UserError) as error:
-            objective(replace(valid_batch(), **changes), backend=backend)
+            objective(replace(make_batch([2, 3]), **changes), backend=backend)
         assert all(word in str(error.value) for word in words), str(error.value)
 
 
