@@ -174,9 +174,8 @@ def test_adapter_checkpoint_has_the_adapters_alone_and_other_adapters_are_refuse
     trained = sum(p.numel() for p in straight.models[0].parameters() if p.requires_grad)
     stored = sum(file.stat().st_size for file in path.glob("*.distcp"))
     assert 3 * 4 * trained < stored < 3 * 4 * trained + 150_000  # float32 with two moments; and headers, random state
-    for other in (build(base, {"rank": 2}), build(base, {"targets": ["linear_qkv"]})):
-        with pytest.raises(UserError, match=r"has adapters of .*'rank': 4.* asks for adapters of"):
-            checkpoint.load(other, path)
+    with pytest.raises(UserError, match=r"has adapters of .*'rank': 4.* asks for adapters of"):
+        checkpoint.load(build(base, {"targets": ["linear_qkv"]}), path)
     weights = make_hf_model("qwen3_moe")
     with torch.no_grad():
         weights.lm_head.weight[3, 5] += 1e-3

@@ -9,7 +9,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.actor.packing import Sample, assign, assign_groups, micro_batches, pack, packed_length
-from megarl.batch import ContextShard
 from megarl.recipe.megatron import shares_prompts, token_alignment
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -164,47 +163,3 @@ def test_micro_batches_for_fp8_are_padded_to_its_alignment():
     batches = micro_batches(samples, 40, CPU, align)
     assert [batch.tokens.size(1) for batch in batches] == [32, 32]
     assert sum(batch.token_count for batch in batches) == sum(len(sample.response_tokens) for sample in samples)
-
-
-@given(
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=10),
-    size=st.sampled_from([2, 4]),
-    multiple=st.sampled_from([1, 2]),
-    seed=st.integers(0, 100),
-)
-def test_context_shards_hold_every_token_once_at_its_place(lengths, size, multiple, seed):
-    """All ranks' zigzag chunks together are the unsharded micro-batch."""
-    rng = np.random.default_rng(seed)
-    samples = []
-    for index, length in enumerate(lengths):
-        prompt = rng.integers(1, length + 1)
-        response, logprobs = rng.integers(2, 99, length + 1 - prompt), rng.normal(size=length + 1 - prompt)
-        experts = rng.integers(-1, 99, (length, 2, 3)).astype(np.int8) if index != 2 else None
-        prompt_tokens, logprobs = rng.integers(2, 99, prompt), logprobs.astype(np.float32)
-        mask = rng.random(len(response)) < 0.5 if index % 2 == 0 else None
-        samples.append(Sample(prompt_tokens, response, logprobs, index, index != 1, experts, mask))
-    order = sorted(range(len(samples)), key=lambda i: len(samples[i]))
-    found = {}
-    for rank in range(size):
-        shard = ContextShard(torch.distributed.group.WORLD, rank, size)
-        length = packed_length(samples, multiple, shard)
-        part = pack(samples, range(len(samples)), CPU, length, shard)
-        batch = part.batch
-        assert part.tokens.size(1) % multiple == 0
-        assert batch.sequence_index.tolist() == order
-        assert part.token_count == int(batch.loss_mask.sum())
-        for i, (sequence, place) in enumerate(zip(batch.sequence_ids, batch.positions, strict=True)):
-            row = (part.tokens[0, i], part.labels[0, i], batch.rollout_logprobs[i], batch.advantages[i])
-            experts = [expert for layer in (1, 2) for expert in part.routed_experts[layer][i]]
-            found[order[sequence], int(place)] = [float(x) for x in (*row, batch.loss_mask[i], *experts)]
-    for index, sample in enumerate(samples):
-        tokens = np.concatenate([sample.prompt_tokens, sample.response_tokens])
-        mask = np.ones(len(sample.response_tokens), bool) if sample.loss_mask is None else sample.loss_mask
-        for place in range(len(sample)):
-            response = place + 1 - len(sample.prompt_tokens)
-            values = [0.0, 0.0, 0.0]
-            if response >= 0:
-                values = [sample.rollout_logprobs[response], sample.advantage, sample.trained & mask[response]]
-            recorded = [-1] * 6 if sample.routed_experts is None else sample.routed_experts[place].flatten()
-            assert found.pop((index, place)) == [*tokens[place : place + 2], *values, *recorded]
-    assert all(row[4] == 0 and set(row[5:]) == {-1} for row in found.values())  # padding

@@ -98,14 +98,6 @@ def test_a_rule_that_was_changed_after_the_build_is_refused(tmp_path) -> None:
         has_rule(copy, "cpp")
 
 
-def test_two_rules_of_one_name_are_refused() -> None:
-    def veto_sequence(t, s): ...
-
-    veto_sequence.__module__ = "megarl.objectives.bapo"
-    with pytest.raises(ValueError, match=r"bapo and megarl\.objectives\.mu_grpo have a rule veto_sequence"):
-        language.rule()(veto_sequence)
-
-
 def test_the_translation_has_every_rule_and_refuses_what_is_not_in_the_language() -> None:
     translation = runpy.run_path(str(ROOT / "csrc/translate_rules.py"))
     assert set(re.findall(r'rule\("(\w+)", \w+\)', translation["header"]())) == set(shipped())

@@ -20,7 +20,6 @@ from megarl.kernels.token_pass import Inherited, PassResult, Rule, token_pass
 from megarl.kernels.token_pass.language import RULES
 from megarl.kernels.tokens import Tokens
 from megarl.objectives import OBJECTIVES
-from megarl.objectives.parts.prefix_min import exclusive_min
 from tests.gpu.probes import fill_free_memory_with_nan
 from tests.kernels.test_token_pass import BORDERS, compare, gradient, inherited_values, make_batch
 
@@ -129,14 +128,3 @@ def test_lm_head_equals_the_definition_without_a_wait(dtype: torch.dtype) -> Non
     for ours, right in zip(first[2:], exact[2:], strict=True):
         step = torch.finfo(dtype).eps if dtype is not torch.float32 else 1e-5
         torch.testing.assert_close(ours.double(), right, rtol=step, atol=2 * step * right.abs().max().item())
-
-
-def test_prefix_minimum_equals_that_of_the_cpu() -> None:
-    g = torch.Generator().manual_seed(0)
-    lengths = [0, 1, 1023, 1024, 1025, 5000]
-    log_ratio = torch.randn(sum(lengths), generator=g).cumsum(0)
-    log_ratio[3000] = torch.nan
-    mask = torch.rand(sum(lengths), generator=g) < 0.8
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-    out = exclusive_min(log_ratio.cuda(), mask.cuda(), cu_seqlens.cuda())
-    torch.testing.assert_close(out.cpu(), exclusive_min(log_ratio, mask, cu_seqlens), rtol=0, atol=0, equal_nan=True)

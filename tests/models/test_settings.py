@@ -25,11 +25,9 @@ def parts(*names):
         ("qwen3", {}, {"qk_layernorm": True}, None),
         ("olmoe", {}, {"qk_layernorm": True}, "qk_layernorm: .*normalises queries and keys over all heads"),
         # parts that are recomputed
-        ("qwen3", parts("mlp", "core_attn", "layernorm"), {}, None),
         ("qwen3_moe", parts("layernorm", "moe"), {}, None),
         ("qwen3_moe", parts("shared_experts"), {}, "'shared_experts': no layer of this qwen3_moe has it"),
         ("qwen3_moe", parts("moe_act"), {}, "'moe_act': only Transformer Engine's experts can recompute it"),
-        ("glm4_moe", parts("mlp", "shared_experts"), {}, None),
         ("glm4_moe", parts("moe", "shared_experts"), {}, '"moe" includes "shared_experts"'),
         ("deepseek_v3", parts("mla_up_proj"), {}, "'mla_up_proj': latent attention is megarl's own"),
         ("qwen3_next", parts("core_attn", "moe"), {}, None),

@@ -13,6 +13,7 @@ from megarl.objectives import OBJECTIVES, token_weights
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.clip_bounds import BEYOND, contributions
 from tests.extent import EVERY
+from tests.kernels.test_token_pass import compare
 from tests.objectives import papers
 from tests.objectives.random_batches import KINDS, random_batch
 
@@ -196,22 +197,5 @@ def test_bapo_with_an_unlimited_upper_bound(variant: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name, (objective, _) in CASES.items() if objective.fused])
 def test_fused_pass_has_the_metrics_of_the_definition(name: str) -> None:
-    """Names, counts and histograms are equal; sums agree within float32 rounding of the total."""
-    objective, _ = CASES[name]
-    rows: list[list[torch.Tensor]] = []
     for seed in SEEDS[:48]:
-        batch = random_batch(seed)
-        definition, fused = (objective(batch, backend=backend) for backend in BACKENDS)
-        where = f"{name}, seed {seed} ({KINDS[seed % len(KINDS)]})"
-        assert fused.metrics.keys() == definition.metrics.keys(), where
-        for total, count in fused.metrics.values():
-            assert total.dtype == count.dtype == torch.float64 and total.dim() == count.dim() == 0
-        both = [torch.stack([torch.stack(terms.metrics[k]) for k in fused.metrics], 1) for terms in (definition, fused)]
-        rows.append([*both[0], *both[1]])
-        for key, counts in definition.histograms.items():
-            assert torch.equal(fused.histograms[key], counts), (where, key)
-    total, count, our_total, our_count = (torch.stack([row[i] for row in rows]) for i in range(4))  # [seeds, metrics]
-    assert torch.equal(our_count, count)
-    bound = torch.maximum(1e-5 * total.abs(), torch.tensor(2e-6))  # as pytest.approx(total, rel=1e-5, abs=2e-6)
-    wrong = ~((our_total - total).abs() <= bound)
-    assert not wrong.any(), [(int(seed), list(fused.metrics)[i]) for seed, i in wrong.nonzero()]
+        compare(CASES[name][0], random_batch(seed), "cpp", f"seed {seed} ({KINDS[seed % len(KINDS)]})")

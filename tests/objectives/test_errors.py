@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.batch import TokenBatch
 from megarl.errors import UserError
 from megarl.objectives import OBJECTIVES, build_objective
 from tests.kernels.test_token_pass import make_batch
@@ -102,11 +101,7 @@ def test_log_probs_of_minus_infinity_give_a_finite_loss_and_no_gradient(name: st
 @pytest.mark.parametrize(("name", "fields"), VARIANTS)
 def test_an_empty_batch_has_an_empty_loss_and_no_counts(name: str, fields: dict[str, str]) -> None:
     """A rank without tokens evaluates the objective too: its loss is empty and its counts are 0."""
-    empty = TokenBatch(
-        torch.zeros(0, requires_grad=True), torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool),
-        torch.zeros(1, dtype=torch.int32), old_logprobs=torch.zeros(0),
-    )  # fmt: skip
-    terms = build_objective(name, fields)(empty)
+    terms = build_objective(name, fields)(make_batch([]))
     assert terms.loss.shape == terms.kept.shape == (0,)
     assert all(pair[0].tolist() == 0 and pair[1].tolist() == 0 for pair in terms.metrics.values())
     assert int(terms.histograms["ratio"].sum()) == 0

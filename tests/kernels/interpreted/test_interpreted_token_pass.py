@@ -64,18 +64,15 @@ def test_responses_across_tiles_and_stretches(objective: Objective) -> None:
     compare(objective, make_batch(BORDERS), "triton")
 
 
-def triton_and_cpp(rule: Rule, batch: TokenBatch, *segments: Any) -> tuple[PassResult, PassResult]:
+def as_in_cpp(rule: Rule, batch: TokenBatch, *segments: Any) -> PassResult:
+    """The result of the Triton pass, which is that of the C++ pass."""
     tokens = Tokens.of(batch.detach())
     ours, theirs = (token_pass(rule, tokens, *segments, backend=backend) for backend in ("triton", "cpp"))
-    return ours, theirs
-
-
-def check(ours: PassResult, theirs: PassResult) -> None:
-    assert torch.equal(ours.kept, theirs.kept)
-    assert torch.equal(ours.histograms, theirs.histograms)
+    assert torch.equal(ours.kept, theirs.kept) and torch.equal(ours.histograms, theirs.histograms)
     torch.testing.assert_close(ours.loss, theirs.loss, rtol=4e-6, atol=1e-6, equal_nan=True)
     torch.testing.assert_close(ours.segment_sums, theirs.segment_sums, rtol=1e-5, atol=1e-5, equal_nan=True)
     torch.testing.assert_close(ours.sums, theirs.sums, rtol=1e-5, atol=1e-5, equal_nan=True)
+    return ours
 
 
 @pytest.mark.parametrize("name", RULES)
@@ -84,7 +81,7 @@ def test_inherited_values_and_places_act_as_in_cpp(name: str) -> None:
     batch = make_batch([5, 9, 0, 8, 3])
     batch.advantages[:5], batch.loss_mask[:5] = -0.5, True  # token 2 of segment 0 is its trigger
     rule = Rule(RULES[name], (0.6, 1.4, 1.2, 0.9))
-    check(*triton_and_cpp(rule, batch, inherited_values(), torch.arange(5) << 22))
+    as_in_cpp(rule, batch, inherited_values(), torch.arange(5) << 22)
 
 
 def test_ties_are_masked_up_to_the_last_in_their_order() -> None:
@@ -97,9 +94,7 @@ def test_ties_are_masked_up_to_the_last_in_their_order() -> None:
     for last in (tie, tie - 1):
         order = float(2**44 - 1 - (1 << 22) - (last - 5))  # segment 1 begins at token 5
         rule = Rule(RULES["second_moment"], (float(l[tie].abs()), order))
-        ours, theirs = triton_and_cpp(rule, batch, None, torch.arange(2) << 22)
-        check(ours, theirs)
-        kept.append(bool(ours.kept[tie]))
+        kept.append(bool(as_in_cpp(rule, batch, None, torch.arange(2) << 22).kept[tie]))
     assert kept == [False, True]
 
 
@@ -110,18 +105,12 @@ def test_nan_and_infinity_at_trained_tokens_act_as_in_cpp(name: str) -> None:
     rollout = batch.rollout_logprobs
     rollout[3], rollout[9], rollout[18] = torch.nan, -torch.inf, torch.inf
     batch.loss_mask[:] = True
-    ours, theirs = triton_and_cpp(Rule(RULES[name], (0.3, 0.0, 0.5)), batch, None, torch.arange(3) << 22)
-    assert theirs.sums.isnan().any()
-    check(ours, theirs)
+    assert as_in_cpp(Rule(RULES[name], (0.3, 0.0, 0.5)), batch, None, torch.arange(3) << 22).sums.isnan().any()
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
 def test_no_tokens_give_empty_results(lengths: list[int]) -> None:
-    empty = torch.zeros(0)
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-    tokens = Tokens(
-        empty.requires_grad_(), torch.zeros(0), torch.zeros(0), torch.zeros(0, dtype=torch.bool), cu_seqlens
-    )
+    tokens = Tokens.of(make_batch(lengths))
     result = token_pass(Rule(RULES["clip_token"], (0.8, 1.2)), tokens, backend="triton")
     assert result.loss.shape == (0,) and result.segment_sums.shape == (len(lengths), 2)
     assert not (result.sums.any() or result.segment_sums.any() or result.histograms.any())
