@@ -206,11 +206,11 @@ def one_rank():
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     cpu_backend.install()
     from megatron.core import parallel_state as mpu
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megarl.actor import parallel
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    mpu.initialize_model_parallel(1, 1)
-    model_parallel_cuda_manual_seed(0)
+    parallel.build_groups(make_recipe())
     yield torch.device("cpu")
     mpu.destroy_model_parallel()
     dist.destroy_process_group()

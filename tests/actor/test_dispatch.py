@@ -15,7 +15,6 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_token_gets_the_sum_of_its_experts(dtype):
     """The rows of an expert are in the order of their tokens; sums are taken in float32 and rounded once."""
-
     torch.manual_seed(0)
     config = transformer_config(EXPERTS | {"num_experts": 5}, make_recipe())
     config.moe_router_topk = 3

@@ -133,14 +133,20 @@ def test_tied_model_that_stores_its_lm_head_is_exported_with_it(tmp_path):
     assert one.read_bytes() == two.read_bytes()
 
 
-def test_weights_that_a_megatron_setting_leaves_unused_are_refused(tmp_path):
-    make_hf_model("qwen3").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"4 tensors that a model of its config.json does not have.*self_attn\.k_norm"):
-        load_models(tmp_path, megatron={"qk_layernorm": False})
-
-
-@pytest.mark.parametrize("override", [{"glu_linear_offset": 0.0}, {"window_size": []}, {"window_attn_skip_freq": 0}])
-def test_megatron_settings_that_config_json_decides_are_refused(tmp_path, override):
-    make_hf_model("gpt_oss").save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="config.json decides it"):
-        load_models(tmp_path, megatron=override)
+@pytest.mark.parametrize(
+    ("family", "megatron", "words"),
+    [
+        (
+            "qwen3",
+            {"qk_layernorm": False},
+            r"4 tensors that a model of its config.json does not have.*self_attn\.k_norm",
+        ),
+        ("gpt_oss", {"glu_linear_offset": 0.0}, "config.json decides it"),
+        ("gpt_oss", {"window_size": []}, "config.json decides it"),
+        ("gpt_oss", {"window_attn_skip_freq": 0}, "config.json decides it"),
+    ],
+)
+def test_megatron_settings_that_contradict_the_model_are_refused(tmp_path, family, megatron, words):
+    make_hf_model(family).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=words):
+        load_models(tmp_path, megatron=megatron)

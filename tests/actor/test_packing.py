@@ -53,33 +53,6 @@ def group(prompt, *responses, **fields):
     ]
 
 
-def test_responses_that_share_a_prompt_begin_with_its_last_token():
-    samples = [*group([10, 11, 12, 13], [20, 21, 22], [30, 31]), *group([14, 15], [40]), *group([16], [50, 51])]
-    batch = pack(samples, [7, 3, 5, 4], CPU, tokens=12, share=True)
-    assert batch.tokens.tolist() == [[15, 16, 50, 13, 30, 13, 20, 21, 14, 10, 11, 12]]
-    assert batch.labels[0, :8].tolist() == [40, 50, 51, 30, 31, 20, 21, 22]
-    assert batch.positions.tolist() == [[1, 0, 1, 3, 4, 3, 4, 5, 0, 0, 1, 2]]
-    assert batch.packed.trained.tolist() == list(range(8))
-    assert batch.batch.sequence_index.tolist() == [5, 4, 3, 7]
-    assert batch.batch.cu_seqlens.tolist() == [0, 1, 3, 5, 8]
-    assert batch.batch.rollout_logprobs.tolist() == [0, 0, 1, 0, 1, 0, 1, 2]
-    pieces = batch.packed.attended
-    keys = [x.tolist() for x in pieces.keys.places.split(pieces.cu_seqlens_k.diff().tolist())]
-    assert keys == [[8, 0], [1, 2], [9, 10, 11, 3, 4], [9, 10, 11, 5, 6, 7]]
-    assert pieces.queries.equal(pieces.keys.places)  # without flash attention
-
-
-def test_prompts_with_different_recorded_experts_are_not_shared():
-    samples = group([10, 11, 12], [20, 21], [30, 31], [40, 41])
-    experts = [np.full((4, 2, 2), -1, np.int8) for _ in samples]
-    experts[1][2:] = 3  # of tokens that each response has for itself
-    experts[2][1] = 3  # of the prompt
-    samples = [replace(s, routed_experts=own) for s, own in zip(samples, experts, strict=True)]
-    batch = pack(samples, range(3), CPU, share=True)
-    assert batch.tokens.tolist() == [[12, 20, 12, 30, 12, 40, 10, 11, 10, 11]]
-    assert batch.routed_experts[1][:, 0].tolist() == [-1, -1, 3, 3, -1, -1, -1, -1, -1, 3]
-
-
 @given(
     prompts=st.lists(st.integers(1, 40), min_size=1, max_size=6),
     responses=st.integers(1, 8),

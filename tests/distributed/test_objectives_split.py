@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,21 +57,16 @@ def backends(case: str) -> tuple[str, ...]:
     return BACKENDS if getattr(objective, "objective", objective).fused else BACKENDS[:1]
 
 
-@dataclass
-class Policy:
-    """A linear policy: logits = features @ weight, in float64, so that sums in another order agree to 1e-15."""
+def policy_logprobs(data: dict[str, torch.Tensor], weight: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """[len(where)] float32 log-probs of the sampled tokens by a linear policy, logits = features @ weight
+    [FEATURES, VOCABULARY], in float64, so that sums in another order agree to 1e-15.
 
-    weight: torch.Tensor  # [FEATURES, VOCABULARY]
-
-    def logprobs(self, data: dict[str, torch.Tensor], where: torch.Tensor) -> torch.Tensor:
-        """[len(where)] float32 log-probs of the sampled tokens.
-
-        In data with ties they are rounded to multiples of 1/64; the gradient is that of the exact ones.
-        """
-        scores = torch.log_softmax(data["features"][where] @ self.weight, -1)
-        exact = scores.gather(1, data["tokens"][where, None])[:, 0]
-        rounded = (exact * 64).round() / 64 if bool(data["ties"]) else exact
-        return (exact + (rounded - exact).detach()).float()
+    In data with ties they are rounded to multiples of 1/64; the gradient is that of the exact ones.
+    """
+    scores = torch.log_softmax(data["features"][where] @ weight, -1)
+    exact = scores.gather(1, data["tokens"][where, None])[:, 0]
+    rounded = (exact * 64).round() / 64 if bool(data["ties"]) else exact
+    return (exact + (rounded - exact).detach()).float()
 
 
 def make_data(ties: bool) -> dict[str, torch.Tensor]:
@@ -94,7 +89,7 @@ def make_data(ties: bool) -> dict[str, torch.Tensor]:
     data["mask"] = (position < lengths[ids]) & (torch.rand(total, generator=g) < 0.8) & (ids != 3) & (ids != 8)
     sign = torch.tensor([1.0, -1.0]).repeat(sequences // 2)
     data["advantages"] = (sign * (0.2 + torch.rand(sequences, generator=g)))[ids]
-    now = Policy(data["weight"]).logprobs(data, torch.arange(total))
+    now = policy_logprobs(data, data["weight"], torch.arange(total))
     shift = torch.randn(total, generator=g) * 0.5
     shift = (shift * 8).round() / 8 if ties else shift
     negative = data["mask"] & (data["advantages"] < 0)
@@ -109,7 +104,9 @@ def make_data(ties: bool) -> dict[str, torch.Tensor]:
 DATA = {ties: make_data(ties) for ties in (False, True)}
 
 
-def make_batch(data: dict[str, torch.Tensor], policy: Policy, sequences: list[int], shard: ContextShard | None) -> Any:
+def make_batch(
+    data: dict[str, torch.Tensor], weight: torch.Tensor, sequences: list[int], shard: ContextShard | None
+) -> Any:
     """(TokenBatch, indices of its tokens in `data`) of some sequences, or of a rank's zigzag chunks of them."""
     places, lengths = [torch.zeros(0, dtype=torch.int64)], []
     for s in sequences:
@@ -122,7 +119,7 @@ def make_batch(data: dict[str, torch.Tensor], policy: Policy, sequences: list[in
     where = torch.cat(places)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     batch = TokenBatch(
-        policy.logprobs(data, where), data["rollout"][where], data["advantages"][where], data["mask"][where],
+        policy_logprobs(data, weight, where), data["rollout"][where], data["advantages"][where], data["mask"][where],
         cu_seqlens,
         old_logprobs=data["old"][where], ref_logprobs=data["ref"][where],
         sequence_index=torch.tensor(sequences, dtype=torch.int64), shard=shard,
@@ -136,8 +133,8 @@ def update(
     """Loss, gradient, kept tokens and metrics of one update, summed over the ranks of `world` (None: one process), and
     the objective's statistics."""
     objective, data = build_objective(*CASES[case]), DATA[ties]
-    policy = Policy(data["weight"].clone().requires_grad_())
-    batches = [make_batch(data, policy, sequences, shard) for sequences in micro_batches]
+    weight = data["weight"].clone().requires_grad_()
+    batches = [make_batch(data, weight, sequences, shard) for sequences in micro_batches]
     whole = TokenBatch.concatenate([batch.detach() for batch, _ in batches])
     statistics = objective.statistics(whole, world, backend)
 
@@ -155,7 +152,7 @@ def update(
         results["kept"][where] += terms.kept.double()
         pairs = {f"metric {name}": torch.stack(pair) for name, pair in terms.metrics.items()} | terms.histograms
         results |= {name: results.get(name, 0) + pair.double() for name, pair in pairs.items()}
-    (results["gradient"],) = torch.autograd.grad(results["loss"], policy.weight)
+    (results["gradient"],) = torch.autograd.grad(results["loss"], weight)
     results["loss"] = results["loss"].detach()
     vector_to_parameters(total(parameters_to_vector(results.values())), results.values())
     return results, [x for x in vars(statistics).values() if x is not None] if statistics is not None else []
@@ -229,7 +226,7 @@ def test_the_same_data_gives_the_same_gradient_for_every_split(
 def test_ties_reach_the_threshold_of_the_second_moment_mask() -> None:
     """In the data with ties, M2PO masks some of several tokens with equal log-ratios, so their order matters."""
     data, (one, (threshold, *_)) = DATA[True], whole(True, "m2po", "torch")
-    l = Policy(data["weight"]).logprobs(data, torch.arange(len(data["mask"]))) - data["rollout"]
+    l = policy_logprobs(data, data["weight"], torch.arange(len(data["mask"]))) - data["rollout"]
     trust = data["mask"] & (data["advantages"] * l > 0) & (l.abs() == threshold)
     kept = one["kept"].bool()
     assert (trust & kept).any() and (trust & ~kept).any()
@@ -238,7 +235,7 @@ def test_ties_reach_the_threshold_of_the_second_moment_mask() -> None:
 def test_without_sequence_index_ties_are_masked_together() -> None:
     """Ranks then share no order of the tokens, so for every split to agree the threshold alone must decide."""
     data = DATA[True]
-    batch, _ = make_batch(data, Policy(data["weight"]), list(range(12)), None)
+    batch, _ = make_batch(data, data["weight"], list(range(12)), None)
     objective = build_objective("m2po", {})
     bare = replace(batch.detach(), sequence_index=None)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -1,4 +1,7 @@
-"""The headers in `csrc` have the constants, metric names and rules of Python and Triton, and no others."""
+"""The headers in `csrc` have the constants, metric names and rules of Python and Triton, and no others.
+
+A library that is missing or outdated is refused.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import ast
 import math
 import re
 import runpy
+import sys
 from dataclasses import replace
 from types import FunctionType
 from typing import Any
@@ -110,3 +114,17 @@ def test_the_translation_has_every_rule_and_refuses_what_is_not_in_the_language(
         with pytest.raises(SyntaxError, match="a rule is decorated with"):
             translation["quantity_of"](function)
     assert translation["expression"](ast.parse("-(-t.a)", mode="eval").body) == "(-(-t.a))"
+
+
+def test_a_missing_library_is_named_with_the_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path) -> None:
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+    assert library.find_library("cpu") is None
+    with pytest.raises(UserError, match=r"compiled cpu kernels are not installed; .*: pip install \."):
+        library.load_library.__wrapped__("cpu")
+
+
+def test_an_outdated_library_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    current = library.ABI_VERSION
+    monkeypatch.setattr(library, "ABI_VERSION", current + 1)
+    with pytest.raises(UserError, match=f"has ABI version {current}, but megarl needs {current + 1}"):
+        library.load_library.__wrapped__("cpu")

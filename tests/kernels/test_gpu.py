@@ -19,24 +19,16 @@ from megarl.kernels.linear_logprob import definition, linear_logprob
 from megarl.kernels.token_pass import Inherited, PassResult, Rule, token_pass
 from megarl.kernels.token_pass.language import RULES
 from megarl.kernels.tokens import Tokens
-from megarl.objectives import OBJECTIVES
 from tests.gpu.probes import fill_free_memory_with_nan
 from tests.kernels.test_token_pass import BORDERS, compare, gradient, inherited_values, make_batch
+from tests.objectives.test_against_papers import CASES as PAPERS
 
 REQUIRED = os.environ.get("MEGARL_REQUIRE_GPU") == "1"
 pytestmark = pytest.mark.skipif(not (REQUIRED or torch.cuda.is_available()), reason="needs a CUDA device")
 no_kernels = not REQUIRED and library.find_library("cuda") is None
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(no_kernels, reason="the CUDA kernels are not installed"))
 each_backend = pytest.mark.parametrize("backend", [CUDA, "triton"])
-CASES = {
-    **{name: kind() for name, kind in OBJECTIVES.items() if kind().fused},
-    "dppo-kl": OBJECTIVES["dppo"](divergence="kl"),
-    "m2po-released": OBJECTIVES["m2po"](variant="released"),
-    **{
-        f"mu_grpo-{scope}": OBJECTIVES["mu_grpo"](veto_scope=scope, veto_threshold=0.3, ratio_min=0.1, ratio_max=1.5)
-        for scope in ("sequence", "suffix", "non_trigger_suffix", "trigger")
-    },
-}
+CASES = {name: objective for name, (objective, _) in PAPERS.items() if objective.fused}
 # segments with a thread block each, and groups of short ones that share a block
 LENGTHS = [*BORDERS, 31, 512, 513, 0, 8, 8, 8, 8, 8, 8, 8, 8]
 

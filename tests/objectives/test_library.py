@@ -7,7 +7,7 @@ import json
 import runpy
 import subprocess
 import sys
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -91,17 +91,15 @@ VERL = ["old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mod
 
 def test_verl_example_computes_the_loss_that_verl_expects(monkeypatch: pytest.MonkeyPatch) -> None:
     """verl is not installed: stand-ins written after its source replace its registry and its sum over tokens."""
-    registered, core = {}, ModuleType("verl.trainer.ppo.core_algos")
+    registered = {}
 
     def agg_loss(loss_mat, loss_mask, loss_agg_mode, dp_size, batch_num_tokens, global_batch_size, loss_scale_factor):
         assert loss_agg_mode == "token-mean"
         return (loss_mat * loss_mask).sum() / batch_num_tokens * dp_size
 
-    core.agg_loss = agg_loss  # type: ignore[attr-defined]
-    core.register_policy_loss = lambda name: lambda f: registered.setdefault(name, f)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, core.__name__, core)
-    for name in ("verl", "verl.trainer", "verl.trainer.ppo"):
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    register = lambda name: lambda f: registered.setdefault(name, f)  # noqa: E731
+    core = SimpleNamespace(agg_loss=agg_loss, register_policy_loss=register)
+    monkeypatch.setitem(sys.modules, "verl.trainer.ppo.core_algos", core)
     runpy.run_path(str(ROOT / "examples/library/verl_loss.py"))
     loss = registered["megarl"]
     assert list(inspect.signature(loss).parameters) == VERL

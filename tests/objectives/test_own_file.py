@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import runpy
-import subprocess
 import textwrap
 from contextlib import nullcontext
 from pathlib import Path
@@ -21,9 +20,9 @@ from megarl.own_file import load
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.recipe.tables import Recipe
 from megarl.storage.run_dir import RunDir
-from tests import helpers
 from tests.helpers import ROOT, events, metrics
 from tests.objectives.random_batches import random_batch
+from tests.phases.commands import succeed, train
 
 RULE = (ROOT / "examples/own_objective/own_objective.py").read_text().replace("OwnObjective", "Mine")
 QUIET = '''
@@ -72,12 +71,6 @@ def halves(rewards):
 SHORT = ("schedule.stages=2", "schedule.updates_per_stage=2", "actor.checkpoint_every=1", "actor.keep_checkpoints=2")
 
 
-def megarl(*arguments: object, code: int = 0, cwd: Path = helpers.ROOT) -> subprocess.CompletedProcess[str]:
-    done = helpers.megarl(*arguments, cwd=cwd)
-    assert done.returncode == code, done.stdout + done.stderr
-    return done
-
-
 def sets(*settings: str) -> list[str]:
     return [part for setting in settings for part in ("--set", setting)]
 
@@ -106,20 +99,20 @@ def test_a_run_on_an_objective_with_statistics_resumes_with_the_file_alone_and_b
     """Started in the folder of the file, stopped after its first stage, and then in another folder."""
     run, branch = tmp_path / "run", tmp_path / "branch"
     own = (*SHORT, "objective.path=quiet.py:Quiet", "objective.margin=1e-6", "objective.advantage=quiet.py:halves")
-    megarl("train", recipe, "--run-dir", run, "--until", "optimize:0", *sets(*own), cwd=mine.parent)
+    train(recipe, run, "--until", "optimize:0", *sets(*own), cwd=mine.parent)
     settings = RunDir.open(run).recipe.objective
     assert (settings.name, settings.fields["margin"]) == ("Quiet", 1e-6)
     assert settings.path == f"{mine.parent}/quiet.py:Quiet"
-    megarl("train", run / "recipe.toml", "--run-dir", run, cwd=tmp_path)
+    train(run / "recipe.toml", run, cwd=tmp_path)
     assert [line["update"] for line in metrics(RunDir.open(run))] == [1, 2, 3, 4]
     assert 0 < metrics(RunDir.open(run))[1]["loud_fraction"] < 1
     report = (run / "report.html").read_text()
     assert "quiet.py:Quiet" in report and '"name": "loud"' in report
-    assert megarl("audit", run).stdout.splitlines()[-1] == "everything that was checked agrees"
-    rows = json.loads(megarl("what-if", run, "--stage", 0, "--update", 2, "--batches", 2, "--json").stdout)
+    assert succeed("audit", run).stdout.splitlines()[-1] == "everything that was checked agrees"
+    rows = json.loads(succeed("what-if", run, "--stage", 0, "--update", 2, "--batches", 2, "--json").stdout)
     masked = {row["objective"]: row["masked"][0] for row in rows if "masked" in row}
     assert masked.keys() == {"m2po", "trm", "prefix_filter", "cppo", "Quiet"} and masked["Quiet"] > 0
-    megarl("optimize", run, "--stage", 0, "--output", branch, *sets("objective.name=grpo"))
+    succeed("optimize", run, "--stage", 0, "--output", branch, *sets("objective.name=grpo"))
     assert RunDir.open(branch).recipe.objective.definition == "grpo"
 
 
@@ -133,7 +126,7 @@ grpo = {{ objective = {{ name = "grpo" }} }}
 mine = {{ objective = {{ ratio_max = 2, path = "mine.py:Mine" }} }}
 '''
     (mine.parent / "sweep.toml").write_text(table)
-    assert len(json.loads(megarl("sweep", "sweep.toml", "--json", cwd=mine.parent).stdout)) == 2
+    assert len(json.loads(succeed("sweep", "sweep.toml", "--json", cwd=mine.parent).stdout)) == 2
     points = [next((mine.parent / "sweep" / name).glob("seed_*")) for name in ("grpo", "mine")]
     assert [RunDir.open(point).recipe.objective.fields.get("ratio_max") for point in points] == [None, 2.0]
 
@@ -143,20 +136,20 @@ def test_a_changed_file_is_refused_after_updates_and_taken_before_them(
 ) -> None:
     own, root = tmp_path / "mine.py", tmp_path / "run"
     own.write_text(RULE)
-    command = ["train", recipe, "--run-dir", root, *sets(*SHORT, f"objective.path={own}:Mine")]
-    megarl(*command, "--until", "rollout:0")
+    command = [recipe, root, *sets(*SHORT, f"objective.path={own}:Mine")]
+    train(*command, "--until", "rollout:0")
     own.write_text(RULE + "# a comment\n")
-    megarl(*command, "--until", "optimize:0")
+    train(*command, "--until", "optimize:0")
     assert [e["settings"] for e in events(RunDir.open(root), "recipe_changed")] == [[f"{own}: another content"]]
     own.write_text(RULE + "# another\n")
-    refused = megarl(*command, code=2)
+    refused = train(*command, code=2)
     assert f"the objective file {own} has changed" in refused.stderr
     assert f"megarl optimize {root} --stage 0 --output" in refused.stderr
-    assert "has changed since" in megarl("audit", root, code=1).stdout
+    assert "has changed since" in succeed("audit", root, code=1).stdout
 
 
 def test_the_objective_of_the_examples_passes_its_test(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (path,) = re.findall(r"--set objective.path=(.+)", megarl("init", "own_objective", cwd=tmp_path).stdout)
+    (path,) = re.findall(r"--set objective.path=(.+)", succeed("init", "own_objective", cwd=tmp_path).stdout)
     try_objective(build_objective(f"{tmp_path}/{path}", {}), f"{tmp_path}/{path}")
     monkeypatch.syspath_prepend(tmp_path)
     runpy.run_path(f"{tmp_path}/test_own_objective.py", run_name="__main__")
@@ -216,7 +209,7 @@ def test_objectives_as_documented_are_accepted_and_a_mistake_is_one_line(
 def test_a_mistake_in_an_objective_is_found_before_any_process(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(RULE.replace("t.ratio, 0.0", "t.rato, 0.0"))
     wrong = sets("objective.path=mine.py:Mine")
-    done = megarl("train", recipe, "--run-dir", "run", *wrong, cwd=tmp_path, code=2)
+    done = train(recipe, "run", *wrong, cwd=tmp_path, code=2)
     assert "no attribute 'rato'" in done.stderr and not (tmp_path / "run").exists()
 
 
