@@ -10,6 +10,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from megarl.models import FAMILIES as MODEL_TYPES
+from megarl.models.hf_config import read_hf_config
 from megarl.recipe.load import parse_recipe
 
 SHAPE = dict(
@@ -166,8 +167,6 @@ def make_hf_model(family: str, **changes):
 
 def read_settings(folder, family, **changes):
     """The settings of a tiny model, as megarl reads them from a config.json that is written to ``folder``."""
-    from megarl.models.hf_config import read_hf_config
-
     (folder / "config.json").write_text(json.dumps(config_settings(family, **changes)))
     return read_hf_config(folder)
 

@@ -19,6 +19,7 @@ from tests.extent import few
 
 UPDATES = 6
 PROMPTS = 4  # groups per update
+SEQUENCES = [[(7 * i + 3 * k) % 67 for i in range(n)] for k, n in enumerate((2, 9, 30, 61, 17))]
 
 
 @dataclass(frozen=True)
@@ -356,14 +357,13 @@ def continued(name: str, layout: str, folder: Path) -> list[dict[str, torch.Tens
 
 
 def reference_scores(recipe: Recipe, model: Path) -> list[list[float]]:
-    """Log-probs of five fixed sequences, computed as for the reference that is exported with a policy."""
+    """Log-probs of `SEQUENCES`, computed as for the reference that is exported with a policy."""
     from megarl.actor import reference, step
 
     actor = step.Actor.build(recipe, model, torch.device("cpu"))
     for chunk in actor.models:
         chunk.temperature = 0.5  # scores are at temperature 1 all the same
-    sequences = [[(7 * i + 3 * k) % 67 for i in range(n)] for k, n in enumerate((2, 9, 30, 61, 17))]
-    scores = reference.score(actor.models, sequences, 32, actor.device)
+    scores = reference.score(actor.models, SEQUENCES, 32, actor.device)
     assert {chunk.temperature for chunk in actor.models} == {0.5}
     return [values.tolist() for values in scores]
 

@@ -83,17 +83,6 @@ def test_the_copy_that_the_writer_reads_is_not_reused(saved_model, tmp_path, mon
     assert all(torch.equal(a, b) for a, b in zip(weights(actor), weights(resumed), strict=True))
 
 
-def test_only_the_newest_complete_checkpoints_are_kept(saved_model, tmp_path):
-    actor, directory = build(saved_model("qwen3")), tmp_path / "checkpoints"
-    (directory / ".update_000004.9-9.tmp").mkdir(parents=True)  # a killed save
-    (directory / ".update_000004.9-9.tmp/rest").write_text("torn")
-    for update in (2, 4, 6):
-        checkpoint.save(actor, directory, update, keep=2)
-    assert [u for u, _ in checkpoint.checkpoints(directory)] == [4, 6]
-    assert sorted(p.name for p in directory.iterdir()) == ["update_000004", "update_000006"]
-    assert not (directory / "update_000004/rest").exists()
-
-
 @pytest.fixture(scope="module")
 def saved(saved_model, tmp_path_factory):
     """An actor after two updates, and the path of its checkpoint."""
@@ -117,9 +106,6 @@ def test_manifest_lists_every_file_and_verify_names_a_damaged_one(saved):
         assert file.name in (checkpoint.verify(path) or "")
         file.write_bytes(data)
     assert checkpoint.verify(path) is None
-    other = path.rename(path.with_name("update_000003"))
-    assert "manifest.json belongs to update 2" in checkpoint.verify(other)
-    other.rename(path)
 
 
 def save_of_two(rank, model, folder):
@@ -180,8 +166,6 @@ def test_a_planted_pickle_does_not_run(saved, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=f"{path}/common.pt .* was not loaded"):
         checkpoint.load(actor, path)
     assert not marker.exists()
-    pickle.loads(pickle.dumps(Payload(marker)))
-    assert marker.exists()  # without the check it runs
 
 
 def test_a_pickle_in_the_place_of_what_ranks_have_in_common_is_not_read(saved, tmp_path):

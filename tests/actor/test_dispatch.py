@@ -7,7 +7,7 @@ from megarl.actor.dispatch import IndexDispatcher, chunk_order, get_default_pg_c
 from megarl.actor.model import build_model, transformer_config
 from megarl.actor.packing import micro_batches
 from tests.actor.conftest import EXPERTS, make_recipe, read_settings
-from tests.actor.test_step import CPU, make_samples
+from tests.actor.test_step import make_samples
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -55,17 +55,14 @@ def test_layers_do_not_wait_for_the_device(tmp_path, family):
     """Forward and backward pass on the meta device, where `.item()`, `.tolist()` and indexing by a mask raise."""
     meta = torch.device("meta")
     (model,) = build_model(read_settings(tmp_path, family), make_recipe(actor={"recompute": "full"}))
-    (batch,) = micro_batches(make_samples(), 100, CPU)
+    (batch,) = micro_batches(make_samples(), 100, meta)
     model.to(meta, torch.bfloat16)  # as on GPUs; `grouped_mm` takes no float32 on the meta device
     model.config.params_dtype = torch.bfloat16
     latent = model.config.multi_latent_attention
     rotary = model.decoder.layers[0].self_attention.rotary_pos_emb if latent else model.rotary_pos_emb
     rotary.inv_freq = rotary.inv_freq.to(meta)
     model.post_process = False  # the log-probs are not part of the layers
-    for name, value in vars(batch.packed).items():
-        if torch.is_tensor(value):
-            setattr(batch.packed, name, value.to(meta))
-    output = model(batch.tokens.to(meta), batch.positions.to(meta), None, packed_seq_params=batch.packed)
+    output = model(batch.tokens, batch.positions, None, packed_seq_params=batch.packed)
     output.backward(torch.empty_like(output))
     assert all(p.grad is not None for name, p in model.decoder.named_parameters() if "final" not in name)
 

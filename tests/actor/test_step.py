@@ -215,3 +215,20 @@ def test_an_actor_that_is_dropped_is_freed(saved_model):
     del actor
     gc.collect()
     assert model() is None
+
+
+def test_norms_are_recomputed_without_a_compiler(saved_model, monkeypatch):
+    """Megatron-Core 0.19 has a C++ extension for it, which it compiles in the first backward pass."""
+    monkeypatch.setattr("megatron.core.tensor_parallel.random.load_inline", None, raising=False)
+    stored, recomputed = (
+        update(build(saved_model("qwen3"), actor={"recompute": parts}), make_samples())
+        for parts in ("none", ["layernorm"])
+    )
+    assert recomputed["grad_norm"] == pytest.approx(stored["grad_norm"], rel=1e-6)
+
+
+def test_fused_functions_are_not_compiled_on_a_cpu_even_if_they_were_imported_before():
+    """Compiling one takes as long as several updates of a small model."""
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    assert not hasattr(TopKRouter._apply_expert_bias, "_torchdynamo_orig_callable")

@@ -57,9 +57,6 @@ def test_headers_have_the_constants_of_python() -> None:
         assert value == pytest.approx(OTHERS[name] if name in OTHERS else ours[key], rel=1e-15), name
         missed -= {key, {"LIMB_SCALE": "LIMB_BITS"}.get(key)}
     assert missed == set()
-
-
-def test_digits_of_the_radix_selection_fit_into_the_table_of_the_cuda_kernel() -> None:
     most = int(re.search(r"kMaxBits = (\d+)", (ROOT / "csrc/cuda/second_moment.cu").read_text())[1])
     assert max(bits for _, bits in (*second_moment._VALUE_DIGITS, *second_moment._ORDER_DIGITS)) <= most
 

@@ -16,11 +16,10 @@ import torch
 from megarl.batch import TokenBatch
 from megarl.kernels import library
 from megarl.kernels.linear_logprob import definition, linear_logprob
-from megarl.kernels.token_pass import Inherited, PassResult, Rule, token_pass
+from megarl.kernels.token_pass import Rule
 from megarl.kernels.token_pass.language import RULES
-from megarl.kernels.tokens import Tokens
 from tests.gpu.probes import fill_free_memory_with_nan
-from tests.kernels.test_token_pass import BORDERS, compare, gradient, inherited_values, make_batch
+from tests.kernels.test_token_pass import BORDERS, as_in_cpp, compare, gradient, inherited_values, make_batch
 from tests.objectives.test_against_papers import CASES as PAPERS
 
 REQUIRED = os.environ.get("MEGARL_REQUIRE_GPU") == "1"
@@ -70,20 +69,9 @@ def test_equals_the_definition(name: str, backend: str) -> None:
 def test_inherited_values_act_as_in_cpp(name: str, backend: str) -> None:
     """What chunks of a context-parallel rank inherit from the rest of their sequence has the same effect as in C++."""
     batch = make_batch([5, 900, 0, 8, 40])
-    inherited = inherited_values()
     values = (0.5, 2.0**43) if name == "second_moment" else (0.6, 1.4, 1.2, 0.9)
-
-    def run(batch: TokenBatch, inherited: Inherited, backend: str) -> PassResult:
-        device = batch.loss_mask.device
-        places = torch.arange(5, device=device) << 22
-        return token_pass(Rule(RULES[name], values), Tokens.of(batch), inherited, places, backend)
-
-    ours = run(on_device(batch), Inherited(*(x.cuda() for x in vars(inherited).values())), backend)
-    theirs = run(batch, inherited, "cpp")
-    assert torch.equal(ours.kept.cpu(), theirs.kept)
-    assert torch.equal(ours.histograms.cpu(), theirs.histograms)
-    torch.testing.assert_close(ours.loss.cpu(), theirs.loss, rtol=4e-6, atol=1e-6)
-    torch.testing.assert_close(ours.sums.cpu(), theirs.sums, rtol=1e-5, atol=1e-3)
+    places = torch.arange(5) << 22
+    as_in_cpp(Rule(RULES[name], values), batch, backend, places, inherited_values(), device="cuda", atol=1e-3)
 
 
 @each_backend

@@ -20,7 +20,7 @@ from megarl.errors import UserError
 from megarl.kernels import library
 from megarl.kernels.constants import NEVER
 from megarl.kernels.segment_summary import segment_summary
-from megarl.kernels.token_pass import Inherited, Rule, token_pass
+from megarl.kernels.token_pass import Inherited, PassResult, Rule, token_pass
 from megarl.kernels.token_pass.compiled import token_pass_compiled
 from megarl.kernels.token_pass.language import RULES, RuleFunction
 from megarl.kernels.tokens import Tokens
@@ -49,6 +49,32 @@ def inherited_values() -> Inherited:
         torch.randn(5, generator=g),
         torch.tensor([2, -3, 0, NEVER, 7], dtype=torch.int32),
     )
+
+
+def as_in_cpp(
+    rule: Rule,
+    batch: TokenBatch,
+    backend: str,
+    places: torch.Tensor,
+    inherited: Inherited | None = None,
+    device: str = "cpu",
+    atol: float = 1e-5,
+) -> PassResult:
+    """The result of a backend, which is that of the C++ pass."""
+
+    def on_device(x: Any) -> Any:
+        if isinstance(x, Tokens | Inherited):
+            return type(x)(*(on_device(value) for value in vars(x).values()))
+        return x.to(device) if isinstance(x, torch.Tensor) else x
+
+    inputs = (Tokens.of(batch.detach()), inherited, places)
+    theirs, ours = token_pass(rule, *inputs, "cpp"), token_pass(rule, *map(on_device, inputs), backend)
+    ours = type(ours)(*(x.cpu() for x in vars(ours).values()))
+    assert torch.equal(ours.kept, theirs.kept) and torch.equal(ours.histograms, theirs.histograms)
+    torch.testing.assert_close(ours.loss, theirs.loss, rtol=4e-6, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(ours.segment_sums, theirs.segment_sums, rtol=1e-5, atol=atol, equal_nan=True)
+    torch.testing.assert_close(ours.sums, theirs.sums, rtol=1e-5, atol=atol, equal_nan=True)
+    return ours
 
 
 FUSED = [name for name, kind in OBJECTIVES.items() if kind().fused]
@@ -120,8 +146,7 @@ def test_every_number_of_threads_gives_the_same_bytes() -> None:
     code = "from tests.kernels.test_token_pass import digest; print(*map(digest, (1, 2, 7)))"
     fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     digests = fresh.stdout.split()
-    assert len(digests) == 3
-    assert len(set(digests)) == 1
+    assert len(digests) == 3 and len(set(digests)) == 1
 
 
 def check_operation(operation: Any) -> None:
@@ -147,7 +172,6 @@ def bounds(*values: int) -> dict[str, torch.Tensor]:
     [
         ({}, {"backend": "numpy"}, UserError, "backend is 'numpy'; expected one of torch, cpp, cuda, triton"),
         ({}, {"backend": "cuda"}, UserError, "'cuda' runs on cuda, but the tensors are on cpu"),
-        ({}, {"backend": "triton"}, UserError, "'triton' runs on cuda, but the tensors are on cpu"),
         ({}, {"rule": Rule(RuleFunction(make_batch, "none"))}, ValueError, "token_pass: the compiled kernels do not"),
         ({"rollout_logprobs": torch.zeros(14).half()}, {}, ValueError, r"rollout_logprobs is torch.float16 \(14,\)"),
         (bounds(0, 5), {}, ValueError, "cu_seqlens ends at 5, but there are 14 tokens"),

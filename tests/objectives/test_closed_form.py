@@ -62,7 +62,6 @@ CASES: list[tuple[str, dict[str, Any], list[float], list[float]]] = [
     # trust region: l = log 1.5 and log .5, squares .164 and .480; a budget of .2 keeps the first alone
     ("m2po", {"m2_threshold": 0.2}, [-3, -1, 1.5, 0], [-3, -1, 1.5, 0]),
     ("mu_grpo", {"veto_threshold": 0.6}, [-3, -1, 0, 0], [-3, -1, 0, 0]),
-    ("mu_grpo", {"ratio_min": 0.7, "ratio_max": 1.4}, [-2.8, -1, 1.5, 0.7], [0, -1, 1.5, 0]),
     # positive contribution at (.6, 1.2): 1.16 / 1.88 = .617; with c_high 1.45 it is 1.36 / 2.08 = .654
     ("bapo", {"positive_target": 0.65}, [-2.9, -1, 1.5, 0.6], [0, -1, 1.5, 0]),
     ("topr", {"ratio_max": 0.5}, [-2 * A, -2 * B, 0.5 * A, 0.5 * B], [-2, -2, 0.5, 0.5]),

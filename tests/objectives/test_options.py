@@ -129,13 +129,14 @@ def test_options_keep_what_the_objective_needs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("option", "field"), [("kl", "ref_logprobs"), ("entropy_bonus", "entropy"), ("icepop", "old_logprobs")]
+    ("name", "options", "field"),
+    [
+        ("grpo", {"kl": {}}, "ref_logprobs"),
+        ("grpo", {"entropy_bonus": {}}, "entropy"),
+        ("grpo", {"icepop": {}}, "old_logprobs"),
+        ("decoupled_ppo", {}, "old_logprobs"),
+    ],
 )
-def test_error_names_the_missing_field_of_the_batch(option: str, field: str) -> None:
+def test_error_names_the_missing_field_of_the_batch(name: str, options: dict, field: str) -> None:
     with pytest.raises(UserError, match=field):
-        build_objective("grpo", {option: {}})(replace(BATCHES[0], **{field: None}))
-
-
-def test_an_objective_of_the_proximal_policy_needs_its_log_probs() -> None:
-    with pytest.raises(UserError, match="old_logprobs"):
-        build_objective("decoupled_ppo", {})(replace(BATCHES[0], old_logprobs=None))
+        build_objective(name, options)(replace(BATCHES[0], **{field: None}))

@@ -3,20 +3,17 @@ shards have, with the C++ pass. A tile has 8 tokens here, so that the random res
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 import triton.language as tl
 
-from megarl.batch import TokenBatch
-from megarl.kernels.token_pass import PassResult, Rule, token_pass
+from megarl.kernels.token_pass import Rule, token_pass
 from megarl.kernels.token_pass import triton_backend as kernels
 from megarl.kernels.token_pass.language import RULES
 from megarl.kernels.tokens import Tokens
 from megarl.objectives import OBJECTIVES
 from megarl.objectives.objective import Objective
-from tests.kernels.test_token_pass import check_operation, compare, inherited_values, make_batch
+from tests.kernels.test_token_pass import as_in_cpp, check_operation, compare, inherited_values, make_batch
 from tests.objectives.random_batches import KINDS, random_batch
 from tests.objectives.test_against_papers import CASES as PAPERS
 
@@ -64,24 +61,13 @@ def test_responses_across_tiles_and_stretches(objective: Objective) -> None:
     compare(objective, make_batch(BORDERS), "triton")
 
 
-def as_in_cpp(rule: Rule, batch: TokenBatch, *segments: Any) -> PassResult:
-    """The result of the Triton pass, which is that of the C++ pass."""
-    tokens = Tokens.of(batch.detach())
-    ours, theirs = (token_pass(rule, tokens, *segments, backend=backend) for backend in ("triton", "cpp"))
-    assert torch.equal(ours.kept, theirs.kept) and torch.equal(ours.histograms, theirs.histograms)
-    torch.testing.assert_close(ours.loss, theirs.loss, rtol=4e-6, atol=1e-6, equal_nan=True)
-    torch.testing.assert_close(ours.segment_sums, theirs.segment_sums, rtol=1e-5, atol=1e-5, equal_nan=True)
-    torch.testing.assert_close(ours.sums, theirs.sums, rtol=1e-5, atol=1e-5, equal_nan=True)
-    return ours
-
-
 @pytest.mark.parametrize("name", RULES)
 def test_inherited_values_and_places_act_as_in_cpp(name: str) -> None:
     """What chunks of a context-parallel rank inherit from the rest of their sequence has the same effect as in C++."""
     batch = make_batch([5, 9, 0, 8, 3])
     batch.advantages[:5], batch.loss_mask[:5] = -0.5, True  # token 2 of segment 0 is its trigger
     rule = Rule(RULES[name], (0.6, 1.4, 1.2, 0.9))
-    as_in_cpp(rule, batch, inherited_values(), torch.arange(5) << 22)
+    as_in_cpp(rule, batch, "triton", torch.arange(5) << 22, inherited_values())
 
 
 def test_ties_are_masked_up_to_the_last_in_their_order() -> None:
@@ -94,7 +80,7 @@ def test_ties_are_masked_up_to_the_last_in_their_order() -> None:
     for last in (tie, tie - 1):
         order = float(2**44 - 1 - (1 << 22) - (last - 5))  # segment 1 begins at token 5
         rule = Rule(RULES["second_moment"], (float(l[tie].abs()), order))
-        kept.append(bool(as_in_cpp(rule, batch, None, torch.arange(2) << 22).kept[tie]))
+        kept.append(bool(as_in_cpp(rule, batch, "triton", torch.arange(2) << 22).kept[tie]))
     assert kept == [False, True]
 
 
@@ -105,7 +91,7 @@ def test_nan_and_infinity_at_trained_tokens_act_as_in_cpp(name: str) -> None:
     rollout = batch.rollout_logprobs
     rollout[3], rollout[9], rollout[18] = torch.nan, -torch.inf, torch.inf
     batch.loss_mask[:] = True
-    assert as_in_cpp(Rule(RULES[name], (0.3, 0.0, 0.5)), batch, None, torch.arange(3) << 22).sums.isnan().any()
+    assert as_in_cpp(Rule(RULES[name], (0.3, 0.0, 0.5)), batch, "triton", torch.arange(3) << 22).sums.isnan().any()
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
