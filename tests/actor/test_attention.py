@@ -18,8 +18,6 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 HF = EXPERTS | dict(model_type="qwen3", num_experts=None)
 GPT_OSS = EXPERTS | dict(model_type="gpt_oss", num_experts=4, sliding_window=6, swiglu_limit=7.0)
 LENGTHS = np.array([4, 4, 12, 20])
-
-
 KINDS = {  # (model, number of a layer from 1, dtype); not bfloat16 for sinks, whose gradient sums all tokens' roundings
     "all keys": (HF, 1, torch.bfloat16),
     "a window and sinks": (GPT_OSS, 1, torch.float16),

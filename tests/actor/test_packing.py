@@ -106,7 +106,6 @@ def test_prompts_are_shared_only_where_nothing_depends_on_their_number():
     for settings in (
         {"linear_attention_freq": [1, 0]},
         {"moe_router_load_balancing_type": "aux_loss"},
-        {"moe_router_enable_expert_bias": True},
         {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 1e-4},
         {"hidden_dropout": 0.1},
         {"moe_input_jitter_eps": 0.01},

@@ -69,8 +69,7 @@ def test_the_entropy_of_a_router_with_sigmoid_scores_is_that_of_their_shares(sav
 
 def test_trained_tokens_differ_if_at_least_one_of_their_experts_does(saved_model):
     """Half of the tokens are given another expert in layer 1; those of layer 2 depend on it, so they are unknown."""
-    model, rng, given, differ, tokens = make_hf_model("qwen3_moe"), np.random.default_rng(0), [], 0, 0
-    chosen = []
+    model, rng, given, chosen, differ, tokens = make_hf_model("qwen3_moe"), np.random.default_rng(0), [], [], 0, 0
     model.model.layers[0].mlp.gate.register_forward_hook(
         lambda gate, inputs, _: chosen.append((inputs[0].flatten(0, -2) @ gate.weight.T).topk(2).indices.numpy())
     )

@@ -1,7 +1,5 @@
-"""The compiled token pass as a torch operation: threads, blocks, registration, errors.
-
-Its values are tested against the papers in tests/objectives, its segments under context parallelism in
-tests/distributed."""
+"""The compiled token pass as a torch operation; its values are tested against the papers in tests/objectives, its
+segments under context parallelism in tests/distributed."""
 
 from __future__ import annotations
 

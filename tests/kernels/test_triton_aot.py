@@ -67,10 +67,6 @@ def test_spills_are_detected() -> None:
 def test_matrix_units_and_wide_loads_are_used() -> None:
     """The lm head multiplies bfloat16 on the matrix units and loads 128 bits or a tile at a time."""
     names = ("linear_logprob.statistics bf16", "linear_logprob.logit_gradients bf16")
-    checked = set()
-    for index, spec in enumerate(SPECS):
-        if spec.name in names:
-            used = compiled(index)
-            assert used.matrix_instructions > 0 and used.wide_loads > 0, spec
-            checked.add((spec.architecture, spec.name))
-    assert checked == {(architecture, name) for architecture in SHARED_MEMORY for name in names}
+    found = {(spec.architecture, spec.name): compiled(i) for i, spec in enumerate(SPECS) if spec.name in names}
+    assert found.keys() == {(architecture, name) for architecture in SHARED_MEMORY for name in names}
+    assert all(used.matrix_instructions > 0 and used.wide_loads > 0 for used in found.values()), found
