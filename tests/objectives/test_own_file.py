@@ -170,12 +170,12 @@ class Mine(Objective):
 @pytest.mark.parametrize(
     ("text", "there", "instead", "message"),
     [
-        (RULE, "class", "clas", "SyntaxError"),
+        (RULE, "class Mine", "clas Mine", "SyntaxError"),
         (RULE, "@dataclass(frozen=True)\nclass Mine(Objective)", "def Mine()", "expected a class that derives from"),
         (RULE, "@dataclass(frozen=True)\n", "", "needs the decorator"),
         (RULE, "def rule(self", "def rules(self", "neither a method rule"),
         (RULE, "    def rule(", "    def statistics(self, *_): ...\n\n    def rule(", "needs_statistics = True"),
-        (RULE, " = number(5.0, 1)", "\n\n    last: float = 1.0", "the setting ratio_max needs a default"),
+        (RULE, " = number(5.0, 1)", "", "non-default argument 'ratio_max'"),
         (RULE, "t.ratio, 0.0", "t.rato, 0.0", "no attribute 'rato'"),
         (RULE, "where(t.clamped, 0.0, weight * t.advantage)", "value[:2]", "size"),
         (RULE, "return Outcome(", "Outcome(", "is a return missing?"),
