@@ -59,6 +59,12 @@ def test_settings_that_the_layers_do_not_support_are_refused(tmp_path, family, a
         check_layers(make_recipe(actor=actor, megatron=megatron), hf)
 
 
+def test_gathering_parameters_in_8_bits_is_refused(tmp_path):
+    recipe = make_recipe(actor=GPU, megatron_ddp={"fp8_param_gather": True})
+    with pytest.raises(UserError, match=r"\[megatron_ddp\] fp8_param_gather = true"):
+        check_layers(recipe, read_settings(tmp_path, "qwen3_moe"))
+
+
 @pytest.mark.parametrize(
     ("value", "message"),
     [
