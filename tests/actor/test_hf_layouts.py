@@ -158,7 +158,6 @@ def test_loading_and_exporting_need_at_most_the_largest_tensor_and_a_block(root,
     assert largest == 20_001 * 512 * 2
     for rank in range(LAYOUTS[layout].ranks):
         used = json.loads((root / "results" / f"{layout}-{LARGE}-{rank}.json").read_text())
-        print(layout, rank, [f"{value / 2**20:.1f} MiB" for value in used])
         assert max(used) < largest + block, used
 
 

@@ -65,10 +65,8 @@ CASES: list[tuple[str, dict[str, Any], list[float], list[float]]] = [
     # positive contribution at (.6, 1.2): 1.16 / 1.88 = .617; with c_high 1.45 it is 1.36 / 2.08 = .654
     ("bapo", {"positive_target": 0.65}, [-2.9, -1, 1.5, 0.6], [0, -1, 1.5, 0]),
     ("topr", {"ratio_max": 0.5}, [-2 * A, -2 * B, 0.5 * A, 0.5 * B], [-2, -2, 0.5, 0.5]),
-    # |p - q| = .2, .1, .2, .1; weights 1, .8: the first token is masked at a threshold below .2; the last is where the
-    # prefix, with a divergence of .2, leaves less than .08
+    # |p - q| = .2, .1, .2, .1; weights 1, .8: the first token is masked at a threshold below .2
     ("cppo", {"threshold": 0.19}, [0, -1, 1.5, 0], [0, -1, 1.5, 0]),
-    ("cppo", {"threshold": 0.25, "prefix_threshold": 0.05}, [-3, -1, 1.5, 0.5], [-3, -1, 1.5, 0.5]),
     # prefix ratios 1.5, .75; bounds e^(-.025 sqrt t), e^(.05 sqrt t)
     ("ctpo", {"eps_low": 0.2, "eps_high": 0.5}, [-3, -1.5, 1.5, math.exp(-0.2 * 2**0.5)], [-3, -1.5, 1.5, 0]),
     # |A| q (rho - 1)^2 / 2 = .1, .05, .05, .025 and rho |A| (p - q) = .6, -.1, .3, -.05, at a threshold of .05

@@ -17,8 +17,12 @@ def moe_unpermute(inp, row_id_map, merging_probs=None, restore_shape=None, map_t
     return torch.zeros(restore_shape, dtype=torch.float32).index_add(0, row_id_map, inp.float()).to(inp.dtype)
 
 
-# for experts on several ranks
-def moe_sort_chunks_by_index(inp, split_sizes, sorted_index): ...
+def moe_sort_chunks_by_index(inp, split_sizes, sorted_index):
+    parts = inp.split(split_sizes.tolist())
+    return torch.cat([parts[i] for i in sorted_index.tolist()])
 
 
-def moe_sort_chunks_by_index_with_probs(inp, probs, split_sizes, sorted_index): ...
+def moe_sort_chunks_by_index_with_probs(inp, probs, split_sizes, sorted_index):
+    return moe_sort_chunks_by_index(inp, split_sizes, sorted_index), moe_sort_chunks_by_index(
+        probs, split_sizes, sorted_index
+    )
