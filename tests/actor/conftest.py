@@ -10,6 +10,7 @@ import torch.distributed as dist
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from megarl.models import FAMILIES as MODEL_TYPES
+from megarl.models.hf_config import read_hf_config
 from megarl.recipe.load import parse_recipe
 
 SHAPE = dict(
@@ -40,20 +41,11 @@ LLAMA3_ROPE = dict(
     high_freq_factor=4.0,
     original_max_position_embeddings=8192,
 )
-GLM = dict(
-    n_routed_experts=8,
-    num_experts_per_tok=2,
-    moe_intermediate_size=24,
-    first_k_dense_replace=1,
-    attention_bias=True,
-    routed_scaling_factor=1.5,
-    num_nextn_predict_layers=0,
-)
-DEEPSEEK = dict(
-    n_routed_experts=8,
+MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+ROUTED = dict(n_routed_experts=8, moe_intermediate_size=24, first_k_dense_replace=1, num_nextn_predict_layers=0)
+GLM = ROUTED | dict(num_experts_per_tok=2, attention_bias=True, routed_scaling_factor=1.5)
+DEEPSEEK = ROUTED | dict(
     num_experts_per_tok=4,
-    moe_intermediate_size=24,
-    first_k_dense_replace=1,
     n_group=4,
     topk_group=2,
     q_lora_rank=24,
@@ -63,7 +55,6 @@ DEEPSEEK = dict(
     v_head_dim=12,
     num_key_value_heads=4,
     head_dim=8,
-    num_nextn_predict_layers=0,
     rope_parameters=dict(
         rope_type="yarn",
         rope_theta=10000.0,
@@ -83,7 +74,7 @@ STATES = dict(
     linear_key_head_dim=8,
     linear_value_head_dim=12,
 )
-NEXT = STATES | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=40)
+NEXT = STATES | MOE | dict(shared_expert_intermediate_size=40)
 GPT_OSS = dict(
     num_local_experts=4,
     num_experts_per_tok=2,
@@ -101,10 +92,8 @@ GPT_OSS = dict(
     ),
 )
 FAMILIES = {
-    "qwen3_moe": dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=True),
-    "qwen3_moe_unnormalised": dict(
-        num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, norm_topk_prob=False
-    ),
+    "qwen3_moe": MOE | dict(norm_topk_prob=True),
+    "qwen3_moe_unnormalised": MOE | dict(norm_topk_prob=False),
     "qwen3": {},
     "qwen3_tied": dict(tie_word_embeddings=True),
     "qwen2": dict(head_dim=8),
@@ -113,14 +102,7 @@ FAMILIES = {
     "mixtral": dict(num_local_experts=4, num_experts_per_tok=2),
     "olmoe": dict(num_experts=4, num_experts_per_tok=2, head_dim=8),
     "olmoe_normalised": dict(num_experts=4, num_experts_per_tok=2, head_dim=8, norm_topk_prob=True),
-    "qwen2_moe": dict(
-        num_experts=4,
-        num_experts_per_tok=2,
-        head_dim=8,
-        moe_intermediate_size=24,
-        shared_expert_intermediate_size=40,
-        mlp_only_layers=[1],
-    ),
+    "qwen2_moe": MOE | dict(head_dim=8, shared_expert_intermediate_size=40, mlp_only_layers=[1]),
     "glm4_moe": GLM,
     "glm4_moe_qk_norm": GLM | dict(use_qk_norm=True, attention_bias=False, n_shared_experts=2),
     "deepseek_v3": DEEPSEEK,
@@ -185,8 +167,6 @@ def make_hf_model(family: str, **changes):
 
 def read_settings(folder, family, **changes):
     """The settings of a tiny model, as megarl reads them from a config.json that is written to ``folder``."""
-    from megarl.models.hf_config import read_hf_config
-
     (folder / "config.json").write_text(json.dumps(config_settings(family, **changes)))
     return read_hf_config(folder)
 
@@ -225,11 +205,11 @@ def one_rank():
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     cpu_backend.install()
     from megatron.core import parallel_state as mpu
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    from megarl.actor import parallel
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    mpu.initialize_model_parallel(1, 1)
-    model_parallel_cuda_manual_seed(0)
+    parallel.build_groups(make_recipe())
     yield torch.device("cpu")
     mpu.destroy_model_parallel()
     dist.destroy_process_group()

@@ -19,6 +19,7 @@ from tests.extent import few
 
 UPDATES = 6
 PROMPTS = 4  # groups per update
+SEQUENCES = [[(7 * i + 3 * k) % 67 for i in range(n)] for k, n in enumerate((2, 9, 30, 61, 17))]
 
 
 @dataclass(frozen=True)
@@ -258,11 +259,9 @@ def train(name: str, layout: str, folder: Path) -> dict[str, Any]:
     from megarl.actor import step
 
     case, actor = CASES[name], build_actor(name, layout, folder)
-    objective, results = build_objective(case.objective, case.fields), {}
+    objective = build_objective(case.objective, case.fields)
     samples = len(update_samples(folder / "rollouts", 0))
     batches = batches_of(actor, name, layout, 0, folder)
-    if name == "mu_grpo":
-        results["logprobs"] = logprobs(actor, batches, samples)
     if case.lora:
         fill_adapters(actor)
     step.compute_gradients(actor, batches, objective)
@@ -275,7 +274,7 @@ def train(name: str, layout: str, folder: Path) -> dict[str, Any]:
         batches = batches_of(actor, name, layout, update, folder)
         metrics.append(step.train_step(actor, batches, objective, lr=case.lr, samples=samples))
     tokens = [line.pop("sample_tokens", {}).get("counts") for line in metrics]
-    return results | {"gradient": gradient, "metrics": metrics, "tokens": tokens[0]}
+    return {"gradient": gradient, "metrics": metrics, "tokens": tokens[0]}
 
 
 @torch.no_grad()
@@ -357,41 +356,14 @@ def continued(name: str, layout: str, folder: Path) -> list[dict[str, torch.Tens
     return policies
 
 
-def logprobs(actor: Any, batches: list[Any], samples: int) -> list[torch.Tensor]:
-    """The log-probs of each sample's response, on the ranks of the last pipeline stage."""
-    from megatron.core import parallel_state as mpu
-
-    from megarl.actor.schedule import collect, run_micro_batches
-
-    found: dict[int, dict[int, float]] = {}
-    for log in run_micro_batches(actor.replicas, batches, collect, forward_only=True):
-        batch = log.batch
-        sequences = batch.sequence_index[batch.sequence_ids]
-        values = zip(sequences.tolist(), batch.positions.tolist(), batch.logprobs.tolist(), strict=True)
-        for (sequence, position, value), trains in zip(values, batch.loss_mask.tolist(), strict=True):
-            if trains:
-                found.setdefault(sequence, {})[position] = value
-    group = mpu.get_data_parallel_group(with_context_parallel=True)
-    everyone: list[Any] = [None] * group.size()
-    dist.all_gather_object(everyone, found, group=group)
-    whole: dict[int, dict[int, float]] = {}
-    for part in everyone:
-        for sequence, values in part.items():
-            whole.setdefault(sequence, {}).update(values)
-    if not whole:
-        return []
-    return [torch.tensor([v for _, v in sorted(whole.get(i, {}).items())]) for i in range(samples)]
-
-
 def reference_scores(recipe: Recipe, model: Path) -> list[list[float]]:
-    """Log-probs of five fixed sequences, computed as for the reference that is exported with a policy."""
+    """Log-probs of `SEQUENCES`, computed as for the reference that is exported with a policy."""
     from megarl.actor import reference, step
 
     actor = step.Actor.build(recipe, model, torch.device("cpu"))
     for chunk in actor.models:
         chunk.temperature = 0.5  # scores are at temperature 1 all the same
-    sequences = [[(7 * i + 3 * k) % 67 for i in range(n)] for k, n in enumerate((2, 9, 30, 61, 17))]
-    scores = reference.score(actor.models, sequences, 32, actor.device)
+    scores = reference.score(actor.models, SEQUENCES, 32, actor.device)
     assert {chunk.temperature for chunk in actor.models} == {0.5}
     return [values.tolist() for values in scores]
 

@@ -11,23 +11,37 @@ from megarl.actor.attention import PackedAttention, PackedSequences, attended
 from megarl.actor.model import transformer_config
 from megarl.actor.packing import Sample, _pieces, _segments
 from megarl.batch import ContextShard
-from tests.actor.conftest import SHAPE, make_recipe
-from tests.actor.flash import flash_attention_on
+from tests.actor.conftest import EXPERTS, make_recipe
+from tests.rehearsal.cuda_only import KERNELS
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-HF = SHAPE | dict(model_type="qwen3", num_experts=None, rope_theta=1e4, rope_scaling_factor=None, rotary_fraction=1.0)
-GPT_OSS = dict(
-    model_type="gpt_oss", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, sliding_window=6,
-    swiglu_limit=7.0, norm_topk_prob=True,
-)  # fmt: skip
+HF = EXPERTS | dict(model_type="qwen3", num_experts=None)
+GPT_OSS = EXPERTS | dict(model_type="gpt_oss", num_experts=4, sliding_window=6, swiglu_limit=7.0)
 LENGTHS = np.array([4, 4, 12, 20])
-
-
 KINDS = {  # (model, number of a layer from 1, dtype); not bfloat16 for sinks, whose gradient sums all tokens' roundings
     "all keys": (HF, 1, torch.bfloat16),
-    "a window and sinks": (HF | GPT_OSS, 1, torch.float16),
-    "sinks": (HF | GPT_OSS, 2, torch.float16),
+    "a window and sinks": (GPT_OSS, 1, torch.float16),
+    "sinks": (GPT_OSS, 2, torch.float16),
 }
+
+
+@pytest.fixture(autouse=True)
+def flash_attention_on_the_cpu():
+    """The two operators in plain torch, with the longest lengths that a GPU's kernels trust."""
+
+    def checked(function, first):
+        def call(*arguments, **options):
+            cu_q, cu_k, *longest = arguments[first : first + 4]
+            assert [int(cu.diff().max()) for cu in (cu_q, cu_k)] == longest
+            assert cu_q.dtype == cu_k.dtype == torch.int32
+            return function(*arguments, **options)
+
+        return call
+
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name, first in (("_flash_attention_forward", 3), ("_flash_attention_backward", 6)):
+            library.impl(name, checked(KERNELS[name], first), "CPU")
+        yield
 
 
 def attention_and_inputs(tokens, kind="all keys"):
@@ -54,7 +68,7 @@ def alone(lengths):
 def run(attention, inputs, sequences, fused):
     """Output and gradients; fused: by flash attention in half precision, otherwise in float32."""
     inputs = [x.detach().clone().requires_grad_() for x in (inputs if fused else [x.float() for x in inputs])]
-    with flash_attention_on("CPU"), pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         if fused:
             patch.setattr(attention, "_by_size", attention._fused)
         out = attention._attend(*inputs, sequences)
@@ -101,9 +115,8 @@ def test_one_call_for_both_chunks_of_a_context_parallel_rank_equals_whole_sequen
     segments = _segments([Sample(np.zeros(1), np.zeros(n), np.zeros(n), 0.0) for n in LENGTHS], share=False)
     sequences = packed(_pieces(segments, LENGTHS, shards[rank], by_size=False), len(held[rank]), 2)
     sequences.shard = shards[rank]
-    with flash_attention_on("CPU"):
-        monkeypatch.setattr(attention, "_by_size", attention._fused)
-        out = attention._attend(*mine, sequences)
+    monkeypatch.setattr(attention, "_by_size", attention._fused)
+    out = attention._attend(*mine, sequences)
     monkeypatch.undo()
     expected = run(attention, whole, alone(LENGTHS), False)[0][held[rank]]
     torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=2**-7)

@@ -83,17 +83,6 @@ def test_the_copy_that_the_writer_reads_is_not_reused(saved_model, tmp_path, mon
     assert all(torch.equal(a, b) for a, b in zip(weights(actor), weights(resumed), strict=True))
 
 
-def test_only_the_newest_complete_checkpoints_are_kept(saved_model, tmp_path):
-    actor, directory = build(saved_model("qwen3")), tmp_path / "checkpoints"
-    (directory / ".update_000004.9-9.tmp").mkdir(parents=True)  # a killed save
-    (directory / ".update_000004.9-9.tmp/rest").write_text("torn")
-    for update in (2, 4, 6):
-        checkpoint.save(actor, directory, update, keep=2)
-    assert [u for u, _ in checkpoint.checkpoints(directory)] == [4, 6]
-    assert sorted(p.name for p in directory.iterdir()) == ["update_000004", "update_000006"]
-    assert not (directory / "update_000004/rest").exists()
-
-
 @pytest.fixture(scope="module")
 def saved(saved_model, tmp_path_factory):
     """An actor after two updates, and the path of its checkpoint."""
@@ -117,19 +106,10 @@ def test_manifest_lists_every_file_and_verify_names_a_damaged_one(saved):
         assert file.name in (checkpoint.verify(path) or "")
         file.write_bytes(data)
     assert checkpoint.verify(path) is None
-    other = path.rename(path.with_name("update_000003"))
-    assert "manifest.json belongs to update 2" in checkpoint.verify(other)
-    other.rename(path)
-
-
-ERRORS = [
-    (OSError(errno.EDQUOT, "Disk quota exceeded"), "no space left while writing .*update_000003"),
-    (ValueError("odd"), "update_000003 could not be written: .*unexpected pos"),
-]
 
 
 def save_of_two(rank, model, folder):
-    """One of two ranks: rank 1 fails while it writes a checkpoint, and both must raise the message.
+    """One of two ranks: rank 1 has no space for its part of a checkpoint, and both must say so.
 
     torch's writer raises a misleading RuntimeError on top of the error; ``fail`` does so too.
     """
@@ -137,18 +117,17 @@ def save_of_two(rank, model, folder):
 
     join(rank, 2, folder)
     parallel.build_groups(make_recipe(model))
-    for error, message in ERRORS:
 
-        def fail(*arguments, error=error, **options):
-            try:
-                raise error
-            finally:
-                raise RuntimeError("unexpected pos 704 vs 598")
+    def fail(*arguments, **options):
+        try:
+            raise OSError(errno.EDQUOT, "Disk quota exceeded")
+        finally:
+            raise RuntimeError("unexpected pos 704 vs 598")
 
-        if rank == 1:
-            filesystem_async._write_item = fail
-        with pytest.raises((UserError, RuntimeError), match=message):
-            checkpoint.save(build(model), folder / "checkpoints", 3, keep=2)
+    if rank == 1:
+        filesystem_async._write_item = fail
+    with pytest.raises(UserError, match="no space left while writing .*update_000003"):
+        checkpoint.save(build(model), folder / "checkpoints", 3, keep=2)
     dist.barrier()
     dist.destroy_process_group()
 
@@ -169,7 +148,7 @@ class Payload:
         return os.mkdir, (str(self.marker),)
 
 
-def test_a_planted_pickle_does_not_run(saved, tmp_path):
+def test_a_planted_pickle_does_not_run(saved, tmp_path, monkeypatch):
     """Checksums do not prevent this: whoever plants a pickle can write a manifest that fits it."""
     actor, path = saved
     marker, file = tmp_path / "ran", path / ".metadata"
@@ -180,20 +159,13 @@ def test_a_planted_pickle_does_not_run(saved, tmp_path):
         file.write_bytes(pickle.dumps(planted))
         with pytest.raises(UserError, match=r"\.metadata.* was not loaded"):
             checkpoint.load(actor, path)
-    assert not marker.exists()
     file.write_bytes(before)
     assert checkpoint.load(actor, path) == 2
-    pickle.loads(pickle.dumps(Payload(marker)))
-    assert marker.exists()  # without the check it runs
-
-
-def test_a_planted_pickle_among_what_ranks_have_in_common_does_not_run(saved, tmp_path, monkeypatch):
-    actor, _ = saved
-    monkeypatch.setattr(checkpoint, "adam_step", lambda _: Payload(tmp_path / "ran"))
+    monkeypatch.setattr(checkpoint, "adam_step", lambda _: Payload(marker))  # among what ranks have in common
     path = checkpoint.save(actor, tmp_path / "checkpoints", 3, keep=2)
     with pytest.raises(UserError, match=f"{path}/common.pt .* was not loaded"):
         checkpoint.load(actor, path)
-    assert not (tmp_path / "ran").exists()
+    assert not marker.exists()
 
 
 def test_a_pickle_in_the_place_of_what_ranks_have_in_common_is_not_read(saved, tmp_path):

@@ -1,13 +1,8 @@
 """The gated delta rule over packed sequences equals the recurrence of each sequence alone."""
 
-import pytest
 import torch
 
 from megarl.actor.delta_rule import gated_delta_rule, sequence_chunks
-from megarl.errors import UserError
-from megarl.recipe.layout import Layout
-from tests.actor.conftest import make_hf_model, read_settings
-from tests.actor.test_hf import load_models, packed_logits, random_sequences
 
 RUNS = ((1, 1), (2, 16), (1, 17), (1, 40), (1, 33), (1, 5))  # not sorted at the end, where a packed axis has its filler
 LENGTHS = [length for count, length in RUNS for _ in range(count)]
@@ -53,23 +48,3 @@ def test_gradient_is_finite_where_the_state_decays_to_zero():
     inputs[3] = torch.full_like(inputs[3], -90.0).requires_grad_()  # exp(16 * 90) is infinite
     (gradient,) = torch.autograd.grad(gated_delta_rule(*inputs, sequence_chunks(RUNS, None, CPU, 16)).sum(), inputs[3])
     assert gradient.isfinite().all()
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_logits_of_sequences_of_several_chunks_equal_transformers(tmp_path):
-    reference = make_hf_model("qwen3_next", max_position_embeddings=256)
-    reference.save_pretrained(tmp_path)
-    (model,) = load_models(tmp_path)
-    sequences = random_sequences([151, 66, 3, 65, 130])
-    for index, logits in packed_logits(model, sequences).items():
-        expected = reference(torch.from_numpy(sequences[index][None, :-1]).long()).logits[0]
-        assert (logits - expected).abs().max() < 1e-4 * max(1.0, float(expected.abs().max()))
-
-
-def test_numbers_of_heads_that_cannot_be_divided_are_refused(tmp_path):
-    hf = read_settings(tmp_path, "qwen3_next")
-    assert list(Layout(2, context_parallel=2).problems(hf)) == []
-    (problem,) = Layout(4, context_parallel=4).problems(hf)
-    assert problem == "tensor_parallel * context_parallel = 4 does not divide the model's linear_num_key_heads = 2"
-    with pytest.raises(UserError, match="linear_num_value_heads = 3 is no multiple of linear_num_key_heads = 2"):
-        read_settings(tmp_path, "qwen3_next", linear_num_value_heads=3)

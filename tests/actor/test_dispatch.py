@@ -3,29 +3,20 @@
 import pytest
 import torch
 
-from tests.actor.conftest import SHAPE, make_recipe, read_settings
+from megarl.actor.dispatch import IndexDispatcher, chunk_order, get_default_pg_collection
+from megarl.actor.model import build_model, transformer_config
+from megarl.actor.packing import micro_batches
+from tests.actor.conftest import EXPERTS, make_recipe, read_settings
+from tests.actor.test_step import make_samples
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-HF = SHAPE | dict(
-    num_experts_per_tok=2,
-    moe_intermediate_size=24,
-    norm_topk_prob=True,
-    rope_theta=1e4,
-    rope_scaling_factor=None,
-    rotary_fraction=1.0,
-)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_every_token_gets_the_sum_of_its_experts(dtype):
     """The rows of an expert are in the order of their tokens; sums are taken in float32 and rounded once."""
-    from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
-
-    from megarl.actor.dispatch import IndexDispatcher
-    from megarl.actor.model import transformer_config
-
     torch.manual_seed(0)
-    config = transformer_config(HF | {"model_type": "qwen3_moe", "num_experts": 5}, make_recipe())
+    config = transformer_config(EXPERTS | {"num_experts": 5}, make_recipe())
     config.moe_router_topk = 3
     dispatcher = IndexDispatcher(range(5), config, get_default_pg_collection())
     hidden = torch.randn(7, 1, 32).to(dtype).requires_grad_()
@@ -55,8 +46,6 @@ def test_every_token_gets_the_sum_of_its_experts(dtype):
 
 
 def test_chunks_of_several_ranks_are_sorted_by_expert():
-    from megarl.actor.dispatch import chunk_order
-
     chunks = torch.tensor([[2, 0, 3], [1, 4, 0]])  # rank 0 sent 2 rows to expert 0 and 3 to expert 2
     assert chunk_order(chunks, 10).tolist() == [0, 1, 5, 6, 7, 8, 9, 2, 3, 4]
 
@@ -64,33 +53,22 @@ def test_chunks_of_several_ranks_are_sorted_by_expert():
 @pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3_moonlight"])
 def test_layers_do_not_wait_for_the_device(tmp_path, family):
     """Forward and backward pass on the meta device, where `.item()`, `.tolist()` and indexing by a mask raise."""
-    from megarl.actor.model import build_model
-    from megarl.actor.packing import Sample, micro_batches
-
     meta = torch.device("meta")
     (model,) = build_model(read_settings(tmp_path, family), make_recipe(actor={"recompute": "full"}))
-    samples = [
-        Sample(torch.ones(2).int().numpy(), torch.ones(n).int().numpy(), torch.zeros(n).numpy(), 1.0) for n in (3, 3, 5)
-    ]
-    (batch,) = micro_batches(samples, 100, torch.device("cpu"))
+    (batch,) = micro_batches(make_samples(), 100, meta)
     model.to(meta, torch.bfloat16)  # as on GPUs; `grouped_mm` takes no float32 on the meta device
     model.config.params_dtype = torch.bfloat16
     latent = model.config.multi_latent_attention
     rotary = model.decoder.layers[0].self_attention.rotary_pos_emb if latent else model.rotary_pos_emb
     rotary.inv_freq = rotary.inv_freq.to(meta)
     model.post_process = False  # the log-probs are not part of the layers
-    for name, value in vars(batch.packed).items():
-        if torch.is_tensor(value):
-            setattr(batch.packed, name, value.to(meta))
-    output = model(batch.tokens.to(meta), batch.positions.to(meta), None, packed_seq_params=batch.packed)
+    output = model(batch.tokens, batch.positions, None, packed_seq_params=batch.packed)
     output.backward(torch.empty_like(output))
     assert all(p.grad is not None for name, p in model.decoder.named_parameters() if "final" not in name)
 
 
 @pytest.mark.parametrize(("overlap", "dispatcher"), [(False, "IndexDispatcher"), (True, "MoEAlltoAllTokenDispatcher")])
 def test_overlapped_shared_experts_keep_megatrons_dispatcher(tmp_path, overlap, dispatcher):
-    from megarl.actor.model import build_model
-
     recipe = make_recipe(megatron={"moe_shared_expert_overlap": overlap})
     (model,) = build_model(read_settings(tmp_path, "qwen2_moe"), recipe)
     assert type(model.decoder.layers[0].mlp.token_dispatcher).__name__ == dispatcher
@@ -98,8 +76,6 @@ def test_overlapped_shared_experts_keep_megatrons_dispatcher(tmp_path, overlap, 
 
 def test_megatron_logs_no_warning_about_layers_of_experts(caplog):
     """It would warn, once a layer, about a feed-forward module of a type that it does not know."""
-    from megarl.actor.model import build_model
-
     with caplog.at_level("WARNING"):
-        build_model(HF | {"model_type": "qwen3_moe", "num_experts": 4}, make_recipe())
+        build_model(EXPERTS | {"num_experts": 4}, make_recipe())
     assert not caplog.records, caplog.text

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megarl.actor.dispatch import get_default_pg_collection
 from megarl.actor.experts import GroupedExperts, grouped_linear
 from megarl.actor.model import transformer_config
 from tests.actor.conftest import EXPERTS, make_recipe
+from tests.kernels.test_token_pass import Launches
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 LIMIT = 0.1  # low enough to clamp many activations
@@ -39,42 +39,25 @@ def one_after_another(experts, tokens, counts, probs):
     return torch.cat(rows)
 
 
-class Kernels(TorchDispatchMode):
-    """Counts the operators that compute something, not those that only return a view of their input."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        self.count += not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
-        return out
-
-
-def run(function, experts, counts):
+def run(way, experts, counts):
     """Output, gradients of tokens, probs and parameters, and the number of operators of both passes."""
     torch.manual_seed(1)
     inputs = [torch.randn(sum(counts), 32, requires_grad=True), torch.rand(sum(counts), requires_grad=True)]
-    with Kernels() as kernels:
-        output = function(experts, *inputs)
+    with Launches() as launches:
+        output = way(experts, inputs[0], counts, inputs[1])
         gradients = torch.autograd.grad(output, [*inputs, *experts.parameters()], torch.randn_like(output))
-    return [output, *gradients], kernels.count
+    return [output, *gradients], launches.count
 
 
-def grouped(counts):
-    return lambda experts, tokens, probs: experts(tokens, torch.tensor(counts), probs)[0]
-
-
-def looped(counts):
-    return lambda experts, tokens, probs: one_after_another(experts, tokens, counts, probs)
+def grouped(experts, tokens, counts, probs):
+    return experts(tokens, torch.tensor(counts), probs)[0]
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("counts", [[3, 0, 7, 2], [0, 0, 0, 5], [0, 0, 0, 0]])
 def test_values_and_gradients_equal_those_of_a_loop_over_the_experts(counts, kind):
     experts = build_experts(4, kind)
-    ours, theirs = (run(way(counts), experts, counts)[0] for way in (grouped, looped))
+    ours, theirs = (run(way, experts, counts)[0] for way in (grouped, one_after_another))
     for place, (a, b) in enumerate(zip(ours, theirs, strict=True)):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7 if place < 5 else 1e-6)  # biases come last
     assert not sum(counts) or all(float(b.abs().max()) > 0 for b in theirs)
@@ -84,9 +67,9 @@ def test_values_and_gradients_equal_those_of_a_loop_over_the_experts(counts, kin
 def test_number_of_operators_does_not_grow_with_the_experts(kind):
     few, many = ([5] * n for n in (4, 16))
     experts = build_experts(16, kind)
-    launches, one_by_one = (run(way(many), experts, many)[1] for way in (grouped, looped))
+    launches, one_by_one = (run(way, experts, many)[1] for way in (grouped, one_after_another))
     print(f"\n16 experts: {launches} operators, one expert after another {one_by_one}")
-    assert launches == run(grouped(few), build_experts(4, kind), few)[1]
+    assert launches == run(grouped, build_experts(4, kind), few)[1]
     assert 3 * launches <= one_by_one
 
 

@@ -1,107 +1,68 @@
 """Hugging Face -> Megatron -> Hugging Face gives back the same bytes in every layout, within bounded memory."""
 
+import ctypes
 import json
-from functools import reduce
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
-from safetensors.torch import save_file
 
 from megarl.storage.policies import weight_files
-from tests.actor import hf_worker
-from tests.actor.conftest import FAMILIES, LLAMA3_ROPE, SHAPE, auto_model, config_settings
+from tests.actor import layout_ranks
+from tests.actor.conftest import make_hf_model
 from tests.actor.ranks import once, run_ranks
+from tests.extent import few
 
 pytestmark = pytest.mark.layouts
 
-SHAPES = SHAPE | {"num_hidden_layers": 4, "hidden_size": 16, "intermediate_size": 24}
-MOE = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True}
-LARGE = {"vocab_size": 20_001, "hidden_size": 512, "num_experts": 8, "moe_intermediate_size": 512, "head_dim": 64}
-# name: (model_type, settings, dtype of the weights, most bytes per file)
-MODELS = {
-    "qwen3_moe_fused": ("qwen3_moe", MOE, torch.bfloat16, 20_000),
-    "qwen3_moe_single": ("qwen3_moe", MOE, torch.bfloat16, 10**9),
-    "qwen3_moe_large_fused": ("qwen3_moe", MOE | LARGE, torch.bfloat16, 10**9),
-    "qwen3": ("qwen3", {}, torch.float32, 20_000),
-    "qwen3_tied": ("qwen3", {"tie_word_embeddings": True}, torch.bfloat16, 10**9),
-    "qwen2": ("qwen2", {"head_dim": 4}, torch.bfloat16, 10**9),  # attention biases, as in DeepSeek-R1-Distill-Qwen
-    "qwen2_tied": ("qwen2", {"head_dim": 4, "tie_word_embeddings": True}, torch.float16, 10**9),
-    "llama": ("llama", {"rope_parameters": LLAMA3_ROPE}, torch.bfloat16, 10**9),
-    "qwen3_5": ("qwen3_5", FAMILIES["qwen3_5"], torch.bfloat16, 20_000),
-    "llama_tied": ("llama", {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True}, torch.bfloat16, 10**9),
-}
-OTHERS = {
-    "olmoe": {"head_dim": 4},
-    "glm4_moe": {"num_nextn_predict_layers": 1},
-    "glm4_moe_lite": {"num_nextn_predict_layers": 1},
-    "minimax_m2": {"num_mtp_modules": 2},
-}
-MODELS |= {name: (name, FAMILIES[name] | OTHERS.get(name, {}), torch.bfloat16, 20_000) for name in hf_worker.OTHERS}
-CASES = [(layout, name) for layout in hf_worker.TAKEN for name in hf_worker.families(layout)]
+WORLD = 4  # processes; a layout with fewer ranks uses the first ones
+LAYOUTS = {**layout_ranks.LAYOUTS, "TP2 EP2 ETP2": layout_ranks.Layout(4, {"tensor_parallel": 2, "expert_parallel": 2})}
+TAKEN = few(LAYOUTS, "one", "TP2 EP2", "PP2 VPP2", "TP2 EP2 ETP2")
+FUSED = "qwen3_moe fused"
+LARGE = "qwen3_moe fused, large"
+WIDE = {"vocab_size": 20_001, "hidden_size": 512, "num_experts": 8, "moe_intermediate_size": 512, "head_dim": 64}
+# name, which begins with the family: changes of its tiny model
+EXPERTS = {"qwen3_moe": {}, FUSED: {}, LARGE: WIDE}
+DENSE = {name: {} for name in ("qwen3", "qwen3_tied", "qwen2", "llama_rope_scaling", "qwen3_5")}
+# families with other names of tensors and other ways to divide them; only in the layouts that divide most tensors
+OTHERS = {name: {} for name in ("mixtral", "olmoe", "qwen2_moe", "deepseek_v3", "qwen3_next", "gpt_oss", "qwen3_5_moe")}
+OTHERS |= {name: {"num_nextn_predict_layers": 1} for name in ("glm4_moe", "glm4_moe_lite")}
+OTHERS |= {"minimax_m2": {"num_mtp_modules": 2}}
+OTHER_LAYOUTS = ("TP2 EP2", "PP2 VPP2", "PP2 uneven")
+MODELS = EXPERTS | DENSE | OTHERS
+
+
+def models_of(layout):
+    """The models that go through a layout; through one with expert parallelism, only those that have experts."""
+    dense = {} if "expert_parallel" in LAYOUTS[layout].actor else DENSE
+    return [*EXPERTS, *dense, *(OTHERS if layout in OTHER_LAYOUTS else {})]
 
 
 def make_model(directory, name):
-    """Write a random model, with fused experts or one tensor per expert, as one file or as several with an index."""
-    from transformers import AutoConfig
-
-    model_type, settings, dtype, file_bytes = MODELS[name]
-    torch.manual_seed(0)
-    config = {"model_type": model_type} | SHAPES | settings
-    if model_type.startswith("qwen3_5"):
-        config = config_settings(model_type, **SHAPES | settings)
-    model = auto_model(model_type).from_config(AutoConfig.for_model(**config), dtype=dtype)
-    model.config.save_pretrained(directory)
-    tensors = {key: torch.randn(value.shape).to(dtype) for key, value in model.state_dict().items()}
-    if config.get("tie_word_embeddings"):
-        del tensors["lm_head.weight"]
-    fused = any(key.endswith("experts.gate_up_proj") for key in tensors)
-    assert fused == (model_type in ("qwen3_moe", *hf_worker.OTHERS))
-    if not name.endswith("fused") and name != "gpt_oss":  # gpt_oss has no other layout
-        tensors = dict(pair for item in tensors.items() for pair in one_tensor_an_expert(*item))
-    if name == "qwen3_moe_single":
-        tensors |= {k: v.float() for k, v in tensors.items() if k.endswith("mlp.gate.weight")}  # two dtypes in one file
-    if name in ("mixtral", "minimax_m2"):
-        names = {".mlp.": ".block_sparse_moe.", "gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
-        tensors = {reduce(lambda key, pair: key.replace(*pair), names.items(), k): v for k, v in tensors.items()}
-    if name in ("glm4_moe", "glm4_moe_lite", "minimax_m2"):  # layers for multi-token prediction, which exports copy
-        layers = range(4, 6 if name == "minimax_m2" else 5)
-        keys = [f"model.layers.{layer}.{key}" for layer in layers for key in ("enorm.weight", "mlp.gate.weight")]
-        tensors |= {key: torch.randn(5, 3).to(dtype) for key in keys}
-    if name in ("qwen3_next", "qwen3_5", "qwen3_5_moe"):
-        tensors |= {f"mtp.{key}": torch.randn(5, 3).to(dtype) for key in ("fc.weight", "layers.0.mlp.gate.weight")}
+    """Write a random model: one tensor per expert or fused ones, one file or several with an index, one dtype or two,
+    and layers for multi-token prediction, which exports copy."""
+    family, changes = name.partition(" ")[0], MODELS[name]
+    model = make_hf_model(family, num_hidden_layers=4, **changes).to(
+        torch.float16 if name == "qwen2" else torch.bfloat16
+    )
+    tensors = model.state_dict()
+    if name == "qwen3_moe":
+        tensors |= {key: x.float() for key, x in tensors.items() if key.endswith("mlp.gate.weight")}
+    extra = range(4, 6 if family == "minimax_m2" else 5) if changes and name != LARGE else ()
+    names = [f"model.layers.{layer}.{key}" for layer in extra for key in ("enorm.weight", "mlp.gate.weight")]
+    names += ["mtp.fc.weight", "mtp.layers.0.mlp.gate.weight"] if family.startswith(("qwen3_5", "qwen3_next")) else []
+    tensors |= {key: torch.randn(5, 3).bfloat16() for key in names}
+    one_file = name in ("qwen3_moe", LARGE, "qwen3_tied", "qwen2")
+    model.save_pretrained(
+        directory,
+        state_dict=tensors,
+        max_shard_size="5GB" if one_file else "20KB",
+        save_original_format="fused" not in name,
+    )
     (directory / "tokenizer.json").write_text('{"any": "bytes"}')
     (directory / "generation_config.json").write_text("{}")
-    save_files(tensors, directory, file_bytes)
-
-
-def one_tensor_an_expert(name, tensor):
-    if name.endswith("experts.gate_up_proj"):
-        for e, expert in enumerate(tensor):
-            for kind, half in zip(("gate", "up"), expert.chunk(2), strict=True):
-                yield name.replace("gate_up_proj", f"{e}.{kind}_proj.weight"), half.clone()
-    elif name.endswith("experts.down_proj"):
-        for e, expert in enumerate(tensor):
-            yield name.replace("down_proj", f"{e}.down_proj.weight"), expert.clone()
-    else:
-        yield name, tensor
-
-
-def save_files(tensors, directory, file_bytes):
-    files, size = [[]], 0
-    for key, tensor in tensors.items():
-        if size + tensor.nbytes > file_bytes:
-            files.append([])
-            size = 0
-        files[-1].append(key)
-        size += tensor.nbytes
-    if len(files) == 1:
-        save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-        return
-    names = {key: f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i, keys in enumerate(files) for key in keys}
-    for keys in files:
-        save_file({key: tensors[key] for key in keys}, directory / names[keys[0]], metadata={"format": "pt"})
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": names}))
 
 
 def stored(directory):
@@ -115,21 +76,69 @@ def stored(directory):
     return tensors
 
 
+def peak_memory(function):
+    """Bytes of resident memory at the peak of ``function``, beyond those that were resident before."""
+
+    def status(field):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        return int(next(x for x in lines if x.startswith(field)).split()[1]) * 1024
+
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = status("VmRSS")
+    function()
+    return status("VmHWM") - before
+
+
+def take_models_through_layouts(rank, root):
+    """One of the ranks. Each layout loads what the one before it exported, so a model goes from layout to layout.
+
+    The memory that loading and exporting need besides the parameters is written to ``results/``.
+    """
+    from megatron.core import parallel_state as mpu
+
+    from megarl.actor import parallel
+    from megarl.actor.hf import export_hf, load_hf
+    from megarl.actor.model import build_model
+    from megarl.models.hf_config import read_hf_config
+
+    m_mmap_threshold, m_arena_max = -3, -8  # malloc.h; malloc then returns freed blocks to the system at once
+    libc = ctypes.CDLL(None)
+    assert libc.mallopt(m_mmap_threshold, 65536) and libc.mallopt(m_arena_max, 2)
+    sources = {name: root / "models" / name for name in MODELS}
+    for layout in TAKEN:
+        ranks = LAYOUTS[layout].ranks
+        targets = {name: root / "exports" / layout / name for name in models_of(layout)}
+        if rank < ranks:
+            store = dist.FileStore(str(root / f"store {layout}"), ranks)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+            parallel.build_groups(layout_ranks.recipe_of(LAYOUTS[layout], sources["qwen3"]))
+            for name, target in targets.items():
+                source = sources[name]
+                models = build_model(read_hf_config(source), layout_ranks.recipe_of(LAYOUTS[layout], source))
+                assert len(models) == (2 if layout == "PP2 VPP2" else 1)
+                used = [peak_memory(lambda: load_hf(models, source))]  # noqa: B023, called at once
+                used.append(peak_memory(lambda: export_hf(models, target, like=source, version=3)))  # noqa: B023
+                (root / "results" / f"{layout}-{name}-{rank}.json").write_text(json.dumps(used))
+            mpu.destroy_model_parallel()
+            dist.destroy_process_group()
+        sources |= targets
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """The directory in which four processes have taken every model through its layouts."""
-    return once(tmp_path_factory, "hf_layouts", take_every_model_through_its_layouts)
+
+    def compute(root):
+        (root / "results").mkdir()
+        for name in MODELS:
+            make_model(root / "models" / name, name)
+        run_ranks(take_models_through_layouts, (root,), WORLD)
+
+    return once(tmp_path_factory, "hf_layouts", compute)
 
 
-def take_every_model_through_its_layouts(root):
-    (root / "results").mkdir()
-    for name in MODELS:
-        (root / "models" / name).mkdir(parents=True)
-        make_model(root / "models" / name, name)
-    run_ranks(hf_worker.main, (root,), hf_worker.WORLD)
-
-
-@pytest.mark.parametrize(("layout", "name"), CASES)
+@pytest.mark.parametrize(("layout", "name"), [(layout, name) for layout in TAKEN for name in models_of(layout)])
 def test_exported_tensors_equal_the_original_ones_byte_for_byte(root, layout, name):
     source, target = root / "models" / name, root / "exports" / layout / name
     before, after = stored(source), stored(target)
@@ -141,25 +150,22 @@ def test_exported_tensors_equal_the_original_ones_byte_for_byte(root, layout, na
         assert (target / file).read_bytes() == (source / file).read_bytes()
 
 
-@pytest.mark.parametrize("layout", hf_worker.TAKEN)
+@pytest.mark.parametrize("layout", TAKEN)
 def test_loading_and_exporting_need_at_most_the_largest_tensor_and_a_block(root, layout):
     """On every rank, in addition to its parameters."""
     block = 4 * 2**20
-    largest = max(tensor.nbytes for tensor in stored(root / "models" / "qwen3_moe_large_fused").values())
+    largest = max(tensor.nbytes for tensor in stored(root / "models" / LARGE).values())
     assert largest == 20_001 * 512 * 2
-    for rank in range(hf_worker.LAYOUTS[layout].ranks):
-        result = json.loads((root / "results" / f"{layout}-qwen3_moe_large_fused-{rank}.json").read_text())
-        print(layout, rank, {key: f"{value / 2**20:.1f} MiB" for key, value in result.items()})
-        assert max(result.values()) < largest + block, result
+    for rank in range(LAYOUTS[layout].ranks):
+        used = json.loads((root / "results" / f"{layout}-{LARGE}-{rank}.json").read_text())
+        assert max(used) < largest + block, used
 
 
 def test_exports_of_many_files_load_into_transformers(root):
     """Transformers reads the same weights from the export of four ranks, by its index, as from the original."""
     from transformers import AutoModelForCausalLM
 
-    models = [
-        AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16).state_dict()
-        for path in (root / "models/qwen3_moe_fused", root / "exports/TP2 EP2 ETP2/qwen3_moe_fused")
-    ]
-    assert len(weight_files(root / "exports/TP2 EP2 ETP2/qwen3_moe_fused")) == 4
-    assert all(torch.equal(models[0][key], models[1][key]) for key in models[0])
+    folders = (root / "models" / FUSED, root / "exports/TP2 EP2 ETP2" / FUSED)
+    original, exported = (AutoModelForCausalLM.from_pretrained(f, dtype=torch.bfloat16).state_dict() for f in folders)
+    assert len(weight_files(folders[1])) > 3
+    assert all(torch.equal(exported[key], tensor) for key, tensor in original.items())

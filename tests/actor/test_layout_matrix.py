@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.actor.layout_ranks import CASES, LAYOUTS, MATRIX, seal_models, worker
+from tests.actor.layout_ranks import CASES, LAYOUTS, MATRIX, SEQUENCES, seal_models, worker
 from tests.actor.ranks import once, run_ranks
 
 pytestmark = pytest.mark.layouts
@@ -33,10 +33,6 @@ def results(folder):
     return {layout: torch.load(folder / f"{layout}.pt") for layout in LAYOUTS if (folder / f"{layout}.pt").exists()}
 
 
-def relative(a, b):
-    return abs(a - b) / abs(b)
-
-
 def squares(tensors):
     return sum(float(tensor.double().square().sum()) for tensor in tensors)
 
@@ -48,7 +44,7 @@ def test_gradient_and_updates_equal_those_of_one_rank(results, name, layout):
     trained = {key: gradient for key, gradient in one["gradient"].items() if BIAS not in key}
     size = squares(trained.values())
     gradient = (squares(other["gradient"][key] - g for key, g in trained.items()) / size) ** 0.5
-    losses = [relative(b["loss"], a["loss"]) for a, b in zip(one["metrics"], other["metrics"], strict=True)]
+    losses = [abs(b["loss"] / a["loss"] - 1) for a, b in zip(one["metrics"], other["metrics"], strict=True)]
     print(f"\n{name} {layout}: gradient {gradient:.1e}, loss of {len(losses)} updates {max(losses):.1e}")
     assert size > 1e-6
     assert gradient < limit
@@ -64,26 +60,9 @@ def test_gradient_and_updates_equal_those_of_one_rank(results, name, layout):
         assert min(float(tensor.abs().max()) for tensor in one["gradient"].values()) > 1e-5
 
 
-@pytest.mark.parametrize("layout", MATRIX[1:])
-def test_log_probs_of_responses_that_share_a_prompt_equal_those_of_whole_sequences(results, layout):
-    both = (results[name]["mu_grpo"]["logprobs"] for name in (layout, "one"))
-    for shared, whole in zip(*both, strict=True):
-        # four roundings of a float32 of this size in each (top, sum, logarithm, difference), besides the hidden states'
-        np.testing.assert_allclose(shared, whole, rtol=4 * np.finfo(np.float32).eps, atol=1e-6)
-
-
-def test_routing_disagreement_is_zero_at_first_and_half_for_random_experts(results):
-    """At first the actor is the policy whose experts it replays. Of random experts, 2 of 4, routers choose half."""
-    drift = [m["routing/disagreement"] for m in results["one"]["replay actor"]["metrics"]]
-    assert drift[0] == 0 < drift[-1] < 0.2
-    assert 0.4 < results["one"]["replay engine"]["metrics"][0]["routing/disagreement"] < 0.6
-    assert "routing/disagreement" not in results["one"]["mu_grpo"]["metrics"][0]
-
-
 def test_reference_log_probs_equal_transformers_in_every_layout(results, folder):
     model = AutoModelForCausalLM.from_pretrained(folder / "models/qwen3_moe", dtype=torch.float32)
-    for k, n in enumerate((2, 9, 30, 61, 17)):
-        tokens = torch.tensor([[(7 * i + 3 * k) % 67 for i in range(n)]])
+    for k, tokens in enumerate(map(torch.tensor, ([sequence] for sequence in SEQUENCES))):
         with torch.inference_mode():
             logprobs = model(tokens).logits[0, :-1].log_softmax(-1)
         expected = logprobs.gather(1, tokens[0, 1:, None])[:, 0].numpy()

@@ -8,31 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from megarl.actor.packing import Sample, assign, assign_groups, micro_batches, pack, packed_length
 from megarl.recipe.megatron import shares_prompts, token_alignment
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-
-
-@given(
-    lengths=st.lists(st.integers(1, 50), min_size=1, max_size=40),
-    replicas=st.integers(1, 4),
-    budget=st.integers(10, 200),
-)
-def test_assignment_has_every_sample_once_within_the_budget(lengths, replicas, budget):
-    from megarl.actor.packing import assign
-
-    bins = assign(lengths, replicas, budget)
-    assert len(bins) == replicas
-    assert len({len(part) for part in bins}) == 1
-    assert sorted(i for part in bins for bin in part for i in bin) == list(range(len(lengths)))
-    for part in bins:
-        for bin in part:
-            assert sum(lengths[i] for i in bin) <= budget or len(bin) == 1
+CPU = torch.device("cpu")
 
 
 def test_as_few_micro_batches_as_the_budget_allows():
-    from megarl.actor.packing import assign
-
     assert assign([5, 5, 5, 5], 1, 20) == [[[0, 1, 2, 3]]]
     assert [len(part) for part in assign([5, 5, 5, 5], 1, 10)] == [2]
     assert assign([100, 5], 1, 10) == [[[0], [1]]]
@@ -40,16 +23,14 @@ def test_as_few_micro_batches_as_the_budget_allows():
 
 
 def test_pack_has_every_token_once_in_order():
-    from megarl.actor.packing import Sample, pack
-
     samples = [
         Sample(np.array([10, 11]), np.array([20, 21, 22]), np.array([-1, -2, -3], np.float32), 0.5),
         Sample(np.array([12]), np.array([23]), np.array([-4], np.float32), -0.5, trained=False),
     ]
     masked = [replace(samples[0], loss_mask=np.array([True, False, True])), samples[1]]
-    assert pack(masked, [7, 3], torch.device("cpu")).batch.loss_mask.tolist() == [False, True, False, True]
+    assert pack(masked, [7, 3], CPU).batch.loss_mask.tolist() == [False, True, False, True]
     assert [sample.trained_tokens for sample in (*masked, samples[0])] == [2, 0, 3]
-    batch = pack(samples, [7, 3], torch.device("cpu"))
+    batch = pack(samples, [7, 3], CPU)
     assert batch.tokens.tolist() == [[12, 10, 11, 20, 21]]
     assert batch.labels.tolist() == [[23, 11, 20, 21, 22]]
     assert batch.positions.tolist() == [[0, 0, 1, 2, 3]]
@@ -66,43 +47,10 @@ def test_pack_has_every_token_once_in_order():
 
 
 def group(prompt, *responses, **fields):
-    from megarl.actor.packing import Sample
-
     return [
         Sample(np.array(prompt), np.array(r), np.arange(len(r), dtype=np.float32), float(len(r)), **fields)
         for r in responses
     ]
-
-
-def test_responses_that_share_a_prompt_begin_with_its_last_token():
-    from megarl.actor.packing import pack
-
-    samples = [*group([10, 11, 12, 13], [20, 21, 22], [30, 31]), *group([14, 15], [40]), *group([16], [50, 51])]
-    batch = pack(samples, [7, 3, 5, 4], torch.device("cpu"), tokens=12, share=True)
-    assert batch.tokens.tolist() == [[15, 16, 50, 13, 30, 13, 20, 21, 14, 10, 11, 12]]
-    assert batch.labels[0, :8].tolist() == [40, 50, 51, 30, 31, 20, 21, 22]
-    assert batch.positions.tolist() == [[1, 0, 1, 3, 4, 3, 4, 5, 0, 0, 1, 2]]
-    assert batch.packed.trained.tolist() == list(range(8))
-    assert batch.batch.sequence_index.tolist() == [5, 4, 3, 7]
-    assert batch.batch.cu_seqlens.tolist() == [0, 1, 3, 5, 8]
-    assert batch.batch.rollout_logprobs.tolist() == [0, 0, 1, 0, 1, 0, 1, 2]
-    pieces = batch.packed.attended
-    keys = [x.tolist() for x in pieces.keys.places.split(pieces.cu_seqlens_k.diff().tolist())]
-    assert keys == [[8, 0], [1, 2], [9, 10, 11, 3, 4], [9, 10, 11, 5, 6, 7]]
-    assert pieces.queries.equal(pieces.keys.places)  # without flash attention
-
-
-def test_prompts_with_different_recorded_experts_are_not_shared():
-    from megarl.actor.packing import pack
-
-    samples = group([10, 11, 12], [20, 21], [30, 31], [40, 41])
-    experts = [np.full((4, 2, 2), -1, np.int8) for _ in samples]
-    experts[1][2:] = 3  # of tokens that each response has for itself
-    experts[2][1] = 3  # of the prompt
-    samples = [replace(s, routed_experts=own) for s, own in zip(samples, experts, strict=True)]
-    batch = pack(samples, range(3), torch.device("cpu"), share=True)
-    assert batch.tokens.tolist() == [[12, 20, 12, 30, 12, 40, 10, 11, 10, 11]]
-    assert batch.routed_experts[1][:, 0].tolist() == [-1, -1, 3, 3, -1, -1, -1, -1, -1, 3]
 
 
 @given(
@@ -115,8 +63,6 @@ def test_prompts_with_different_recorded_experts_are_not_shared():
 def test_groups_are_assigned_within_the_budget_and_never_cost_more_than_single_samples(
     prompts, responses, replicas, budget, seed
 ):
-    from megarl.actor.packing import assign_groups, packed_length
-
     rng = np.random.default_rng(seed)
     samples = [
         sample
@@ -138,16 +84,12 @@ def test_groups_are_assigned_within_the_budget_and_never_cost_more_than_single_s
 
 def test_a_micro_batch_attends_to_four_times_as_many_keys_as_it_may_have_tokens():
     """A layer gathers a copy of them for each response."""
-    from megarl.actor.packing import assign_groups
-
     samples = group([7] * 101, *[[1]] * 64)
     (bins,) = assign_groups(samples, 1, 200, 1, share=True)  # the group has 164 tokens, and 6464 keys
     assert all(101 * len(bin) <= 4 * 200 for bin in bins) and len(bins) == 10
 
 
 def test_a_group_stays_together_unless_replicas_would_be_idle():
-    from megarl.actor.packing import assign_groups
-
     samples = [s for n in range(4) for s in group([n] * 50, [1] * 10, [2] * 10)]
     whole = [[[0, 1], [2, 3], [4, 5], [6, 7]]]
     assert assign_groups(samples, 1, 70, 1, share=True) == whole
@@ -158,132 +100,38 @@ def test_a_group_stays_together_unless_replicas_would_be_idle():
     assert max(sum(map(len, part)) for part in assign_groups(samples, 3, 1000, 1, share=True)) == 4
 
 
-@pytest.mark.parametrize(
-    ("settings", "shares"),
-    [
-        ({}, True),
-        ({"moe_router_load_balancing_type": "none"}, True),
-        ({"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0}, True),
-        ({"linear_attention_freq": [1, 0]}, False),
-        ({"moe_router_load_balancing_type": "aux_loss"}, False),
-        ({"moe_router_enable_expert_bias": True}, False),
-        ({"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 1e-4}, False),
-        ({"hidden_dropout": 0.1}, False),
-        ({"moe_input_jitter_eps": 0.01}, False),
-        ({"moe_z_loss_coeff": 1e-3}, False),
-        ({"moe_expert_capacity_factor": 1.0}, False),
-    ],
-)
-def test_prompts_are_shared_only_where_nothing_depends_on_their_number(settings, shares):
-    assert shares_prompts(settings) == shares
+def test_prompts_are_shared_only_where_nothing_depends_on_their_number():
+    fixed_bias = {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 0.0}
+    assert all(map(shares_prompts, ({}, {"moe_router_load_balancing_type": "none"}, fixed_bias)))
+    for settings in (
+        {"linear_attention_freq": [1, 0]},
+        {"moe_router_load_balancing_type": "aux_loss"},
+        {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 1e-4},
+        {"hidden_dropout": 0.1},
+        {"moe_input_jitter_eps": 0.01},
+        {"moe_z_loss_coeff": 1e-3},
+        {"moe_expert_capacity_factor": 1.0},
+    ):
+        assert not shares_prompts(settings), settings
 
 
 def test_filler_reaches_the_length_in_sequences_no_longer_than_the_longest_sample():
-    from megarl.actor.packing import Sample, pack
-
-    samples = [Sample(np.array([10, 11]), np.array([20, 21]), np.zeros(2, np.float32), 1.0)]
-    batch = pack(samples, [0], torch.device("cpu"), tokens=4)
+    samples = group([10, 11], [20, 21])
+    batch = pack(samples, [0], CPU, tokens=4)
     assert batch.tokens.tolist() == [[10, 11, 20, 0]]
     assert batch.packed.length_runs == ((1, 3), (1, 1))
     assert batch.packed.cu_seqlens_q.tolist() == [0, 3, 4]
     assert batch.packed.trained.tolist() == [1, 2]
     assert batch.batch.cu_seqlens.tolist() == [0, 2]
-    batch = pack(samples, [0], torch.device("cpu"), tokens=11)
+    batch = pack(samples, [0], CPU, tokens=11)
     assert batch.packed.length_runs == ((3, 3), (1, 2))
     assert batch.token_count == int(batch.batch.loss_mask.sum()) == 2
 
 
 def test_micro_batches_for_fp8_are_padded_to_its_alignment():
-    from megarl.actor.packing import Sample, micro_batches
-
-    samples = [Sample(np.array([10]), np.arange(20, 21 + n), np.zeros(n + 1, np.float32), 1.0) for n in (3, 9, 14, 30)]
+    samples = group([10], *(np.arange(20, 21 + n) for n in (3, 9, 14, 30)))
     align = token_alignment({"fp8": "hybrid", "fp8_recipe": "mxfp8"})
     assert (align, token_alignment({"fp8": "e4m3"}), token_alignment({"fp8_recipe": "mxfp8"})) == (32, 16, 1)
-    batches = micro_batches(samples, 40, torch.device("cpu"), align)
+    batches = micro_batches(samples, 40, CPU, align)
     assert [batch.tokens.size(1) for batch in batches] == [32, 32]
     assert sum(batch.token_count for batch in batches) == sum(len(sample.response_tokens) for sample in samples)
-
-
-@given(
-    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=10),
-    size=st.sampled_from([2, 4]),
-    multiple=st.sampled_from([1, 2]),
-    seed=st.integers(0, 100),
-)
-def test_context_shards_hold_every_token_once_at_its_place(lengths, size, multiple, seed):
-    """All ranks' zigzag chunks together are the unsharded micro-batch."""
-    from megarl.actor.packing import Sample, pack, packed_length
-    from megarl.batch import ContextShard
-
-    rng = np.random.default_rng(seed)
-    samples = []
-    for index, length in enumerate(lengths):
-        prompt = rng.integers(1, length + 1)
-        response, logprobs = rng.integers(2, 99, length + 1 - prompt), rng.normal(size=length + 1 - prompt)
-        experts = rng.integers(-1, 99, (length, 2, 3)).astype(np.int8) if index != 2 else None
-        prompt_tokens, logprobs = rng.integers(2, 99, prompt), logprobs.astype(np.float32)
-        mask = rng.random(len(response)) < 0.5 if index % 2 == 0 else None
-        samples.append(Sample(prompt_tokens, response, logprobs, index, index != 1, experts, mask))
-    order = sorted(range(len(samples)), key=lambda i: len(samples[i]))
-    found = {}
-    for rank in range(size):
-        shard = ContextShard(torch.distributed.group.WORLD, rank, size)
-        length = packed_length(samples, multiple, shard)
-        part = pack(samples, range(len(samples)), torch.device("cpu"), length, shard)
-        batch = part.batch
-        assert part.tokens.size(1) % multiple == 0
-        assert batch.sequence_index.tolist() == order
-        assert part.token_count == int(batch.loss_mask.sum())
-        for i, (sequence, place) in enumerate(zip(batch.sequence_ids, batch.positions, strict=True)):
-            row = (part.tokens[0, i], part.labels[0, i], batch.rollout_logprobs[i], batch.advantages[i])
-            experts = [expert for layer in (1, 2) for expert in part.routed_experts[layer][i]]
-            found[order[sequence], int(place)] = [float(x) for x in (*row, batch.loss_mask[i], *experts)]
-    for index, sample in enumerate(samples):
-        tokens = np.concatenate([sample.prompt_tokens, sample.response_tokens])
-        mask = np.ones(len(sample.response_tokens), bool) if sample.loss_mask is None else sample.loss_mask
-        for place in range(len(sample)):
-            response = place + 1 - len(sample.prompt_tokens)
-            values = [0.0, 0.0, 0.0]
-            if response >= 0:
-                values = [sample.rollout_logprobs[response], sample.advantage, sample.trained & mask[response]]
-            recorded = [-1] * 6 if sample.routed_experts is None else sample.routed_experts[place].flatten()
-            assert found.pop((index, place)) == [*tokens[place : place + 2], *values, *recorded]
-    assert all(row[4] == 0 and set(row[5:]) == {-1} for row in found.values())  # padding
-
-
-@given(
-    prompts=st.lists(st.integers(1, 12), min_size=1, max_size=4),
-    size=st.sampled_from([2, 4]),
-    seed=st.integers(0, 100),
-)
-def test_context_shards_of_shared_prompts_hold_every_response_and_attend_to_all_before(prompts, size, seed):
-    """At its place in each shard, a response's token attends to the tokens of its own whole sequence, in order."""
-    from megarl.actor.packing import pack, packed_length
-    from megarl.batch import ContextShard
-
-    rng, samples = np.random.default_rng(seed), []
-    for number, length in enumerate(prompts):
-        prompt = 100 * number + np.arange(length)
-        samples += group(prompt, *(rng.integers(500, 999, rng.integers(1, 20)) for _ in range(3)))
-    shards = [ContextShard(torch.distributed.group.WORLD, rank, size) for rank in range(size)]
-    tokens = packed_length(samples, 1, shards[0], share=True)
-    parts = [pack(samples, range(len(samples)), torch.device("cpu"), tokens, s, share=True) for s in shards]
-    everyone = torch.cat([part.tokens[0] for part in parts])
-    found = {}
-    for part in parts:
-        pieces, batch = part.packed.attended, part.batch
-        keys = everyone[pieces.keys.places].split(pieces.cu_seqlens_k.diff().tolist())
-        counts = pieces.cu_seqlens_q.diff().tolist()
-        seen = [own[: len(own) - n + i + 1].tolist() for own, n in zip(keys, counts, strict=True) for i in range(n)]
-        seen = seen if pieces.outputs is None else [seen[i] for i in pieces.outputs]
-        for i, (sequence, position) in enumerate(zip(batch.sequence_ids, batch.positions, strict=True)):
-            if batch.loss_mask[i]:
-                index = int(batch.sequence_index[sequence])
-                found[index, int(position)] = seen[i], int(part.labels[0, i]), int(part.positions[0, i])
-        assert not batch.with_prompts
-    for index, sample in enumerate(samples):
-        whole = [*sample.prompt_tokens.tolist(), *sample.response_tokens.tolist()]
-        for position, label in enumerate(sample.response_tokens):
-            end = len(sample.prompt_tokens) + position
-            assert found.pop((index, position)) == (whole[:end], label, end - 1)
-    assert not found

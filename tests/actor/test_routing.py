@@ -69,8 +69,7 @@ def test_the_entropy_of_a_router_with_sigmoid_scores_is_that_of_their_shares(sav
 
 def test_trained_tokens_differ_if_at_least_one_of_their_experts_does(saved_model):
     """Half of the tokens are given another expert in layer 1; those of layer 2 depend on it, so they are unknown."""
-    model, rng, given, differ, tokens = make_hf_model("qwen3_moe"), np.random.default_rng(0), [], 0, 0
-    chosen = []
+    model, rng, given, chosen, differ, tokens = make_hf_model("qwen3_moe"), np.random.default_rng(0), [], [], 0, 0
     model.model.layers[0].mlp.gate.register_forward_hook(
         lambda gate, inputs, _: chosen.append((inputs[0].flatten(0, -2) @ gate.weight.T).topk(2).indices.numpy())
     )
@@ -98,3 +97,15 @@ def test_recomputed_log_probs_of_the_behaviour_policy_replay_the_engines_experts
         frozen = FrozenPolicy.build((field,), actor.recipe, model)
         for annotated, right in zip(frozen.annotate(batches), with_proximal(same, batches), strict=True):
             assert torch.equal(getattr(annotated.batch, field), right.batch.old_logprobs)
+
+
+def test_the_router_multiplies_in_float32_without_transformer_engine():
+    """As on GPUs, where the weights are bfloat16 and ``moe_router_dtype`` is float32."""
+    from megatron.core.transformer.moe.moe_utils import router_gating_linear
+
+    tokens, weight = (torch.randn(n, 8).bfloat16().requires_grad_() for n in (5, 4))
+    logits = router_gating_linear(tokens, weight, None, torch.float32)
+    logits.backward(torch.ones_like(logits))
+    assert torch.equal(logits, tokens.float() @ weight.float().t())
+    assert torch.equal(weight.grad, tokens.float().sum(0).expand(4, 8).bfloat16())
+    assert tokens.grad.dtype == torch.bfloat16

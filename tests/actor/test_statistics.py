@@ -13,13 +13,9 @@ def metrics_of(path, name, fields, budget, scope):
     return update(build(path, actor={"statistics_scope": scope}), make_samples(12), name, budget, **fields)
 
 
-@pytest.fixture(scope="module")
-def model_dir(saved_model):
-    return saved_model("qwen3")
-
-
 @pytest.mark.parametrize(("name", "fields"), BATCH_LEVEL)
-def test_exact_statistics_do_not_depend_on_micro_batches_as_those_of_each_do(model_dir, name, fields):
+def test_exact_statistics_do_not_depend_on_micro_batches_as_those_of_each_do(saved_model, name, fields):
+    model_dir = saved_model("qwen3")
     whole = metrics_of(model_dir, name, fields, 10_000, "exact")
     assert whole["kept_fraction"] < 1
     for budget in (60, 24):
@@ -31,9 +27,10 @@ def test_exact_statistics_do_not_depend_on_micro_batches_as_those_of_each_do(mod
     assert micro["loss"] != pytest.approx(whole["loss"], rel=1e-5)
 
 
-def test_frozen_policies_keep_the_log_probs_of_the_beginning(model_dir):
+def test_frozen_policies_keep_the_log_probs_of_the_beginning(saved_model):
     """The KL to a reference is 0 at first, and then as large as the log-probs have changed; the mismatch between actor
     and engine does not change while the policy does."""
+    model_dir = saved_model("qwen3")
     actor, options = build(model_dir), {"kl": {"coefficient": 0.1}, "truncated_importance": {"maximum": 1e6}}
     actor.frozen = [FrozenPolicy.build((name,), actor.recipe, model_dir) for name in ("ref_logprobs", "old_logprobs")]
     first, second = (update(actor, make_samples(12), "reinforce", 60, **options) for _ in range(2))

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from megarl.batch import ContextShard, TokenBatch
 from megarl.objectives import OBJECTIVES, build_objective, denominator, token_weights
@@ -19,8 +20,8 @@ from megarl.objectives import OBJECTIVES, build_objective, denominator, token_we
 pytestmark = pytest.mark.layouts
 
 FEATURES, VOCABULARY, LONGEST = 6, 9, 40
-LAYOUTS = {1: [(1, 1)], 4: [(2, 2), (1, 4)]}  # (data parallel, context parallel)
-REFERENCE = "reference"
+WORLD = 4
+LAYOUTS = [(2, 2), (1, 4)]  # (data parallel, context parallel)
 BACKENDS = ("torch", "cpp")  # each has its own random assignment of sequences to ranks and micro-batches
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in OBJECTIVES} | {
@@ -30,8 +31,6 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {name: (name, {}) for name in OBJ
     "prefix_filter": ("prefix_filter", {"filter_fraction": 0.2}),  # of 127 tokens
     "bapo-endless": ("bapo", {"high_end": math.inf, "positive_target": 0.55}),
     "cppo-strict": ("cppo", {"threshold": 0.05, "prefix_threshold": 0.01, "smallest_weight": 0.3}),
-    "ctpo-wide": ("ctpo", {"eps_low": 0.2, "eps_high": 0.3}),
-    "drpo-strict": ("drpo", {"threshold": 0.1}),
     "oapl": ("oapl", {"beta": 0.7}),
     "trm-masks": ("trm", {"threshold": 0.3}),
     "gspo-token_mean": ("gspo", {"aggregation": "token_mean", "eps_low": 0.05, "eps_high": 0.05}),
@@ -58,21 +57,16 @@ def backends(case: str) -> tuple[str, ...]:
     return BACKENDS if getattr(objective, "objective", objective).fused else BACKENDS[:1]
 
 
-@dataclass
-class Policy:
-    """A linear policy: logits = features @ weight, in float64, so that sums in another order agree to 1e-15."""
+def policy_logprobs(data: dict[str, torch.Tensor], weight: torch.Tensor, where: torch.Tensor) -> torch.Tensor:
+    """[len(where)] float32 log-probs of the sampled tokens by a linear policy, logits = features @ weight
+    [FEATURES, VOCABULARY], in float64, so that sums in another order agree to 1e-15.
 
-    weight: torch.Tensor  # [FEATURES, VOCABULARY]
-
-    def logprobs(self, data: dict[str, torch.Tensor], where: torch.Tensor) -> torch.Tensor:
-        """[len(where)] float32 log-probs of the sampled tokens.
-
-        In data with ties they are rounded to multiples of 1/64; the gradient is that of the exact ones.
-        """
-        scores = torch.log_softmax(data["features"][where] @ self.weight, -1)
-        exact = scores.gather(1, data["tokens"][where, None])[:, 0]
-        rounded = (exact * 64).round() / 64 if bool(data["ties"]) else exact
-        return (exact + (rounded - exact).detach()).float()
+    In data with ties they are rounded to multiples of 1/64; the gradient is that of the exact ones.
+    """
+    scores = torch.log_softmax(data["features"][where] @ weight, -1)
+    exact = scores.gather(1, data["tokens"][where, None])[:, 0]
+    rounded = (exact * 64).round() / 64 if bool(data["ties"]) else exact
+    return (exact + (rounded - exact).detach()).float()
 
 
 def make_data(ties: bool) -> dict[str, torch.Tensor]:
@@ -95,7 +89,7 @@ def make_data(ties: bool) -> dict[str, torch.Tensor]:
     data["mask"] = (position < lengths[ids]) & (torch.rand(total, generator=g) < 0.8) & (ids != 3) & (ids != 8)
     sign = torch.tensor([1.0, -1.0]).repeat(sequences // 2)
     data["advantages"] = (sign * (0.2 + torch.rand(sequences, generator=g)))[ids]
-    now = Policy(data["weight"]).logprobs(data, torch.arange(total))
+    now = policy_logprobs(data, data["weight"], torch.arange(total))
     shift = torch.randn(total, generator=g) * 0.5
     shift = (shift * 8).round() / 8 if ties else shift
     negative = data["mask"] & (data["advantages"] < 0)
@@ -107,7 +101,12 @@ def make_data(ties: bool) -> dict[str, torch.Tensor]:
     return data
 
 
-def make_batch(data: dict[str, torch.Tensor], policy: Policy, sequences: list[int], shard: ContextShard | None) -> Any:
+DATA = {ties: make_data(ties) for ties in (False, True)}
+
+
+def make_batch(
+    data: dict[str, torch.Tensor], weight: torch.Tensor, sequences: list[int], shard: ContextShard | None
+) -> Any:
     """(TokenBatch, indices of its tokens in `data`) of some sequences, or of a rank's zigzag chunks of them."""
     places, lengths = [torch.zeros(0, dtype=torch.int64)], []
     for s in sequences:
@@ -120,7 +119,7 @@ def make_batch(data: dict[str, torch.Tensor], policy: Policy, sequences: list[in
     where = torch.cat(places)
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     batch = TokenBatch(
-        policy.logprobs(data, where), data["rollout"][where], data["advantages"][where], data["mask"][where],
+        policy_logprobs(data, weight, where), data["rollout"][where], data["advantages"][where], data["mask"][where],
         cu_seqlens,
         old_logprobs=data["old"][where], ref_logprobs=data["ref"][where],
         sequence_index=torch.tensor(sequences, dtype=torch.int64), shard=shard,
@@ -129,17 +128,13 @@ def make_batch(data: dict[str, torch.Tensor], policy: Policy, sequences: list[in
 
 
 def update(
-    data: dict[str, torch.Tensor],
-    case: str,
-    micro_batches: list[list[int]],
-    shard: ContextShard | None,
-    world: Any,
-    backend: str,
-) -> dict[str, Any]:
-    """Loss, gradient, kept mask and metrics of one update, summed over the ranks of `world` (None: one process)."""
-    objective = build_objective(*CASES[case])
-    policy = Policy(data["weight"].clone().requires_grad_())
-    batches = [make_batch(data, policy, sequences, shard) for sequences in micro_batches]
+    ties: bool, case: str, micro_batches: list[list[int]], shard: ContextShard | None, world: Any, backend: str
+) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """Loss, gradient, kept tokens and metrics of one update, summed over the ranks of `world` (None: one process), and
+    the objective's statistics."""
+    objective, data = build_objective(*CASES[case]), DATA[ties]
+    weight = data["weight"].clone().requires_grad_()
+    batches = [make_batch(data, weight, sequences, shard) for sequences in micro_batches]
     whole = TokenBatch.concatenate([batch.detach() for batch, _ in batches])
     statistics = objective.statistics(whole, world, backend)
 
@@ -149,29 +144,18 @@ def update(
         return x
 
     count = total(sum(denominator(b.loss_mask, b.cu_seqlens, objective.aggregation, b.shard) for b, _ in batches))
-    kept = torch.zeros(data["mask"].shape, dtype=torch.int64)
-    metrics: dict[str, torch.Tensor] = {}
-    loss = torch.zeros((), dtype=torch.float64)
+    results = {"loss": torch.zeros((), dtype=torch.float64), "kept": torch.zeros(data["mask"].shape).double()}
     for batch, where in batches:
         terms = objective(batch, statistics, backend)
         weights = token_weights(batch.loss_mask, batch.cu_seqlens, objective.aggregation, batch.shard)
-        loss = loss + (terms.loss.double() * weights).sum() / count
-        kept[where] += terms.kept.long()
-        pairs = {name: torch.stack(pair) for name, pair in terms.metrics.items()}
-        pairs |= {f"histogram/{name}": counts for name, counts in terms.histograms.items()}
-        metrics = {name: metrics.get(name, 0) + pair for name, pair in pairs.items()}
-    (gradient,) = torch.autograd.grad(loss, policy.weight)
-    results = {"loss": loss.detach(), "gradient": gradient, "kept": kept}
-    results |= {f"metrics {name}": pair for name, pair in metrics.items()}
-    parts = total(torch.cat([x.double().flatten() for x in results.values()])).split(
-        [x.numel() for x in results.values()]
-    )
-    summed = {name: part.view_as(x).to(x.dtype) for (name, x), part in zip(results.items(), parts, strict=True)}
-    return {
-        **{name: summed.pop(name) for name in ("loss", "gradient", "kept")},
-        "metrics": {name.removeprefix("metrics "): pair for name, pair in summed.items()},
-        "statistics": [x for x in vars(statistics).values() if x is not None] if statistics is not None else [],
-    }
+        results["loss"] = results["loss"] + (terms.loss.double() * weights).sum() / count
+        results["kept"][where] += terms.kept.double()
+        pairs = {f"metric {name}": torch.stack(pair) for name, pair in terms.metrics.items()} | terms.histograms
+        results |= {name: results.get(name, 0) + pair.double() for name, pair in pairs.items()}
+    (results["gradient"],) = torch.autograd.grad(results["loss"], weight)
+    results["loss"] = results["loss"].detach()
+    vector_to_parameters(total(parameters_to_vector(results.values())), results.values())
+    return results, [x for x in vars(statistics).values() if x is not None] if statistics is not None else []
 
 
 def deal(layout: tuple[int, int], rank: int, partition: int, sequences: int) -> list[list[int]]:
@@ -185,29 +169,20 @@ def deal(layout: tuple[int, int], rank: int, partition: int, sequences: int) -> 
 
 
 def worker(rank: int, folder: str) -> None:
-    """One of four ranks; layouts with fewer use the first ones."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=max(LAYOUTS))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=WORLD)
     results = {}
-    for size, layouts in LAYOUTS.items():
-        world = dist.new_group(list(range(size)))
-        for layout in layouts:
-            data_parallel, context_parallel = layout
-            shard = None
-            for d in range(data_parallel):
-                group = dist.new_group(list(range(d * context_parallel, (d + 1) * context_parallel)))
-                if d == rank // context_parallel and context_parallel > 1:
-                    shard = ContextShard(group, rank % context_parallel, context_parallel)
-            if rank >= size:
-                continue
-            for ties in (False, True):
-                data = make_data(ties)
-                for case in CASES:
-                    for partition, backend in enumerate(backends(case)):
-                        micro_batches = deal(layout, rank, partition, len(data["cu"]) - 1)
-                        key = (case, ties, layout, backend)
-                        results[key] = update(data, case, micro_batches, shard, world, backend)
+    for layout in LAYOUTS:
+        size = layout[1]
+        groups = [dist.new_group(range(first, first + size)) for first in range(0, WORLD, size)]
+        shard = ContextShard(groups[rank // size], rank % size, size)
+        for ties, data in DATA.items():
+            for case in CASES:
+                for partition, backend in enumerate(backends(case)):
+                    micro_batches = deal(layout, rank, partition, len(data["cu"]) - 1)
+                    split = update(ties, case, micro_batches, shard, dist.group.WORLD, backend)
+                    results.setdefault((case, ties, backend), []).append(split)
     if rank == 0:  # the results are summed over ranks
         torch.save(results, f"{folder}/results.pt")
     dist.barrier()
@@ -215,54 +190,43 @@ def worker(rank: int, folder: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
-    """Those of the first rank, a fork of this process, which has imported everything, and of one process."""
+def splits(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
+    """The results of all layouts: of the first rank, a fork of this process, which has imported everything."""
     folder = tmp_path_factory.mktemp("split")
-    mp.start_processes(worker, args=(str(folder),), nprocs=max(LAYOUTS), start_method="fork")
-    merged: dict[Any, Any] = torch.load(folder / "results.pt")
-    for ties in (False, True):
-        data = make_data(ties)
-        for case in CASES:
-            for backend in backends(case):
-                whole = [list(range(len(data["cu"]) - 1))]
-                merged[case, ties, REFERENCE, backend] = update(data, case, whole, None, None, backend)
-    return merged
+    mp.start_processes(worker, args=(str(folder),), nprocs=WORLD, start_method="fork")
+    return torch.load(folder / "results.pt")
+
+
+def whole(ties: bool, case: str, backend: str) -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+    """The results of one process on a single batch."""
+    return update(ties, case, [list(range(12))], None, None, backend)
 
 
 @pytest.mark.parametrize("ties", [False, True], ids=["continuous", "ties"])
 @pytest.mark.parametrize(("case", "backend"), [(case, backend) for case in CASES for backend in backends(case)])
 def test_the_same_data_gives_the_same_gradient_for_every_split(
-    results: dict[Any, Any], case: str, ties: bool, backend: str
+    splits: dict[Any, Any], case: str, ties: bool, backend: str
 ) -> None:
-    one = results[case, ties, REFERENCE, backend]
+    one, of_one = whole(ties, case, backend)
     assert float(one["gradient"].norm()) > 1e-3, "a test without a gradient shows nothing"
-    share = int(one["kept"].sum()) / int(make_data(ties)["mask"].sum())
+    share = int(one["kept"].sum()) / int(DATA[ties]["mask"].sum())
     assert share == 1 if case.split("-")[0] in KEEPS_ALL else 0.1 < share < 1, "a mask that masks nothing shows nothing"
-    compared = 0
-    for key, split in results.items():
-        if key[:2] != (case, ties) or key[2] == REFERENCE or key[3] != backend:
-            continue
-        where = str(key)
-        assert torch.equal(split["kept"], one["kept"]), where
-        for ours, theirs in zip(split["statistics"], one["statistics"], strict=True):
-            assert torch.equal(ours, theirs), where
+    for layout, (split, statistics) in zip(LAYOUTS, splits[case, ties, backend], strict=True):
+        assert all(torch.equal(*pair) for pair in zip(statistics, of_one, strict=True)), layout
         error = float((split["gradient"] - one["gradient"]).norm() / one["gradient"].norm())
-        assert error < 1e-6, f"{where}: {error}"
-        assert float(split["loss"]) == pytest.approx(float(one["loss"]), rel=1e-6, abs=1e-9), where
-        assert split["metrics"].keys() == one["metrics"].keys()
-        for name, pair in split["metrics"].items():
-            if name.startswith("histogram/"):
-                assert torch.equal(pair, one["metrics"][name]), f"{where} {name}"
-            assert pair.tolist() == pytest.approx(one["metrics"][name].tolist(), rel=1e-6, abs=1e-9), f"{where} {name}"
-        compared += 1
-    assert compared == sum(len(layouts) for layouts in LAYOUTS.values())
+        assert error < 1e-6, f"{layout}: {error}"
+        assert split.keys() == one.keys()
+        for name, found in split.items():
+            if name == "loss" or name.startswith("metric "):
+                assert found.tolist() == pytest.approx(one[name].tolist(), rel=1e-6, abs=1e-9), f"{layout} {name}"
+            elif name != "gradient":  # kept tokens and histograms
+                assert torch.equal(found, one[name]), f"{layout} {name}"
 
 
-def test_ties_reach_the_threshold_of_the_second_moment_mask(results: dict[Any, Any]) -> None:
+def test_ties_reach_the_threshold_of_the_second_moment_mask() -> None:
     """In the data with ties, M2PO masks some of several tokens with equal log-ratios, so their order matters."""
-    data, one = make_data(ties=True), results["m2po", True, REFERENCE, "torch"]
-    threshold = one["statistics"][0]
-    l = Policy(data["weight"]).logprobs(data, torch.arange(len(data["mask"]))) - data["rollout"]
+    data, (one, (threshold, *_)) = DATA[True], whole(True, "m2po", "torch")
+    l = policy_logprobs(data, data["weight"], torch.arange(len(data["mask"]))) - data["rollout"]
     trust = data["mask"] & (data["advantages"] * l > 0) & (l.abs() == threshold)
     kept = one["kept"].bool()
     assert (trust & kept).any() and (trust & ~kept).any()
@@ -270,8 +234,8 @@ def test_ties_reach_the_threshold_of_the_second_moment_mask(results: dict[Any, A
 
 def test_without_sequence_index_ties_are_masked_together() -> None:
     """Ranks then share no order of the tokens, so for every split to agree the threshold alone must decide."""
-    data = make_data(ties=True)
-    batch, _ = make_batch(data, Policy(data["weight"]), list(range(12)), None)
+    data = DATA[True]
+    batch, _ = make_batch(data, data["weight"], list(range(12)), None)
     objective = build_objective("m2po", {})
     bare = replace(batch.detach(), sequence_index=None)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

@@ -16,29 +16,18 @@ import torch
 from megarl.batch import TokenBatch
 from megarl.kernels import library
 from megarl.kernels.linear_logprob import definition, linear_logprob
-from megarl.kernels.token_pass import Inherited, PassResult, Rule, token_pass
+from megarl.kernels.token_pass import Rule
 from megarl.kernels.token_pass.language import RULES
-from megarl.kernels.tokens import Tokens
-from megarl.objectives import OBJECTIVES
-from megarl.objectives.objective import Objective
-from megarl.objectives.parts.prefix_min import exclusive_min
 from tests.gpu.probes import fill_free_memory_with_nan
-from tests.kernels.test_token_pass import BORDERS, inherited_values, make_batch
+from tests.kernels.test_token_pass import BORDERS, as_in_cpp, compare, gradient, inherited_values, make_batch
+from tests.objectives.test_against_papers import CASES as PAPERS
 
 REQUIRED = os.environ.get("MEGARL_REQUIRE_GPU") == "1"
 pytestmark = pytest.mark.skipif(not (REQUIRED or torch.cuda.is_available()), reason="needs a CUDA device")
 no_kernels = not REQUIRED and library.find_library("cuda") is None
 CUDA = pytest.param("cuda", marks=pytest.mark.skipif(no_kernels, reason="the CUDA kernels are not installed"))
 each_backend = pytest.mark.parametrize("backend", [CUDA, "triton"])
-CASES = {
-    **{name: kind() for name, kind in OBJECTIVES.items() if kind().fused},
-    "dppo-kl": OBJECTIVES["dppo"](divergence="kl"),
-    "m2po-released": OBJECTIVES["m2po"](variant="released"),
-    **{
-        f"mu_grpo-{scope}": OBJECTIVES["mu_grpo"](veto_scope=scope, veto_threshold=0.3, ratio_min=0.1, ratio_max=1.5)
-        for scope in ("sequence", "suffix", "non_trigger_suffix", "trigger")
-    },
-}
+CASES = {name: objective for name, (objective, _) in PAPERS.items() if objective.fused}
 # segments with a thread block each, and groups of short ones that share a block
 LENGTHS = [*BORDERS, 31, 512, 513, 0, 8, 8, 8, 8, 8, 8, 8, 8]
 
@@ -67,31 +56,12 @@ def no_wait() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def gradient(objective: Objective, batch: TokenBatch, backend: str) -> list[torch.Tensor]:
-    """All results of one evaluation: loss, gradient, kept tokens, metrics and histograms."""
-    terms = objective(batch, objective.statistics(batch.detach(), None, backend), backend)
-    metrics = [x for pair in terms.metrics.values() for x in pair]
-    grad = torch.autograd.grad(terms.loss.sum(), batch.logprobs)[0]
-    return [terms.loss, grad, terms.kept, *metrics, *terms.histograms.values()]
-
-
 @each_backend
 @pytest.mark.parametrize("name", CASES)
 def test_equals_the_definition(name: str, backend: str) -> None:
     """A token whose ratio is within a rounding error of a bound may be clipped differently: at most 1 in 10000 is."""
-    batch, objective = on_device(make_batch(LENGTHS)), CASES[name]
-    definition, fused = (objective(batch, objective.statistics(batch.detach(), None, b), b) for b in ("torch", backend))
-    same = fused.kept == definition.kept
-    assert (~same).sum() * 10000 <= same.numel()
-    grads = [torch.autograd.grad(terms.loss.sum(), batch.logprobs)[0] for terms in (fused, definition)]
-    torch.testing.assert_close(fused.loss[same], definition.loss[same], rtol=4e-6, atol=1e-6)
-    torch.testing.assert_close(grads[0][same], grads[1][same], rtol=4e-6, atol=1e-6)
-    for key, (total, count) in definition.metrics.items():
-        assert float(fused.metrics[key][1]) == float(count), key
-        if same.all():
-            assert float(fused.metrics[key][0]) == pytest.approx(float(total), rel=1e-5, abs=1e-3), key
-    for key, counts in definition.histograms.items():
-        assert torch.equal(fused.histograms[key], counts), key
+    batch = on_device(make_batch(LENGTHS))
+    compare(CASES[name], batch, backend, moved=batch.logprobs.numel() // 10_000, atol=1e-3)
 
 
 @each_backend
@@ -99,20 +69,9 @@ def test_equals_the_definition(name: str, backend: str) -> None:
 def test_inherited_values_act_as_in_cpp(name: str, backend: str) -> None:
     """What chunks of a context-parallel rank inherit from the rest of their sequence has the same effect as in C++."""
     batch = make_batch([5, 900, 0, 8, 40])
-    inherited = inherited_values()
     values = (0.5, 2.0**43) if name == "second_moment" else (0.6, 1.4, 1.2, 0.9)
-
-    def run(batch: TokenBatch, inherited: Inherited, backend: str) -> PassResult:
-        device = batch.loss_mask.device
-        places = torch.arange(5, device=device) << 22
-        return token_pass(Rule(RULES[name], values), Tokens.of(batch), inherited, places, backend)
-
-    ours = run(on_device(batch), Inherited(*(x.cuda() for x in vars(inherited).values())), backend)
-    theirs = run(batch, inherited, "cpp")
-    assert torch.equal(ours.kept.cpu(), theirs.kept)
-    assert torch.equal(ours.histograms.cpu(), theirs.histograms)
-    torch.testing.assert_close(ours.loss.cpu(), theirs.loss, rtol=4e-6, atol=1e-6)
-    torch.testing.assert_close(ours.sums.cpu(), theirs.sums, rtol=1e-5, atol=1e-3)
+    places = torch.arange(5) << 22
+    as_in_cpp(Rule(RULES[name], values), batch, backend, places, inherited_values(), device="cuda", atol=1e-3)
 
 
 @each_backend
@@ -149,14 +108,3 @@ def test_lm_head_equals_the_definition_without_a_wait(dtype: torch.dtype) -> Non
     for ours, right in zip(first[2:], exact[2:], strict=True):
         step = torch.finfo(dtype).eps if dtype is not torch.float32 else 1e-5
         torch.testing.assert_close(ours.double(), right, rtol=step, atol=2 * step * right.abs().max().item())
-
-
-def test_prefix_minimum_equals_that_of_the_cpu() -> None:
-    g = torch.Generator().manual_seed(0)
-    lengths = [0, 1, 1023, 1024, 1025, 5000]
-    log_ratio = torch.randn(sum(lengths), generator=g).cumsum(0)
-    log_ratio[3000] = torch.nan
-    mask = torch.rand(sum(lengths), generator=g) < 0.8
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-    out = exclusive_min(log_ratio.cuda(), mask.cuda(), cu_seqlens.cuda())
-    torch.testing.assert_close(out.cpu(), exclusive_min(log_ratio, mask, cu_seqlens), rtol=0, atol=0, equal_nan=True)

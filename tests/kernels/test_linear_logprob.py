@@ -218,9 +218,5 @@ def test_vocabulary_split_over_two_ranks(two_ranks: list[dict[Any, Any]], vocab:
         torch.testing.assert_close(tuple(outputs[:2]), wanted, rtol=0, atol=1e-12)
     torch.testing.assert_close(first[2] + second[2], grad_hidden, rtol=0, atol=1e-12)
     torch.testing.assert_close(torch.cat([first[3], second[3]]), grad_weight, rtol=0, atol=1e-12)
-
-
-def test_target_outside_a_split_vocabulary_is_nan(two_ranks: list[dict[Any, Any]]) -> None:
-    for rank in two_ranks:
-        for vocab in VOCABULARIES:
-            assert rank[vocab].isnan().nonzero().flatten().tolist() == [3]
+    for rank in two_ranks:  # a target outside the vocabulary
+        assert rank[vocab].isnan().nonzero().flatten().tolist() == [3]

@@ -27,23 +27,19 @@ def compiled(index: int) -> Any:
 
 
 @pytest.mark.parametrize("index", range(len(SPECS)), ids=lambda i: f"sm_{SPECS[i].architecture} {SPECS[i].name}")
-def test_no_spills_no_stack_and_enough_shared_memory(index: int) -> None:
-    spec, used = SPECS[index], compiled(index)
-    assert used.spills == 0 and used.stack_bytes == 0, used
-    assert used.shared_bytes <= SHARED_MEMORY[spec.architecture] * 1024, used
-
-
-@pytest.mark.parametrize("index", [i for i, spec in enumerate(SPECS) if spec.architecture == 90], ids=str)
-def test_registers_suffice_for_the_blocks_per_multiprocessor(index: int) -> None:
-    """Two blocks of the token pass, or one of the lm head, fit into a multiprocessor's 65536 registers on sm_90.
+def test_no_spills_no_stack_and_enough_shared_memory_and_registers(index: int) -> None:
+    """Two blocks of the token pass, or one of another kernel, fit into a multiprocessor's 65536 registers on sm_90.
 
     `make test-slow WHAT=triton` says which version of Triton it expects.
     """
-    spec, used = SPECS[index], compiled(index)
     assert triton.__version__ == os.environ.get("MEGARL_TRITON", triton.__version__)
-    blocks = 2 if spec.name.startswith("token_pass") else 1
-    assert used.registers <= spec.options.get("maxnreg", 255)
-    assert blocks * used.registers * 32 * spec.options["num_warps"] <= 65536
+    spec, used = SPECS[index], compiled(index)
+    assert used.spills == 0 and used.stack_bytes == 0, used
+    assert used.shared_bytes <= SHARED_MEMORY[spec.architecture] * 1024, used
+    if spec.architecture == 90:
+        blocks = 2 if spec.name.startswith("token_pass") else 1
+        assert used.registers <= spec.options.get("maxnreg", 255)
+        assert blocks * used.registers * 32 * spec.options["num_warps"] <= 65536
 
 
 def test_every_kernel_is_compiled_for_every_architecture() -> None:
@@ -71,10 +67,6 @@ def test_spills_are_detected() -> None:
 def test_matrix_units_and_wide_loads_are_used() -> None:
     """The lm head multiplies bfloat16 on the matrix units and loads 128 bits or a tile at a time."""
     names = ("linear_logprob.statistics bf16", "linear_logprob.logit_gradients bf16")
-    checked = set()
-    for index, spec in enumerate(SPECS):
-        if spec.name in names:
-            used = compiled(index)
-            assert used.matrix_instructions > 0 and used.wide_loads > 0, spec
-            checked.add((spec.architecture, spec.name))
-    assert checked == {(architecture, name) for architecture in SHARED_MEMORY for name in names}
+    found = {(spec.architecture, spec.name): compiled(i) for i, spec in enumerate(SPECS) if spec.name in names}
+    assert found.keys() == {(architecture, name) for architecture in SHARED_MEMORY for name in names}
+    assert all(used.matrix_instructions > 0 and used.wide_loads > 0 for used in found.values()), found

@@ -55,10 +55,6 @@ def tokenwise(formula):
     return of_batch
 
 
-def sg(x: torch.Tensor) -> torch.Tensor:
-    return x.detach()
-
-
 def within(x: float, low: float, high: float) -> float:
     return min(max(x, low), high)
 
@@ -77,7 +73,7 @@ def dual_clip(t: Token, inner: torch.Tensor, kept: bool, most: float) -> tuple[t
 
 def own_ratio(t: Token, value: float) -> torch.Tensor:
     """A ratio of several tokens with its value, whose gradient goes through this token alone."""
-    return value * torch.exp(t.l - sg(t.l))
+    return value * torch.exp(t.l - t.l.detach())
 
 
 @tokenwise
@@ -102,7 +98,7 @@ def gppo(o, i, eps_low=0.2, eps_high=0.28):
     t = o[i]
     bound = 1 + eps_high if t.a > 0 else 1 - eps_low
     past_bound = (t.rho_value - bound) * t.a > 0
-    return (bound / sg(t.rho) if past_bound else 1) * t.rho * t.a, not t.clamped
+    return (bound / t.rho.detach() if past_bound else 1) * t.rho * t.a, not t.clamped
 
 
 @tokenwise

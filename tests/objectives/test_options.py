@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -130,17 +129,14 @@ def test_options_keep_what_the_objective_needs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "option", "field"),
+    ("name", "options", "field"),
     [
-        ("grpo", "kl", "ref_logprobs"),
-        ("grpo", "entropy_bonus", "entropy"),
-        ("grpo", "icepop", "old_logprobs"),
-        ("grpo", "truncated_importance", "old_logprobs"),
-        ("decoupled_ppo", "kl", "old_logprobs"),
+        ("grpo", {"kl": {}}, "ref_logprobs"),
+        ("grpo", {"entropy_bonus": {}}, "entropy"),
+        ("grpo", {"icepop": {}}, "old_logprobs"),
+        ("decoupled_ppo", {}, "old_logprobs"),
     ],
 )
-def test_error_names_the_missing_field_of_the_batch(name: str, option: str, field: str) -> None:
-    batch = replace(BATCHES[0], **{field: None})
+def test_error_names_the_missing_field_of_the_batch(name: str, options: dict, field: str) -> None:
     with pytest.raises(UserError, match=field):
-        build_objective(name, {option: {}})(batch)
-    assert math.isfinite(float(build_objective("grpo", {})(batch).loss.detach().sum()))
+        build_objective(name, options)(replace(BATCHES[0], **{field: None}))

@@ -22,11 +22,6 @@ def minimum_by_loop(log_ratio: torch.Tensor, mask: torch.Tensor, cu_seqlens: tor
     return out
 
 
-def tensors(values: list[float], mask: list[int], lengths: list[int]) -> tuple[torch.Tensor, ...]:
-    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
-    return torch.tensor(values, dtype=torch.float32), torch.tensor(mask, dtype=torch.bool), cu_seqlens
-
-
 floats = st.floats(width=32, allow_nan=True) | st.sampled_from([0.0, -0.0, 1e-45, -1e-45, math.inf, -math.inf])
 sequences = st.lists(st.lists(st.tuples(floats, st.booleans()), max_size=9), max_size=7)
 
@@ -34,6 +29,7 @@ sequences = st.lists(st.lists(st.tuples(floats, st.booleans()), max_size=9), max
 @settings(max_examples=100)
 @given(packed=sequences)
 def test_any_packed_batch_agrees_with_the_loop(packed: list[list[tuple[float, bool]]]) -> None:
-    tokens = [token for sequence in packed for token in sequence]
-    inputs = tensors([v for v, _ in tokens], [m for _, m in tokens], [len(s) for s in packed])
+    values = torch.tensor([value for sequence in packed for value, _ in sequence], dtype=torch.float32)
+    mask = torch.tensor([trained for sequence in packed for _, trained in sequence], dtype=torch.bool)
+    inputs = values, mask, torch.tensor([0, *map(len, packed)]).cumsum(0).int()
     torch.testing.assert_close(exclusive_min(*inputs), minimum_by_loop(*inputs), rtol=0, atol=0, equal_nan=True)

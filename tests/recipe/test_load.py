@@ -18,6 +18,8 @@ SINGLE = ["rollout.responses_per_prompt=1", "objective.advantage=batch_normalise
         (["megatron.virtual_pipeline_model_parallel_size=1"], "leave it out for one"),
         # what was found is said where it is one value
         (["metrics.by=level"], r"metrics.by: expected a list, in brackets \(got 'level'\)"),
+        (["rollout.temperature=1e-320"], "temperature: Input should be greater than or equal to 0.0001"),
+        (["eval.temperature=1e-320"], "temperature: Input should be greater than or equal to 0.0001"),
         (["optimizer.lr=-1.0"], r"optimizer.lr: .* \(got -1.0\)$"),
         (SINGLE[:1], r"  recipe: objective.advantage = .* compares .* must be at least 2$"),
     ],

@@ -19,7 +19,7 @@ from tests.kernels.test_gpu import CASES, LENGTHS, gradient, on_device
 from tests.kernels.test_token_pass import make_batch
 from tests.rehearsal.counts import counted
 
-OBJECTIVES = ("mu_grpo", "mu_grpo-suffix", "m2po", "gspo", "bapo")
+OBJECTIVES = ("mu_grpo", "mu_grpo-suffix-0.3-0.1-1.5", "m2po", "gspo", "bapo")
 
 
 def numbers(objective: Any, batch: TokenBatch, backend: str) -> dict[str, torch.Tensor]:

@@ -1,6 +1,6 @@
 """A stand-in for DeepEP 1.2.1 on CPUs: what Megatron-Core's flex dispatcher calls, with the preconditions it asserts.
 
-Signatures, shapes and the order of rows are those of ``deep_ep/buffer.py``, assertions those of ``csrc/deep_ep.cpp``
+Shapes and the order of rows are those of ``deep_ep/buffer.py``, assertions those of ``csrc/deep_ep.cpp``
 and ``csrc/kernels/intranode.cu``. As with ``async_finish`` there, what is received is there only after the event that
 comes with it was waited for; until then it is NaN.
 """
@@ -32,19 +32,15 @@ class Buffer:
 
     get_combine_config = get_dispatch_config
 
-    def get_dispatch_layout(
-        self, topk_idx, num_experts, previous_event=None, async_finish=False, allocate_on_comm_stream=False
-    ):
+    def get_dispatch_layout(self, topk_idx, num_experts, **_):
         assert topk_idx.dtype == torch.int64 and topk_idx.is_contiguous() and not num_experts % self.group.size()
         chosen = torch.zeros(len(topk_idx), num_experts, dtype=torch.bool).scatter(1, topk_idx, True)
         in_rank = chosen.unflatten(1, (self.group.size(), -1)).any(2)
         return in_rank.sum(0).int(), None, chosen.sum(0).int(), in_rank, EventOverlap()
 
     def dispatch(
-        self, x, handle=None, num_tokens_per_rank=None, num_tokens_per_rdma_rank=None, is_token_in_rank=None,
-        num_tokens_per_expert=None, topk_idx=None, topk_weights=None, previous_event=None, async_finish=False,
-        allocate_on_comm_stream=False,
-    ):  # fmt: skip
+        self, x, handle=None, is_token_in_rank=None, num_tokens_per_expert=None, topk_idx=None, topk_weights=None, **_
+    ):
         """Every rank gets each token that chose one of its experts once, ordered by rank of origin and token.
 
         The handle is ``is_token_in_rank`` of all ranks.
@@ -66,9 +62,7 @@ class Buffer:
         event = EventOverlap()
         return event.later(self._exchange(x, handle)), experts, event.later(weights), counts, handle, event
 
-    def combine(
-        self, x, handle, topk_weights=None, previous_event=None, async_finish=False, allocate_on_comm_stream=False
-    ):
+    def combine(self, x, handle, topk_weights=None, **_):
         """The sum over ranks of a token's rows, and of their weights, in float32."""
         _check(x)
         assert topk_weights is None or topk_weights.dtype == torch.float32
