@@ -4,13 +4,10 @@ MATH = (
     # towers of powers, factorials and the like
     "9**9**9**9**9", "\\boxed{9^{9^{9^{9}}}}", "$10^{10^{10^{10}}}$", "$2^{2^{2^{2^{2^{2}}}}}$", "1e99999999",
     "$1e999999999$", "$9^{99999999999}$", "$(99999!)!$", "$((9!)!)!$", "$\\binom{10^{9}}{5 \\cdot 10^{8}}$",
-    "$\\exp(\\exp(\\exp(9)))$", "$0.1^{-10^{12}}$", "$\\sqrt[10^{10^{10}}]{2}$",
-    "$\\lfloor 10^{10^{10}} \\pi \\rfloor$",
+    "$\\exp(\\exp(\\exp(9)))$", "$0.1^{-10^{12}}$", "$\\lfloor 10^{10^{10}} \\pi \\rfloor$",
     # expansions, sums and integrals
     "$(x+y+z+w)^{300}$", "$((x+1)^{99}+(y+1)^{99})^{99}$", "$\\prod_{i=1}^{10^9} (x-i)$",
-    "$\\sum_{i=1}^{10^{12}} i^i$",
-    "$\\int_0^1 \\exp(\\sin(x^{x^x})) dx$", "$\\int \\sin(\\cos(\\tan(x)))^{50} dx$",
-    "$\\lim_{x \\to 0} x^{x^{x^{x}}}$",
+    "$\\sum_{i=1}^{10^{12}} i^i$", "$\\int_0^1 \\exp(\\sin(x^{x^x})) dx$", "$\\lim_{x \\to 0} x^{x^{x^{x}}}$",
     "$\\sin(\\cos(\\tan(\\sin(\\cos(\\tan(10^{10^5}))))))$", "$\\frac{d^{99}}{dx^{99}} \\tan(\\tan(x))$",
     # depth and length
     "$" + "(" * 3000 + "1" + ")" * 3000 + "$", "$" + "\\sqrt{" * 500 + "2" + "}" * 500 + "$",
@@ -37,12 +34,9 @@ FORMULAS = (  # most are formulas that SymPy reads
 # (generator, answer): each formula for a generator that evaluates formulas, and further hostile answers
 EVALUATES = ("countdown", "puzzle24", "polynomial_multiplication", "simple_integration", "intermediate_integration")
 GENERATORS = tuple((EVALUATES[number % 5], text) for number, text in enumerate(FORMULAS)) + (
-    ("puzzle24", "1e99999999"), ("puzzle24", "exp(exp(exp(9)))"), ("coin_flip", "1e99999999"),
-    ("coin_flip", "1e999999999"), ("countdown", "1e999999999"), ("polynomial_multiplication", "1e99999999"),
-    ("intermediate_integration", "1e99999999"), ("simple_integration", FORMULAS[4]),
+    ("puzzle24", "1e99999999"), ("coin_flip", "1e999999999"), ("simple_integration", FORMULAS[4]),
     ("string_insertion", "[" * 5000), ("spiral_matrix", "9" * 50_000), ("binary_matrix", "[[" * 3000 + "]]" * 3000),
     ("n_queens", "[['Q']" * 2000), ("prime_factorization", "9" * 10_000), ("chain_sum", "1e99999999"),
     ("game_of_life", "[[1e99999]]" * 500), ("decimal_arithmetic", "1e999999999"),
-    ("complex_arithmetic", "1e9999j" * 99),
-    ("fraction_simplification", "1/1e99999999"),
+    ("complex_arithmetic", "1e9999j" * 99), ("fraction_simplification", "1/1e99999999"),
 )  # fmt: skip

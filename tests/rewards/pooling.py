@@ -2,6 +2,8 @@
 
 import contextlib
 import importlib
+import json
+from pathlib import Path
 
 import pytest
 
@@ -9,8 +11,16 @@ from megarl.data.prompts import Prompt
 from megarl.data.sources import GymItems
 from megarl.recipe.names import VERIFIERS
 from megarl.recipe.tables import RewardTable
-from megarl.rewards.pool import VerifierPool
+from megarl.rewards.pool import Limits, VerifierPool
 from megarl.rewards.reasoning_gym import ReasoningGym
+
+TIGHT = Limits(seconds=0.5, memory=1 << 30, workers=2)
+
+
+def rows_of(name):
+    """The rows of a file beside this one: JSON lines, among which comments begin with #."""
+    lines = Path(__file__).with_name(name).read_text().splitlines()
+    return [json.loads(line) for line in lines if not line.startswith("#")]
 
 
 def prompt_for(answer="", **columns):
@@ -34,7 +44,7 @@ def generated(names, count=1):
 
 
 @contextlib.contextmanager
-def pool(build, limits):
+def pool(build, limits=TIGHT):
     verifiers = VerifierPool(build, limits)
     try:
         yield verifiers

@@ -5,17 +5,15 @@ import re
 import threading
 from pathlib import Path
 
-from megarl.recipe.tables import RewardTable
 from megarl.rewards import cpp
-from megarl.rewards.code import Code
-from tests.rewards.pooling import prompt_for
+from tests.rewards.pooling import prompt_for, scorer
 
 ADDS = "int main() { int a, b; std::cin >> a >> b; std::cout << a + b; }"
 
 
 def score(program):
-    prompt = prompt_for(tests=[{"input": "1 2", "output": "3"}])
-    return Code(RewardTable(kind="code", language="cpp")).score(prompt, program).value
+    prompt = prompt_for(tests=[{"input": "1 2", "output": "3"}], language="cpp")
+    return scorer("code").score(prompt, program).value
 
 
 def test_a_precompiled_header_is_used_only_where_it_cannot_change_the_program(tmp_path, monkeypatch):

@@ -7,21 +7,12 @@ of absl's. What differs is listed here with its reason.
 """
 
 import itertools
-import json
 import re
-from pathlib import Path
 
 import pytest
 
-from megarl.recipe.tables import RewardTable
-from megarl.rewards.code import Code
 from megarl.rewards.harness import HARNESSES
-from tests.rewards.pooling import prompt_for
-
-
-def rows_of(name):
-    return [json.loads(line) for line in Path(__file__).with_name(name).read_text().splitlines()]
-
+from tests.rewards.pooling import prompt_for, rows_of, scorer
 
 OUTPUTS, PROGRAMS = rows_of("harness_outputs.jsonl"), rows_of("harness_programs.jsonl")
 # what the grader of code_contests decides otherwise
@@ -38,7 +29,7 @@ OURS_PASS = re.compile(
 
 
 def score(tests, program, **columns):
-    return Code(RewardTable(kind="code")).score(prompt_for(tests=tests, **columns), f"```python\n{program}\n```").value
+    return scorer("code").score(prompt_for(tests=tests, **columns), f"```python\n{program}\n```").value
 
 
 @pytest.mark.parametrize("name", ["livecodebench", "code_contests"])

@@ -10,19 +10,12 @@ import pytest
 
 from megarl.errors import UserError
 from megarl.heartbeats import FILE, read_beat
-from megarl.recipe.tables import RewardTable
-from megarl.rewards import Score, exact
-from megarl.rewards.math import Math
+from megarl.rewards import Score
 from megarl.rewards.pool import Limits
-from tests.rewards import hostile, pooling
-from tests.rewards.pooling import generated, prompt_for, score
+from tests.rewards import hostile
+from tests.rewards.pooling import TIGHT, generated, pool, prompt_for, score, scorer
 
-TIGHT = Limits(seconds=0.5, memory=1 << 30, workers=2)
 RIGHT, RIGHT_TEXT = Score(1.0), "so it is $42$"
-
-
-def pool(build, limits=TIGHT):
-    return pooling.pool(build, limits)
 
 
 class Scripted:
@@ -50,7 +43,7 @@ class Scripted:
 
 
 def test_an_answer_that_cannot_be_read_is_wrong_in_a_suite_and_a_mistake_in_training():
-    with pool(lambda: Math(RewardTable(kind="math"))) as verifiers:
+    with pool(lambda: scorer("math")) as verifiers:
         for answer in ("", "$$"):
             exam = replace(prompt_for(answer), entry={"exam": True})
             assert score(verifiers, [(exam, "\\boxed{2}"), (exam, "")]) == [Score(0.0)] * 2
@@ -65,7 +58,7 @@ def workers(verifiers):
 @pytest.mark.hostile
 def test_hostile_mathematics_scores_0_and_a_right_response_after_it_1():
     def build():
-        verifier = Math(RewardTable(kind="math"))
+        verifier = scorer("math")
         assert verifier.score(prompt_for("42"), RIGHT_TEXT) == 1.0  # what the first formula loads, workers inherit
         return verifier
 
@@ -156,7 +149,7 @@ def test_a_long_scoring_shows_heartbeats_for_as_long_as_it_may_take(progress, la
 
 def test_mistakes_and_bugs_are_raised_in_the_client():
     with (
-        pool(lambda: exact.build(RewardTable(kind="exact"), None)) as verifiers,
+        pool(lambda: scorer("exact")) as verifiers,
         pytest.raises(UserError, match="has no answer to compare with"),
     ):
         score(verifiers, [(prompt_for(""), "a")])

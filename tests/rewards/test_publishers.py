@@ -5,17 +5,13 @@ response, the publisher's verdict, and the key of `REASONS` where ours is the ot
 """
 
 import json
-from pathlib import Path
 
 import pytest
 
 from megarl.data.formats import enigmata, evalplus, skywork_or1
-from megarl.recipe.tables import RewardTable
-from megarl.rewards.code import Code
-from megarl.rewards.math import Math
 from tests.data.test_formats import COMPARES, LOOP
 from tests.extent import EVERY
-from tests.rewards.pooling import prompt_for
+from tests.rewards.pooling import prompt_for, rows_of, scorer
 
 REASONS = {
     "value": "it compares texts, or values of few forms; megarl compares values",
@@ -57,18 +53,13 @@ OF_PROGRAMS = {
 }
 
 
-def rows_of(name):
-    lines = Path(__file__).with_name("data").joinpath(f"{name}.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines if not line.startswith("#")]
-
-
 MATHEMATICS = ("math", "gsm8k", "deepscaler", "big_math", "skywork_or1", "math_verify")
 
 
 @pytest.mark.parametrize("name", [*MATHEMATICS, "gpqa", "gpqa_simple_evals", "arc", "arc_agi"])
 def test_the_verdicts_are_the_publishers_but_for_the_listed_ones(name):
     """All rows with a reason, and every third of the others; all of them under `EVERY`."""
-    rows, verifier = rows_of(name), Math(RewardTable(kind="math"))
+    rows, verifier = rows_of(f"data/{name}.jsonl"), scorer("math")
     assert len(rows) >= 300
     assert {reason for *_, reason in (row[3:] for row in rows if row[3:])} <= REASONS.keys()
     rows = [row for n, row in enumerate(rows) if EVERY or row[3:] or n % 3 == 0]
@@ -86,7 +77,7 @@ def prompt_of(gold, name):
 
 def test_programs_get_the_verdicts_of_evalplus_but_for_the_listed_ones():
     """All 327 agree but for those with a reason; these, and every twelfth of the others, run here."""
-    rows, verifier, wrong = rows_of("evalplus"), Code(RewardTable(kind="code")), []
+    rows, verifier, wrong = rows_of("data/evalplus.jsonl"), scorer("code"), []
     assert len(rows) >= 300
     assert {row[5] for row in rows if row[5:]} == OF_PROGRAMS.keys()
     for kind, inputs, results, program, right, *reason in [row for n, row in enumerate(rows) if row[5:] or n % 12 == 0]:
@@ -105,7 +96,7 @@ def test_programs_get_the_verdicts_of_evalplus_but_for_the_listed_ones():
 def test_enigmatas_verifiers_get_what_they_get_of_published_rows():
     """They read an answer and a meta as JSON where they can, so the verdicts on 330 responses are theirs: the answer in
     a fence, as JSON, without a fence, another one, and another one before it. 79 are right."""
-    rows = rows_of("enigmata")
+    rows = rows_of("data/enigmata.jsonl")
     assert sum(len(verdicts) for *_, verdicts in rows) >= 300
     for task, answer, meta, _ in rows:
         row = enigmata({"prompt": "?", "task_name": task, "answer": answer, "meta": meta})

@@ -16,21 +16,19 @@ from tests.rewards.pooling import generated, scored
 SHELL = "__import__('os').system('touch {trace}')"
 HOSTILE = (
     # code, and what is needed to reach it
-    SHELL, "[" + SHELL + "]", "[[" + SHELL + "]]", "{{" + SHELL + "}}", f"({SHELL},)", "open('{trace}', 'w')",
-    "[open('{trace}', 'w')]", "exec(\"open('{trace}', 'w')\")", "eval(\"open('{trace}', 'w')\")",
-    "compile('1', '', 'eval')", "(lambda: open('{trace}', 'w'))()", "[open('{trace}', 'w') for _ in [1]]",
-    "f\"{{open('{trace}', 'w')}}\"", "[*map(open, ['{trace}'], ['w'])]", "[].__class__.__base__.__subclasses__()",
-    "sympify(\"open('{trace}', 'w')\")", "S(\"open('{trace}', 'w')\")", "parse_expr('1')", "Symbol('x').__class__",
-    "x.subs(x, open)", "sqrt.__globals__", "(1).__class__", "exp(x).func.__init__.__globals__", "sin(x)(x)",
+    SHELL, "[" + SHELL + "]", "[[" + SHELL + "]]", "{{" + SHELL + "}}", f"({SHELL},)", "[open('{trace}', 'w')]",
+    "exec(\"open('{trace}', 'w')\")", "compile('1', '', 'eval')", "(lambda: open('{trace}', 'w'))()",
+    "[open('{trace}', 'w') for _ in [1]]", "f\"{{open('{trace}', 'w')}}\"", "[*map(open, ['{trace}'], ['w'])]",
+    "[].__class__.__base__.__subclasses__()", "sympify(\"open('{trace}', 'w')\")", "Symbol('x').__class__",
+    "sqrt.__globals__", "exp(x).func.__init__.__globals__", "sin(x)(x)",
     # changes of the scorer's state
-    "[0 for __builtins__['float'] in [bool]]", "[0 for __builtins__['str'] in [0]]", "[0 for self.config in [0]]",
-    "[0 for __builtins__['float'] in [repr]]", "[0 for __builtins__['float'] in [eval]]",
-    "[0 for entry['answer'] in ['']]", "[self.config for self.config.max_value in [9**9]]", "(entry := 1)",
-    "[0 for oracle_answer in ['x']]", "entry.update(answer='x')", "globals().clear()", "vars(self).clear()",
+    "[0 for __builtins__['float'] in [bool]]", "[0 for self.config in [0]]", "[0 for entry['answer'] in ['']]",
+    "[self.config for self.config.max_value in [9**9]]", "(entry := 1)", "[0 for oracle_answer in ['x']]",
+    "entry.update(answer='x')", "globals().clear()",
     # the answer itself
     "entry['answer']", "[entry['answer']]", "oracle_answer", "entry['metadata']['valid_answers'][0]",
-    "'{{0.answer}}'.format(entry)", "entry.get('answer')", "[*entry['answer']]", "solution if 1 else 0", "yield 1",
-    "await x", "not 1", "1 if 1 else 2", "1 < 2", "x[0]", "...", "'24'", "True", "1j", "24 or 24", "24 | 24", "~24",
+    "'{{0.answer}}'.format(entry)", "[*entry['answer']]", "solution if 1 else 0", "await x", "not 1", "1 < 2", "x[0]",
+    "...", "'24'", "True", "1j", "24 or 24", "24 | 24", "~24",
 )  # fmt: skip
 
 

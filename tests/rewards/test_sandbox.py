@@ -164,33 +164,28 @@ def test_a_sandbox_that_fails_is_an_error_and_gives_no_score(monkeypatch, host):
     with pytest.raises(SandboxError, match="stat /nowhere"):
         verifier().score(prompt_for(tests=attacks.ASSERTIONS), "def answer(n): return 1")
     sandbox.check_sandbox.cache_clear()
-    with pytest.raises(
-        UserError, match=r"cannot be run in a sandbox here .failed stat /nowhere.*never run without one"
-    ):
+    with pytest.raises(UserError, match="cannot be run in a sandbox here .failed stat /nowhere.*never run without one"):
         sandbox.check_sandbox()
 
 
-def test_a_program_whose_sandbox_is_killed_from_outside_is_run_again(host):
+def test_a_program_whose_sandbox_is_killed_from_outside_is_run_again(host, monkeypatch):
     """It is run again only once; a second kill is an error."""
     slow, endless = (program(f"import time\ntime.sleep({seconds})\nwon()", host) for seconds in (0.2, 10_000))
-    judge = verifier()
-    judge._limits = replace(judge._limits, asleep=60.0)
-    kill = subprocess.Popen.__init__
+    start = subprocess.Popen.__init__
     killed = []
 
     def killing(self, *arguments, **named):
-        kill(self, *arguments, **named)
+        start(self, *arguments, **named)
         if len(killed) < most:
             killed.append(self.pid)
             os.kill(self.pid, signal.SIGKILL)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess.Popen, "__init__", killing)
-        most = 1
-        assert judge.score(question_for(host), slow).value == 1
-        most = 3
-        with pytest.raises(SandboxError, match="launcher was killed from outside"):
-            judge.score(question_for(host), endless)
+    monkeypatch.setattr(subprocess.Popen, "__init__", killing)
+    most = 1
+    assert verifier().score(question_for(host), slow).value == 1
+    most = 3
+    with pytest.raises(SandboxError, match="launcher was killed from outside"):
+        verifier().score(question_for(host), endless)
     assert len(killed) == 3
 
 
@@ -221,7 +216,7 @@ def test_nothing_outlives_a_launcher_that_is_killed_while_it_starts_the_sandbox(
 def test_hostile_programs_do_not_change_the_rewards_of_others(host):
     """In the pool, beside programs that hang, fork or take memory, right programs score 1 and wrong ones 0."""
     right, wrong = program("won()", host), program("print(1)", host)
-    hostile = [program(attacks.PROGRAMS[name], host) for name in ("fork bomb", "memory", "naps", "deaf spin", "disk")]
+    hostile = [program(attacks.PROGRAMS[name], host) for name in ("processes", "memory", "naps", "deaf spin", "disk")]
     texts = [text for bad in hostile for text in (right, bad, wrong)]
     found = scored(lambda: verifier(3.0), Limits(workers=2), [(question_for(host), text) for text in texts])
     assert [verdict.value for verdict in found] == [1, 0, 0] * 5

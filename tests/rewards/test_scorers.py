@@ -5,17 +5,14 @@ the five responses below: 1 for right. verl 0.7.0: math_dapo and prime_math; Qwe
 evaluation, with the suite "math".
 """
 
-import json
-from pathlib import Path
-
 import pytest
 
 from megarl.rewards.answers import COMPARED, answer_of
 from megarl.rewards.dapo import normalised
 from tests.extent import EVERY
-from tests.rewards.pooling import prompt_for, scorer
+from tests.rewards.pooling import prompt_for, rows_of, scorer
 
-ROWS = [json.loads(line) for line in Path(__file__).with_name("scorers.jsonl").read_text().splitlines()]
+ROWS = rows_of("scorers.jsonl")
 WRITINGS = (
     "So we get $\\boxed{GOLD}$.",
     "Therefore\nAnswer: GOLD",

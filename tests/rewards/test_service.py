@@ -13,6 +13,7 @@ from megarl.recipe.tables import Recipe
 from megarl.rewards import Score, VerifierUnavailable, service
 from megarl.rewards.parts import build_verifier, check_reward
 from megarl.rewards.pool import Limits
+from tests.data.prompt_sources import write
 from tests.rewards import pooling
 
 KEY = "a-secret-key"
@@ -107,22 +108,15 @@ def server(monkeypatch):
         thread.join()
 
 
-def recipe(tmp_path, url, kind="judge", stall=600.0, **settings):
-    data = tmp_path / "p.jsonl"
-    data.write_text('{"prompt": "?", "answer": "42"}\n')
+def recipe(tmp_path, url, kind="judge", **settings):
+    data = write(tmp_path / "p.jsonl", [{"prompt": "?", "answer": "42"}])
     settings = {"url": url, "attempts": 3, "api_key": "JUDGE_KEY"} | settings
     if kind == "judge":
         question = tmp_path / "question.txt"
         question.write_text("{prompt} is {answer}: {response}")
         settings = {"model": "grader", "prompt": str(question)} | settings
-    return Recipe.model_validate(
-        {
-            "model": {"path": "unused"},
-            "data": {"source": "file", "train": str(data)},
-            "reward": {"kind": kind, "service": settings},
-            "run": {"stall_seconds": stall},
-        }
-    )
+    tables = {"model": {"path": "unused"}, "data": {"source": "file", "train": str(data)}}
+    return Recipe.model_validate(tables | {"reward": {"kind": kind, "service": settings}})
 
 
 def scored(settings, texts):
@@ -159,19 +153,14 @@ def test_a_judge_without_a_score_is_asked_again_and_then_ends_the_phase(tmp_path
         ("SCORE: 0? No. SCORE: 1.0", 1.0),
         ("SCORE: 1\nSCORE: none", None),
         ("SCORE: 1/10", None),
-        ("SCORE: 0,9", None),
         ("SCORE: 1 SCORE", None),
         ("<think>SCORE: 1</think>I cannot say.", None),
-        ("<think>SCORE: 1</think>SCORE: 0", 0.0),
-        ("SCORE: 0x1", None),
         ("SCORE: -0.5", None),
         ("SCORE: 1.01", None),
         ("SCORE: \u0661", None),
         ("SCORE: 0." + "0" * 400, None),
         ("SCORE:\n1", None),
-        # ms-swift 10163, uqlm 470 and openagent-eval 74: the beginning of a number, another scale
-        ("SCORE: 00.5", None),
-        ("SCORE: 1 <|im_end|>", None),
+        ("SCORE: 00.5", None),  # ms-swift 10163, uqlm 470 and openagent-eval 74: the beginning of a number
         # NeMo-Gym 2852 and evalscope 1578: what the judge quotes before its verdict
         ("It says 'SCORE: 1'.\n\nSCORE: 0", 0.0),
         ("The UNDERSCORE: 1", None),

@@ -5,19 +5,14 @@ import shutil
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 
 from megarl.errors import UserError
 from megarl.rollout.builtin import BuiltinEngine
+from tests.rollout.tiny_models import changed
 
 
 def tensors(change):
-    def damage(path):
-        state = load_file(path / "model.safetensors")
-        change(state)
-        save_file(state, path / "model.safetensors", metadata={"format": "pt"})
-
-    return damage
+    return lambda path: changed(path, change)
 
 
 def config(**settings):
@@ -53,8 +48,6 @@ EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
     ],
 )
 def test_a_damaged_policy_directory_is_refused_and_the_error_names_the_damage(moe_dir, tmp_path, damage, message):
-    path = tmp_path / "policy"
-    shutil.copytree(moe_dir, path)
-    damage(path)
+    damage(path := shutil.copytree(moe_dir, tmp_path / "policy"))
     with pytest.raises(UserError, match=f"(?s){message}"):
         BuiltinEngine(path, 0)

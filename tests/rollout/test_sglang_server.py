@@ -5,6 +5,7 @@ import os
 import queue
 import re
 import sys
+import unittest.mock
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,16 +67,9 @@ def test_the_end_of_one_stream_leaves_the_responses_of_the_others_running():
     """So the engine still tells the server to drop these when the phase ends."""
     engine = object.__new__(SglangEngine)
     engine.settings, engine._events = Settings("cuda", context=4096, responses=512), queue.Queue()
-    engine._running = {
-        name: Running(0, 0, 0, [1], seed=0, done=0, limit=1, timeout=60.0) for name in ("0/", "1/", "2/")
-    }
-
-    class Breaks:
-        def stream(self, path, body):
-            raise ServerFailed("broke the connection")
-            yield
-
-    engine._server = Breaks()
+    engine._running = dict.fromkeys(("0/", "1/", "2/"), Running(0, 0, 0, [1], seed=0, done=0, limit=1, timeout=60.0))
+    engine._server = unittest.mock.Mock()
+    engine._server.stream.side_effect = ServerFailed("broke the connection")
     engine._stream({"rid": ["0/", "1/"]}, engine._events)
     with pytest.raises(ServerFailed, match="broke the connection"):
         engine._step()
@@ -92,12 +86,8 @@ def test_a_response_cut_short_by_a_full_cache_is_an_error():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"output_token_logprobs": [[-1.0, 5, None], [-2.0, 8, None]]},
-            "2 tokens with 2 log-probs, which belong to other tokens",
-        ),
+        ({"output_token_logprobs": [[-1.0, 5, None], [-2.0, 8, None]]}, "2 log-probs, which belong to other tokens"),
         ({"output_token_logprobs": [[-1.0, 5, None]]}, "2 tokens with 1 log-probs"),
-        ({"routed_experts": "AAAA"}, "record of routed experts cannot be read: buffer size must be a multiple"),
         ({"routed_experts": "AAAAAA=="}, "record of routed experts cannot be read: cannot reshape"),
         ({"routed_experts": "AAAAAAEAAAA="}, r"experts of the shape \(1, 1, 2\), not \(4, 1, 2\)"),
     ],
