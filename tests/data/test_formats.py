@@ -209,9 +209,6 @@ def test_gpqa(tmp_path):
     assert {item["answer"] for item in items} == set("ABCD")
 
 
-# ---------------------------------------------------------------------------------------------------------- columns
-
-
 def test_columns_are_found_where_the_recipe_says(tmp_path):
     row = {"ask": chat(SQUARE), "truth": {"all": ["9", "nine"]}, "io.tests": "[]", "level": 3}
     columns = {"prompt": "ask.0.content", "answer": "truth.all.0", "tests": "io.tests"}

@@ -47,28 +47,20 @@ def tokenizer():
     return bpe()
 
 
-def item(question, **metadata):
-    return {"question": question, "answer": "6", "metadata": metadata}
-
-
 def table(**settings):
     return DataTable.model_validate({"source": "file", "train": "unused"} | settings)
 
 
 def render(tokenizer, question, /, *, columns=None, **settings):
-    return Renderer(table(**settings), tokenizer).render(item(question, **columns or {}), "row 1")
+    item = {"question": question, "answer": "6", "metadata": columns or {}}
+    return Renderer(table(**settings), tokenizer).render(item, "row 1")
 
 
-def user(content):
-    return {"role": "user", "content": content}
+def speaker(role):
+    return lambda content: {"role": role, "content": content}
 
 
-def system(content):
-    return {"role": "system", "content": content}
-
-
-def assistant(content):
-    return {"role": "assistant", "content": content}
+user, system, assistant = map(speaker, ("user", "system", "assistant"))
 
 
 def own(tokenizer, messages):
@@ -77,11 +69,9 @@ def own(tokenizer, messages):
 
 
 def test_a_prompt_that_is_a_text_becomes_a_message_of_the_user(tokenizer):
-    asked = render(tokenizer, "1+2?", template="chat", prompt_template="Solve this:\n\n{prompt}", system="You sum.")
-    assert asked.tokens == own(tokenizer, [system("You sum."), user("Solve this:\n\n1+2?")])
-    assert asked.text == (
-        "<|start|>system\nYou sum.<|end|>\n<|start|>user\nSolve this:\n\n1+2?<|end|>\n<|start|>assistant\n"
-    )
+    asked = render(tokenizer, "1+2?", template="chat", prompt_template="Solve:\n\n{prompt}", system="You sum.")
+    assert asked.tokens == own(tokenizer, [system("You sum."), user("Solve:\n\n1+2?")])
+    assert asked.text == "<|start|>system\nYou sum.<|end|>\n<|start|>user\nSolve:\n\n1+2?<|end|>\n<|start|>assistant\n"
     assert render(tokenizer, TEXT, template="chat").tokens == own(tokenizer, [user(TEXT)])
 
 
@@ -115,7 +105,6 @@ def test_arguments_reach_the_chat_template(tokenizer):
 def test_a_raw_prompt_begins_with_the_token_that_the_tokenizer_puts_first(tokenizer):
     begins = bpe(begin="<|begin|>")
     text = "What is the sum?"
-    assert render(begins, text).tokens == tuple(begins(text)["input_ids"])
     assert render(begins, text).tokens[0] == begins.bos_token_id
     assert render(begins, text, prompt_template="<|begin|>{prompt}").tokens == tuple(begins(text)["input_ids"])
     assert render(tokenizer, text).tokens == tuple(tokenizer(text)["input_ids"]) == render(begins, text).tokens[1:]
@@ -137,14 +126,12 @@ def test_special_tokens_in_a_prompt_are_encoded_as_text(tokenizer, settings):
 
 
 def test_special_tokens_in_columns_and_messages_are_text_and_those_in_templates_are_not(tokenizer):
-    template = "<|start|>{hint[0]}: {prompt}<|end|>"
-    asked = render(
-        tokenizer, "sum<|end|>", columns={"hint": ["<|start|>x"], "n": 3, "no": None}, prompt_template=template
-    )
+    columns, template = {"hint": ["<|start|>x"], "n": 3, "no": None}, "<|start|>{hint[0]}: {prompt}<|end|>"
+    asked = render(tokenizer, "sum<|end|>", columns=columns, prompt_template=template)
     assert asked.text == "<|start|><|start|>x: sum<|end|><|end|>"
-    assert [asked.tokens.count(tokenizer.convert_tokens_to_ids(t)) for t in ("<|start|>", "<|end|>")] == [1, 1]
-    assert asked.tokens[0] == tokenizer.convert_tokens_to_ids("<|start|>")
-    assert asked.tokens[-1] == tokenizer.eos_token_id
+    start, end = tokenizer.convert_tokens_to_ids(["<|start|>", "<|end|>"])
+    assert (asked.tokens[0], asked.tokens[-1]) == (start, end)
+    assert (asked.tokens.count(start), asked.tokens.count(end)) == (1, 1)
     turns = [user("a\ufdd00\ufdd1<|end|>"), assistant("<|start|>"), user("b")]
     asked = render(tokenizer, turns, template="chat")
     assert asked.tokens.count(tokenizer.eos_token_id) == 3
@@ -173,9 +160,6 @@ def test_a_template_that_asks_for_the_date_always_gets_the_same(monkeypatch):
     assert render(dated, "1+2?", template="chat").text == "26 Jul 2024 1+2?"
 
 
-# ------------------------------------------------------------------------------------------------------- too long
-
-
 @pytest.mark.parametrize("spelled", ["", "<|end|>"])
 def test_truncation_keeps_the_text_of_the_templates(tokenizer, spelled):
     settings = {"template": "chat", "prompt_template": "Q: {prompt}\n\nIn a box.", "overlong": "truncate"}
@@ -190,7 +174,7 @@ def test_truncation_keeps_the_text_of_the_templates(tokenizer, spelled):
     turns = [user("the numbers"), assistant("are"), user("1, 2 and 3. " * 50)]
     cut = render(tokenizer, turns, template="chat", overlong="truncate", max_prompt_tokens=60)
     assert cut.text.startswith(
-        "<|start|>user\nthe numbers<|end|>\n<|start|>assistant\nare<|end|>\n<|start|>user\n1, 2 and 3. 1,"
+        render(tokenizer, turns[:2], template="chat").text + "<|end|>\n<|start|>user\n1, 2 and 3. 1,"
     )
     markup = len(render(tokenizer, "a", **settings).tokens)
     with pytest.raises(UserError, match="row 1 has more than data.max_prompt_tokens .* even without the text that may"):
@@ -243,22 +227,16 @@ def test_dropped_prompts_of_a_generator_are_replaced(tokenizer):
         assert length > 8 or dropped.train(i).text == any_length.train(i).text
 
 
-# ------------------------------------------------------------------------------------------------------- mistakes
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_invalid_template_settings_are_refused():
+    for settings, message in (
         ({"template": "Chat"}, 'expected "raw", "chat" or a file that ends in .jinja'),
         ({"system": "You sum."}, 'set template = "chat"'),
         ({"template_arguments": {"enable_thinking": False}}, 'set template = "chat"'),
         ({"template": "chat", "template_arguments": {"tools": []}}, "cannot have tools"),
         ({"overlong": "cut"}, "'error', 'drop' or 'truncate'"),
-    ],
-)
-def test_invalid_template_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        table(**settings)
+    ):
+        with pytest.raises(ValueError, match=message):
+            table(**settings)
 
 
 def test_templates_that_do_not_fit_are_refused(tokenizer, tmp_path):

@@ -7,13 +7,14 @@ import pytest
 
 from megarl.errors import UserError
 from megarl.recipe.tables import RewardTable
-from megarl.rewards import code
+from megarl.rewards import code, cpp
 from megarl.rewards.code import Code, is_right, program_of, read_tests
 from megarl.rewards.parts import check_reward
 from megarl.rewards.sandbox import Outcome
 from tests.data.prompt_sources import recipe, write
 from tests.rewards.pooling import prompt_for
 
+SUM = "int main() { int a, b; std::cin >> a >> b; std::cout << a + b; }"
 ADD = "```python\nprint(sum(map(int, input().split())))\n```"
 
 
@@ -57,26 +58,16 @@ def test_the_last_code_block_is_the_program(response, program):
 
 def test_a_block_that_the_prompt_opens_ends_at_the_first_fence():
     """As with mbpp_instruct of EleutherAI/lm-evaluation-harness, 3710."""
-    prompt = prompt_for(tests="assert f(1) == 2")
     for text, right in (("Write f.\n```python\n", 1), ("For example:\n```\nf(1)\n```", 0)):
-        found = score(replace(prompt, text=text), "def f(a):\n    return a + 1\n```\nThis adds 1.")
-        assert found == right
+        prompt = replace(prompt_for(tests="assert f(1) == 2"), text=text)
+        assert score(prompt, "def f(a):\n    return a + 1\n```\nThis adds 1.") == right
 
 
-@pytest.mark.parametrize(
-    ("written", "expected", "right"),
-    [
-        ("1 2  \n\n", "1 2\n", True),
-        ("1\n2\n", "1 2", False),
-        ("2.50", "2.5", True),
-        ("1e5", "100000", False),
-        ("1\r\n2\r\n", "1\n2", True),
-    ],
-)
-def test_output_is_compared_line_by_line(written, expected, right):
-    assert is_right(Outcome(None, 0, written.encode()), expected) == right
-    assert not is_right(Outcome("time", 0, written.encode()), expected)
-    assert not is_right(Outcome(None, 1, written.encode()), expected)
+def test_output_is_compared_line_by_line():
+    for written, expected in (("1 2  \n\n", "1 2\n"), ("2.50", "2.5"), ("1\r\n2\r\n", "1\n2")):
+        assert is_right(Outcome(None, 0, written.encode()), expected), written
+    assert not is_right(Outcome(None, 0, b"1\n2\n"), "1 2") and not is_right(Outcome(None, 0, b"1e5"), "100000")
+    assert not is_right(Outcome("time", 0, b"1"), "1") and not is_right(Outcome(None, 1, b"1"), "1")
 
 
 def test_programs_are_scored_by_pairs_of_input_and_output():
@@ -86,9 +77,9 @@ def test_programs_are_scored_by_pairs_of_input_and_output():
     assert score(prompt_for(tests=pairs), ADD, partial_credit=True) == 0.5
     assert score(prompt_for(tests=pairs[:1]), ADD) == 1
     assert score(prompt_for(json.dumps(lists)), ADD) == 1
-    cpp = "```cpp\n#include <iostream>\nint main() { int a, b; std::cin >> a >> b; std::cout << a + b; }\n```"
-    assert score(prompt_for(tests=lists, language="C++"), cpp) == 1
-    assert score(prompt_for(tests=lists), cpp) == 0, "it is not Python"
+    adds = f"```cpp\n#include <iostream>\n{SUM}\n```"
+    assert score(prompt_for(tests=lists, language="C++"), adds) == 1
+    assert score(prompt_for(tests=lists), adds) == 0, "it is not Python"
     assert score(prompt_for(tests=lists), "int main() {", language="cpp") == 0
 
 
@@ -220,3 +211,28 @@ def test_a_warning_counts_rows_whose_tests_expect_no_output(tmp_path):
     file = write(tmp_path / "p.jsonl", [{"prompt": "?", "answer": "see tests", "tests": one} for one in tests])
     with pytest.warns(UserWarning, match="^2 prompts have only tests that expect no output"):
         check_reward(recipe(file=file, kind="code"))
+
+
+def test_a_precompiled_header_is_used_only_where_it_cannot_change_the_program(tmp_path, monkeypatch):
+    def adds(program):
+        return score(prompt_for(tests=[{"input": "1 2", "output": "3"}]), program, language="cpp")
+
+    monkeypatch.setenv("MEGARL_CACHE", str(tmp_path))
+    marked = SUM.replace("a + b", "a + b + precompiled")
+    assert adds(f"#include <iostream>\n{SUM}") == 1, "without precompiled headers"
+    cpp.precompile("iostream", "#include <iostream>\nconstexpr int precompiled = 0;")
+    assert cpp.compiled(f"// why\n#define mine\n#include<iostream>\n{marked}".encode()).succeeded
+    for before in ("#include <vector>", "#define private public"):
+        assert not cpp.compiled(f"{before}\n#include <iostream>\n{marked}".encode()).succeeded, before
+    assert adds(f"#include <vector>\n#include <iostream>\n{SUM}") == 1
+    assert adds(f"#include <iostream>\nstd::map<int, int> m;\n{SUM}") == 0, "it does not include <map>"
+    path = cpp.headers_folder() / "iostream.gch"
+    path.write_bytes(b"?" + path.read_bytes()[1:])
+    assert adds(f"#include <iostream>\n{SUM}") == 1, "a damaged precompiled header is not used"
+
+
+def test_headers_that_cannot_be_written_are_only_reported(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "file"))
+    cpp.make_headers()
+    assert "without precompiled headers: " in capsys.readouterr().err

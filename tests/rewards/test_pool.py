@@ -56,30 +56,20 @@ def workers(verifiers):
 
 
 @pytest.mark.hostile
-def test_hostile_mathematics_scores_0_and_a_right_response_after_it_1():
-    def build():
-        verifier = scorer("math")
-        assert verifier.score(prompt_for("42"), RIGHT_TEXT) == 1.0  # what the first formula loads, workers inherit
-        return verifier
-
-    with pool(build, replace(TIGHT, seconds=0.1)) as verifiers:
-        verdicts = score(verifiers, [(prompt_for("42"), text) for text in (*hostile.MATH, RIGHT_TEXT)])
-    *verdicts, last = verdicts
-    assert [text for text, verdict in zip(hostile.MATH, verdicts, strict=True) if verdict.value] == []
-    assert last == RIGHT
-    assert sum(verdict.over is not None for verdict in verdicts) >= 5
-
-
-@pytest.mark.hostile
-def test_hostile_answers_to_generators_are_wrong_and_a_right_response_after_them_is_right():
-    prompts, verifier = generated(dict.fromkeys(name for name, _ in hostile.GENERATORS))
-    (right,) = prompts["puzzle24"]
-    questions = [(prompts[generator][0], text) for generator, text in hostile.GENERATORS]
-    with pool(lambda: verifier) as verifiers:
-        *verdicts, last = score(verifiers, [*questions, (right, right.answer)])
-    found = zip(hostile.GENERATORS, verdicts, strict=True)
-    assert [question for question, verdict in found if verdict.value > 0.9] == []
-    assert last.value >= 0.999
+@pytest.mark.parametrize("kind", ["math", "reasoning_gym"])
+def test_hostile_responses_are_wrong_and_a_right_one_after_them_is_right(kind):
+    if kind == "math":
+        verifier, last, limits = scorer("math"), (prompt_for("42"), RIGHT_TEXT), replace(TIGHT, seconds=0.1)
+        assert verifier.score(*last) == 1.0  # what the first formula loads, workers inherit
+        questions = [(prompt_for("42"), text) for text in hostile.MATH]
+    else:
+        prompts, verifier = generated(dict.fromkeys(name for name, _ in hostile.GENERATORS))
+        questions = [(prompts[generator][0], text) for generator, text in hostile.GENERATORS]
+        last, limits = (prompts["puzzle24"][0], prompts["puzzle24"][0].answer), TIGHT
+    with pool(lambda: verifier, limits) as verifiers:
+        *verdicts, right = score(verifiers, [*questions, last])
+    assert [text for (_, text), verdict in zip(questions, verdicts, strict=True) if verdict.value > 0.9] == []
+    assert right.value >= 0.999
     assert sum(verdict.over is not None for verdict in verdicts) >= 5
 
 

@@ -20,19 +20,13 @@ PAIRS = rows_of("judged_pairs.jsonl")
 MATH, BOXED_ONLY = (Math(RewardTable(kind="math", boxed=boxed)) for boxed in (False, True))
 
 
-@pytest.mark.parametrize(
-    ("score", "finish_reason", "table", "expected"),
-    [
-        (1.0, "stop", {}, 1.0),
-        (0.95, "stop", {}, 0.0),
-        (0.5, "stop", {"correct_above": 0.5}, 1.0),
-        (1.0, "length", {}, 0.0),
-        (1.0, "length", {"require_stop": False}, 1.0),
-    ],
-)
-def test_the_reward_depends_on_the_threshold_and_the_finish_reason(score, finish_reason, table, expected):
-    settings = RewardTable(kind="exact", **table)
-    assert is_scored(finish_reason, settings) * total(Score(score), 1, settings, 1)[0] == expected
+def test_the_reward_depends_on_the_threshold_and_the_finish_reason():
+    def reward(score, finish_reason="stop", **table):
+        settings = RewardTable(kind="exact", **table)
+        return is_scored(finish_reason, settings) * total(Score(score), 1, settings, 1)[0]
+
+    assert (reward(1.0), reward(0.95), reward(0.5, correct_above=0.5)) == (1, 0, 1)
+    assert (reward(1.0, "length"), reward(1.0, "length", require_stop=False)) == (0, 1)
 
 
 def test_exact_compares_all_but_outer_white_space():

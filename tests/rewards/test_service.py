@@ -35,8 +35,8 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.asked, self.keys, self.under_way, self.most = [], set(), 0, 0
-        self.lock, self.gate = threading.Lock(), threading.Event()
+        self.asked, self.keys, self.gate = [], set(), threading.Event()
+        self.together = threading.Barrier(4, self.gate.set)
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
 
@@ -47,18 +47,11 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self):
         server, body = self.server, json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         text = body["messages"][0]["content"] if "messages" in body else body["response"]
-        with server.lock:
-            server.keys.add(self.headers["Authorization"])
-            server.asked.append((self.path, body))
-            times = sum(other == body for _, other in server.asked)
-            server.under_way += 1
-            server.most = max(server.most, server.under_way)
-            if server.most == 4:
-                server.gate.set()
-        if "TOGETHER" in text:
-            server.gate.wait()
-        with server.lock:  # before the answer, after which the client sends its next request
-            server.under_way -= 1
+        server.keys.add(self.headers["Authorization"])
+        server.asked.append((self.path, body))
+        times = sum(other == body for _, other in server.asked)
+        if "TOGETHER" in text and not server.gate.is_set():
+            server.together.wait()
         if "TRICKLE" in text:
             self.answer(200, b"")
             while True:  # a byte at a time, for ever
@@ -103,7 +96,7 @@ def server(monkeypatch):
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
         yield server
-        server.gate.set()
+        server.together.abort()
         server.shutdown()
         thread.join()
 
@@ -116,7 +109,8 @@ def recipe(tmp_path, url, kind="judge", **settings):
         question.write_text("{prompt} is {answer}: {response}")
         settings = {"model": "grader", "prompt": str(question)} | settings
     tables = {"model": {"path": "unused"}, "data": {"source": "file", "train": str(data)}}
-    return Recipe.model_validate(tables | {"reward": {"kind": kind, "service": settings}})
+    reward = {"kind": kind, "service": settings}
+    return Recipe.model_validate(tables | {"reward": reward, "run": {"stall_seconds": 600}})
 
 
 def scored(settings, texts):
@@ -196,7 +190,7 @@ def test_a_services_answer_gives_score_and_reward(tmp_path, server):
 def test_requests_are_sent_concurrently(tmp_path, server):
     settings = recipe(tmp_path, server.url, at_once=4)
     assert scored(settings, [f"TOGETHER RIGHT {i}" for i in range(16)]) == [Score(1.0)] * 16  # else it hangs
-    assert server.most == 4
+    assert Limits.of_this_process(settings).workers == 4
 
 
 WHY = {"BUSY": "503", "TRICKLE": "no answer within 0.3 s", "HUGE": "more than 4 MiB", "DEEP": "64 deep"}

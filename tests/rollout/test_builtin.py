@@ -1,16 +1,20 @@
 """The built-in engine's own behaviour: its random numbers, the order of responses, bitwise repeatability."""
 
 import gc
+import json
+import os
+import shutil
 import weakref
 
 import numpy as np
 import pytest
 import torch
 
+from megarl.errors import UserError
 from megarl.rollout.builtin import DRAWS, BuiltinEngine, _Decoder
 from megarl.rollout.engine import Request
 from tests.rollout.engines import PROMPTS, by_response, generate, hugging_face, hugging_face_logprobs, sampling, serve
-from tests.rollout.tiny_models import save
+from tests.rollout.tiny_models import changed, save
 
 STOP = (1, 6, 17)
 
@@ -106,3 +110,41 @@ def test_sleep_frees_the_weights(moe_dir):
     engine.sleep()
     gc.collect()
     assert weights() is None
+
+
+def tensors(change):
+    return lambda path: changed(path, change)
+
+
+def config(**settings):
+    def damage(path):
+        file = path / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+    return damage
+
+
+EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "config.json").unlink(), "has no config.json"),
+        (lambda path: (path / "config.json").write_text("{"), "cannot load the policy"),
+        (lambda path: (path / "model.safetensors").unlink(), "cannot load the policy.*model.safetensors"),
+        (lambda path: os.truncate(path / "model.safetensors", 9999), "cannot load the policy.*not fully covered"),
+        (tensors(lambda state: state.pop("lm_head.weight")), "missing_keys lm_head.weight"),
+        (tensors(lambda state: state.pop(EXPERT)), "cannot load the policy.*conversion"),
+        (tensors(lambda state: state.update(stray=torch.zeros(3))), "unexpected_keys stray"),
+        (tensors(lambda state: state.update({"lm_head.weight": torch.zeros(40, 64)})), "mismatched_keys .*lm_head"),
+        (config(num_hidden_layers="two"), "cannot load the policy.*num_hidden_layers"),
+        (config(model_type="nonesuch"), "cannot load the policy.*nonesuch"),
+        (config(model_type="x", auto_map={"AutoConfig": "code.C"}), "cannot load the policy.*custom code"),
+    ],
+)
+def test_a_damaged_policy_directory_is_refused_and_the_error_names_the_damage(moe_dir, tmp_path, damage, message):
+    """transformers would fill in missing weights at random."""
+    damage(path := shutil.copytree(moe_dir, tmp_path / "policy"))
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        BuiltinEngine(path, 0)

@@ -132,22 +132,22 @@ def test_stale_weights_are_noticed_by_their_checksum_however_similar_they_are(mo
     assert worker.check_drift(moved, None).checksum == worker.checksum
 
 
-NOISE_OF_RESPONSES, NOISE_OF_PROMPTS, TOKENS, PROMPT = 0.012, 0.05, 512, 400
+TOKENS, PROMPT = 512, 400
+# nats: the mean distances of an engine in bfloat16, on prompts and on responses; one update moves a token by .01
+NOISE = np.where(np.arange(TOKENS - 1) < PROMPT - 1, 0.05, 0.012)
+
+
+def noisy(logprobs, seed, spread):
+    rng = np.random.default_rng(seed)
+    return [(own + spread * rng.normal(size=len(own))).astype(np.float32) for own in logprobs]
 
 
 def rounded(logprobs, seed):
-    """Log-probs by an engine in bfloat16: off by the mean distances of responses and of prompts."""
-    rng, moved = np.random.default_rng(seed), []
-    for own in logprobs:
-        mean = np.where(np.arange(len(own)) < PROMPT - 1, NOISE_OF_PROMPTS, NOISE_OF_RESPONSES)
-        moved.append((own + rng.normal(size=len(own)) * mean * np.sqrt(np.pi / 2)).astype(np.float32))
-    return moved
+    return noisy(logprobs, seed, NOISE * np.sqrt(np.pi / 2))
 
 
-def updated(logprobs, seed, updates=1):
-    """Log-probs after ``updates`` updates, each of which moves a token by .01 nats."""
-    rng = np.random.default_rng(seed)
-    return [(own + 0.01 * updates**0.5 * rng.normal(size=len(own))).astype(np.float32) for own in logprobs]
+def updated(logprobs, seed, updates):
+    return noisy(logprobs, seed, 0.01 * updates**0.5)
 
 
 def test_prompts_may_be_further_off_than_responses_and_old_weights_may_not():
@@ -160,7 +160,7 @@ def test_prompts_may_be_further_off_than_responses_and_old_weights_may_not():
     stored = [scores[PROMPT - 1 :] for scores in rounded(first, 3)]
     reference = Reference(sequences, new, "bfloat16", first, stored)
     drift = judge(rounded(new, 4), reference, "bfloat16")
-    assert drift.tokens == 32 * (TOKENS - PROMPT) and drift.mean == pytest.approx(NOISE_OF_RESPONSES, rel=0.05)
+    assert drift.tokens == 32 * (TOKENS - PROMPT) and drift.mean == pytest.approx(0.012, rel=0.05)
     recent = replace(reference, previous=before, stored=[scores[PROMPT - 1 :] for scores in rounded(before, 3)])
     judge(rounded(new, 4), recent, "bfloat16")
     with pytest.raises(EngineFault, match="those of the previous policy"):

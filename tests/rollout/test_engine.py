@@ -41,16 +41,16 @@ def test_response_seeds_are_stable_and_distinct():
 
 
 def test_an_unknown_engine_is_refused_with_the_nearest_name():
-    model = {"path": "unused"}
     with pytest.raises(UserError, match="rollout.engine: unknown; did you mean 'sglang'"):
-        stage_recipe("sglan", model=model)
+        stage_recipe("sglan", model={"path": "unused"})
     with pytest.raises(UserError, match=r"stages.0.engine: unknown; known are builtin, vllm, sglang \(got 'q'\)"):
-        stage_recipe("vllm", model=model, stages={"0": {"engine": "q"}})
+        stage_recipe("vllm", model={"path": "unused"}, stages={"0": {"engine": "q"}})
 
 
-def completion(logprobs, reason="stop", tokens=None):
+def fault_of(logprobs, reason="stop", tokens=None, most=4):
     tokens = range(len(logprobs)) if tokens is None else tokens
-    return Completion(0, 0, np.array(tokens, np.int32), np.array(logprobs, np.float32), reason, None, 0)
+    found = Completion(0, 0, np.array(tokens, np.int32), np.array(logprobs, np.float32), reason, None, 0)
+    return fault(found, most, 39)
 
 
 WRONG = [  # log-probs, finish reason, tokens -> what is wrong
@@ -72,13 +72,13 @@ WRONG = [  # log-probs, finish reason, tokens -> what is wrong
 
 @pytest.mark.parametrize(("logprobs", "reason", "tokens", "why"), WRONG)
 def test_what_is_a_fault_of_an_engine(logprobs, reason, tokens, why):
-    assert re.search(why, fault(completion(logprobs, reason, tokens), 4, 39))
+    assert re.search(why, fault_of(logprobs, reason, tokens))
 
 
 def test_what_is_no_fault_of_an_engine():
     for reason in ("stop", "length", "timeout", "interrupted"):
-        assert fault(completion([0.0, -1e-30, 5e-5, -3e38], reason, [0, 38, 1, 1]), 4, 39) is None
-    assert fault(completion([], "interrupted"), 0, 39) is None
+        assert fault_of([0.0, -1e-30, 5e-5, -3e38], reason, [0, 38, 1, 1]) is None
+    assert fault_of([], "interrupted", most=0) is None
 
 
 def test_wide_integers_of_an_engine_are_not_cut_to_other_tokens():
