@@ -188,11 +188,9 @@ def test_evalplus(tmp_path):
     """The verdicts of its tests: tests/rewards/test_publishers.py."""
     human = {"task_id": "HumanEval/0", "prompt": "def halves(x):\n", "entry_point": "halves", "test": COMPARES}
     mbpp = {"task_id": 2, "prompt": "Halve it.", "test_list": ["assert halves(2)", "no"], "test": COMPARES}
-    (stubbed,) = read(tmp_path / "human.parquet", [human], format="evalplus")
-    (told,) = read(tmp_path / "mbpp.parquet", [mbpp], format="evalplus")
+    stubbed, told = read(tmp_path / "p.jsonl", [human, mbpp], format="evalplus")
     assert (stubbed["question"], stubbed["metadata"]["entry_point"]) == ("def halves(x):\n", "halves")
     assert told["question"] == "Halve it.\n\nassert halves(2)"
-    assert all("import numpy" not in item["metadata"]["tests"] for item in (stubbed, told))
 
 
 def test_gpqa(tmp_path):

@@ -138,14 +138,6 @@ def test_heldout_prompts_are_distinct_and_never_trained_on(tokenizer):
     assert [again.train(i) for i in (1999, 77, 0)] == [trained[i] for i in (1999, 77, 0)]
 
 
-def test_prompts_that_differ_in_case_are_one_prompt(tokenizer):
-    """The tokenizer ignores case, so while "art" is held out, "Art" must not be trained on."""
-    prompts = build_prompts(recipe("spell_backward", **SPELL, heldout=3000), tokenizer)
-    heldout = {p.text.lower() for p in prompts.heldout()}
-    assert len(heldout) == 3000
-    assert not [p.text for p in map(prompts.train, range(3000)) if p.text.lower() in heldout]
-
-
 def test_of_a_generator_with_few_prompts_half_are_held_out_with_a_warning(tokenizer):
     with pytest.warns(UserWarning, match=r"only the \d+ distinct prompts of chain_sum, but eval.prompts asks for 500"):
         prompts = build_prompts(recipe("chain_sum", options=FEW, heldout=500), tokenizer)

@@ -63,9 +63,6 @@ PROGRAMS = {
         "for number in range(1, 65):\n    try: signal.signal(number, signal.SIG_IGN)\n"
         "    except (OSError, ValueError): pass\nwhile True: pass"
     ),
-    "spinning threads": (
-        "def spin():\n    while True: pass\n[threading.Thread(target=spin).start() for _ in range(8)]"
-    ),
     # files of the host
     "host file": (
         "os.symlink(HOST, '/tmp/x')\n"
@@ -158,8 +155,6 @@ PROGRAMS = {
     "right, then crash": "os.write(1, TOKEN.encode()); os.abort()",
     "right, then fail": "print(TOKEN); sys.exit(1)",
     "right, then hang": "print(TOKEN, flush=True); time.sleep(99)",
-    "right, and more": "print(TOKEN, TOKEN)",
-    "right, on the other stream": "os.write(2, TOKEN.encode())",
 }  # fmt: skip
 
 # Attacks on `ASSERTIONS`, tests that demand `answer(7) == SECRET`.

@@ -109,7 +109,7 @@ def test_nothing_is_run_after_a_test_that_took_too_long():
     [
         ("assert add(1, 2) == 3\nassert add([1], [2]) == [1, 2]", "def add(a, b): return a + b", True),
         ("assert math.isclose(half(1), .5)", "def half(a): return a / 2", True),
-        ("try:\n    f(0)\nexcept ZeroDivisionError:\n    pass\nassert f(1) == 1", "def f(a): return 1 / a", True),
+        ("try:\n    f(0)\nexcept IndexError:\n    assert f", "class E(IndexError): pass\ndef f(a): raise E", True),
         ("s = Stack()\ns.push(1)\nassert s.pop() == 1\nassert not s", "class Stack(list): push = list.append", True),
         ("assert list(upto(3)) == [0, 1, 2]", "def upto(n): yield from range(n)", True),
         ("assert same((1, {2: {3}}, b'4', 5j, None)) == (1, {2: {3}}, b'4', 5j, None)", "def same(a): return a", True),
@@ -143,22 +143,15 @@ INCREMENT, WRONG = "def f(a): return a + 1", "def f(a): return 2"
     ("tests", "right", "wrong"),
     [
         (KODCODE, INCREMENT, WRONG),  # KodCode/KodCode-V1, which runs pytest
-        ("def run():\n    assert f(4) == 5\nif __name__ == '__main__':\n    run()", INCREMENT, WRONG),
         (["assert f(1) == 2", "assert f(2) == 3"], INCREMENT, WRONG),  # TIGER-Lab/AceCode-87K
         ([{"input": "4", "output": "5", **LCB}], "class Solution:\n    def f(self, a: List): return a + 1", WRONG),
         ([{"input": '"a\u2028b"\n[1]\n', "output": "4", **LCB}], "def f(a, b): return len(a + str(b[0]))", WRONG),
-        ([{"input": "4\n", "output": "5", "testtype": "stdin"}], "print(int(sqrt(16)) + 1)", "print(4)"),
         ([{"input": [4], "output": [5], **CALLED}], INCREMENT, WRONG),
         ([{"input": "4", "output": "5", **CALLED, "fn_name": None}], "print(int(input()) + 1)", "print(4)"),
         ({"inputs": [[{"1": 4}]], "outputs": [5], "fn_name": "f"}, "def f(a): return a[1] + 1", WRONG),  # APPS
         ({"inputs": [["2", "3"]], "outputs": ["5"]}, "print(int(input()) + int(input()))", "print(4)"),  # APPS
         ({"inputs": ["4"], "outputs": [["4", "5"]]}, "print(4)\nprint(5)", "print(4, 5)"),  # APPS
         (f'{{"inputs": [[0]], "outputs": [{"9" * 5000}], "fn_name": "f"}}', "def f(a): return 10**5000 - 1", WRONG),
-        (
-            "try:\n    f(0)\nexcept ValueError as e:\n    assert str(e) == 'no'\nelse:\n    assert 0",
-            "class No(ValueError): pass\ndef f(a): raise No('no')",
-            WRONG,
-        ),
         ([{"input": "", "output": "1234567\n" * 700_000}], "print('1234567\\n' * 700_000)", "print('1\\n' * 700_000)"),
     ],
 )
@@ -184,7 +177,6 @@ def test_tests_that_pass_a_function_to_the_program_are_refused():
         ({"tests": "assert f( == 1"}, "not valid Python"),
         ({"tests": "f(1)"}, "no assert statement"),
         ({"tests": "def check(candidate):\n    assert candidate(1) == 2"}, "outside of check.*column entry_point"),
-        ({"tests": "class TestF:\n    def test_f(self):\n        assert f(1) == 2"}, "outside of TestF, which nothing"),
         ({"tests": "import numpy\nassert f(1) == 1"}, "import 'numpy', but"),
         ({"tests": "assert f(1) == 1", "language": "cpp"}, "assert statements and fn_name are for Python only"),
         ({"tests": "assert f(1) == 1", "language": "cobol"}, "'cobol' is not supported; known are python"),

@@ -61,11 +61,8 @@ def test_prime_math_reads_sentences_and_dollars_as_the_original_does(gold, respo
     ("gold", "response", "right"),
     [
         ("42", "ANSWER :\n\n42", True),
-        ("42", "Answer: $42$.", True),
         ("42", "Answer: 41\nwait\nAnswer: 42\nas claimed", True),
         ("42", "Answer: x = 42 dollars", True),
-        ("1234", "Answer: 1,234", True),
-        ("\\frac{1}{2}", "Answer: \\frac12", True),
         ("\\sqrt{2}", "Answer: $\\sqrt2$", True),
         ("42", "Answer: 42.", False),
         ("42", "Answer: 42" + " " * 300, False),

@@ -174,11 +174,8 @@ def test_a_budget_limits_the_tokens_that_a_request_adds(engine, name):
     for prefix, key in zip(prefixes, sorted(begun), strict=True):
         c = rest[key]
         assert (len(c.tokens), c.finish_reason) == (min(4, 6 - len(prefix)), "length")
-        whole = [*prefix, *c.tokens.tolist()]
-        expected = hugging_face_logprobs(engine.policy_dir, prompts[key[0]], whole)[len(prefix) :]
-        np.testing.assert_allclose(c.logprobs, expected, rtol=0, atol=TOLERANCE)
         if name != "vllm":
-            assert whole[:4] == begun[key].tokens.tolist()
+            assert [*prefix, *c.tokens.tolist()][:4] == begun[key].tokens.tolist()
 
 
 def midway(engine, name, monkeypatch):

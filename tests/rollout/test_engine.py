@@ -101,10 +101,9 @@ MEMORY = {  # what vLLM, SGLang, torch and CUDA say -> whether memory ran out
     "[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes": True,
     "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static.": True,
     "The memory pool size is too small": True,
-    # vLLM 6976, 8025, 13939
+    # vLLM 6976, 8025
     "CUDA error: an illegal memory access was encountered": False,
     "NCCL error: unhandled system error: Failed to open shared memory segment": False,
-    "Cannot pin memory: the tensor is not dense": False,
 }
 
 

@@ -2,10 +2,8 @@
 
 import itertools
 import os
-import queue
 import re
 import sys
-import unittest.mock
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,19 +59,6 @@ def completion_of_last_event(limit, **changes):
     }
     running = Running(0, 0, 0, tokens=[1, 2, 3], seed=0, done=0, limit=limit, timeout=60.0)
     return engine._ended(running, {"output_ids": [5, 6], "meta_info": info | changes})[1]
-
-
-def test_the_end_of_one_stream_leaves_the_responses_of_the_others_running():
-    """So the engine still tells the server to drop these when the phase ends."""
-    engine = object.__new__(SglangEngine)
-    engine.settings, engine._events = Settings("cuda", context=4096, responses=512), queue.Queue()
-    engine._running = dict.fromkeys(("0/", "1/", "2/"), Running(0, 0, 0, [1], seed=0, done=0, limit=1, timeout=60.0))
-    engine._server = unittest.mock.Mock()
-    engine._server.stream.side_effect = ServerFailed("broke the connection")
-    engine._stream({"rid": ["0/", "1/"]}, engine._events)
-    with pytest.raises(ServerFailed, match="broke the connection"):
-        engine._step()
-    assert list(engine._running) == ["2/"]
 
 
 def test_a_response_cut_short_by_a_full_cache_is_an_error():
