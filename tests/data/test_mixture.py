@@ -9,7 +9,6 @@ from megarl.data.prompts import build_prompts
 from megarl.data.sources import PATTERN
 from megarl.errors import UserError
 from megarl.recipe.data_table import DataTable
-from megarl.recipe.load import dump_recipe, load_recipe
 from megarl.recipe.tables import Recipe
 from tests.data.prompt_sources import recipe, write
 
@@ -100,18 +99,3 @@ def test_mistakes_in_sources_are_refused(tokenizer, tmp_path):
         DataTable.model_validate({"source": "file"})
     with pytest.raises(ValueError, match="eval.source.* whichever .s.jsonl. is"):
         mixed(a, b, eval={"suite": "s.jsonl"})
-
-
-def test_a_recipe_with_several_sources_is_loaded_and_dumped(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    sources = {"source": "file", "train": "a.jsonl", "weight": 2}, {"source": "reasoning_gym", "train": "chain_sum"}
-    path = tmp_path / "r.toml"
-    path.write_text(dump_recipe(mixed(*sources)))
-    loaded = load_recipe(path)
-    assert loaded.prompt_files() == [str(tmp_path / "a.jsonl")]
-    assert [table.weight for table in loaded.data.mixture] == [2, 1]
-    path.write_text(text := dump_recipe(loaded))
-    assert load_recipe(path) == loaded
-    path.write_text(text.replace("weight", "wieght"))
-    with pytest.raises(UserError, match=r"data\.sources\.0\.wieght: unknown key; did you mean 'weight'"):
-        load_recipe(path)

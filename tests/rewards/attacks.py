@@ -129,8 +129,7 @@ PROGRAMS = {
         "      lambda: os.kill(1, 19), lambda: os.kill(1, 11))\ntime.sleep(99)"
     ),
     "limits of others": (
-        "tried(lambda: os.nice(-20) + 21, lambda: os.setpriority(0, 1, 19) or 1,\n"
-        "      lambda: resource.prlimit(1, resource.RLIMIT_CPU, (0, 0)), lambda: libc.nice(1) and None,\n"
+        "tried(lambda: os.nice(-20) + 21, lambda: resource.prlimit(1, resource.RLIMIT_CPU, (0, 0)),\n"
         "      lambda: libc.ptrace(0, 0, 0, 0) + 1, lambda: libc.ptrace(16, 1, 0, 0) + 1)"
     ),
     "memory of others": (

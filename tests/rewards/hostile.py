@@ -10,11 +10,8 @@ MATH = (
     "$\\frac{d^{99}}{dx^{99}} \\tan(\\tan(x))$",
     # depth and length
     "$" + "(" * 3000 + "1" + ")" * 3000 + "$", "$" + "\\frac{1}{" * 800 + "2" + "}" * 800 + "$",
-    "9" * 100_000, "$" + "+".join(f"x_{{{i}}}" for i in range(2000)) + "$", "$1$ " * 20_000,
-    "{" + ",".join(map(str, range(5000))) + "}", "$" * 50_000, "$" + "*".join("(a+b)" for _ in range(400)) + "$",
-    # matrices and intervals
-    "$\\begin{pmatrix}" + "\\\\".join("&".join("x^y" for _ in range(20)) for _ in range(20)) + "\\end{pmatrix}^{99}$",
-    "$" + "\\cup".join(f"[{i},{i}.5)" for i in range(400)) + "$",
+    "9" * 100_000, "$" + "+".join(f"x_{{{i}}}" for i in range(2000)) + "$", "$1$ " * 20_000, "$" * 50_000,
+    "$" + "*".join("(a+b)" for _ in range(400)) + "$", "$" + "\\cup".join(f"[{i},{i}.5)" for i in range(400)) + "$",
     # text that is not what it seems
     "\x00" * 1000, "\ud800" * 1000, "\u0661\u0662" * 5000, "nan", "__import__('os').system('x')",
 )  # fmt: skip

@@ -30,13 +30,11 @@ def score(prompt, response, **settings):
         ("```py\nprint(1)\n```\n```cut\nprint(2)", "print(2)"),
         ("```python\nprint(1)\nprint(2)```\nThat is it.", "print(1)\nprint(2)"),
         ("Here it is: ```python\nprint(1)\n```\nDone.", "print(1)\n"),
-        # CommonMark: tildes, other ends of lines, an info string
+        # CommonMark: tildes, other ends of lines
         ("~~~python\nprint(1)\n~~~\n", "print(1)\n"),
         ("```python\r\nprint(1)\r\n```\r\n", "print(1)\r\n"),
-        ('```python title="a.py"\nprint(1)\n```', "print(1)\n"),
         # benchlocal-cli 120 and lm-evaluation-harness 3769: the prompt has opened the fence; a fence too many
         ("def f():\n    return 1\n```", "def f():\n    return 1\n"),
-        ("def f(): return 1```\n", "def f(): return 1"),
         ("```python\nprint(1)\n```\n```", "print(1)\n"),
         # LiveCodeBench 118: text after the program
         ("```python\nprint(1)\n```\nRun it:\n```bash\npython a.py\n```", "print(1)\n"),
@@ -122,12 +120,10 @@ def test_programs_are_scored_by_assertions(tests, program, right):
     assert score(prompt_for(tests=tests), program) == right
 
 
-def test_programs_are_scored_by_check_functions_and_fn_name():
+def test_programs_are_scored_by_check_functions():
     humaneval = prompt_for(tests="def check(candidate):\n    assert candidate(2) == 4\n", entry_point="square")
     assert score(humaneval, "def square(a): return a * a") == 1
     assert score(humaneval, "def square(a): return a") == 0
-    named = prompt_for(tests={"inputs": [[1, 2]], "outputs": [3], "fn_name": "add"})
-    assert score(named, "class Solution:\n    def add(self, a, b): return a + b") == 1
     builtin = "assert sum([1]) == 2"
     assert score(prompt_for(tests=builtin, entry_point="sum"), "def sum(a): return 2") == 1
     assert score(prompt_for(tests=builtin), "def sum(a): return 2") == 0, "a builtin is Python's own"

@@ -13,7 +13,8 @@ from megarl.rewards.pool import Limits
 from megarl.storage.run_dir import RunDir
 from tests.helpers import megarl
 
-RIGHT = 'def score(prompt, response, row):\n    return float(response.strip() == row["answer"])\n'
+HEAD = "def score(prompt, response, row):\n"
+RIGHT = f'{HEAD}    return float(response.strip() == row["answer"])\n'
 
 
 def arguments(settings):
@@ -31,30 +32,32 @@ def own(tmp_path):
     return path
 
 
-BEFORE = {  # the function's body or the path: what is said before the run begins
+FILES = {  # the whole file: what is said before the run begins
     "no file": (None, "there is no file"),
     "no function": ("def scores(prompt, response, row): return 1", "has no 'score'"),
     "arguments": ("def score(response): return 1", "must take (prompt, response, row)"),
     "not a function": ("score = 3", "score is not a function"),
     "exit": ("raise SystemExit(3)", "SystemExit: 3 (mine.py, line 1)"),
-    "column": (RIGHT.replace('"answer"', '"gold"'), "KeyError: 'gold' (mine.py, line 2)"),
-    "range": (RIGHT.replace("float(", "3 * float("), "the score 3, but scores are from 0 to 1"),
-    "nothing": (RIGHT.replace("return", "value ="), "returned a score or reward that is None; is a return missing?"),
-    "nothing if wrong": (RIGHT.replace("return", "if response.strip() == row['answer']: return 1 #"), "that is None"),
-    "empty": (RIGHT.replace("return", "return response[0] ==  1 #"), "with response '': IndexError"),
-    "no score": (RIGHT.replace("return", 'return {"reward": 1} #'), 'returned a dictionary without "score"'),
-    "hard exit": (RIGHT.replace("return", "import os; os._exit(0) #"), "ends its process on the first prompt"),
-    "key": (RIGHT.replace("return", 'return {"scroe": 1} #'), "returned the key 'scroe'"),
     "async": (f"async {RIGHT}", "score is not a function, or one with async"),
-    "not a number": (RIGHT.replace("return", "return float('nan') #"), "that is "),
-    "large": (RIGHT.replace("return", 'return {"score": 1, "reward": 1e308} #'), "expected a finite number"),
-    "waits": ("import time\ndef score(prompt, response, row): time.sleep(100)", "waits for more than 10 s without"),
-    "several": (RIGHT.replace("return", "import numpy; return numpy.ones(3) #"), "score or reward of several numbers"),
-    "endless": (RIGHT.replace("return", "while True: pass\n    return"), "exceeds its limit (CPU time)"),
+}
+BODIES = {  # or the function's body
+    "column": ('return float(response == row["gold"])', "KeyError: 'gold' (mine.py, line 2)"),
+    "range": ("return 3", "the score 3, but scores are from 0 to 1"),
+    "nothing": ("pass", "returned a score or reward that is None; is a return missing?"),
+    "nothing if wrong": ("if response == row['answer']: return 1", "that is None"),
+    "empty": ("return response[0] == 1", "with response '': IndexError"),
+    "no score": ('return {"reward": 1}', 'returned a dictionary without "score"'),
+    "hard exit": ("import os; os._exit(0)", "ends its process on the first prompt"),
+    "key": ('return {"scroe": 1}', "returned the key 'scroe'"),
+    "not a number": ("return float('nan')", "that is "),
+    "large": ('return {"score": 1, "reward": 1e308}', "expected a finite number"),
+    "waits": ("import time; time.sleep(100)", "waits for more than 10 s without"),
+    "several": ("import numpy; return numpy.ones(3)", "score or reward of several numbers"),
+    "endless": ("while True: pass", "exceeds its limit (CPU time)"),
 }
 
 
-@pytest.mark.parametrize("mistake", BEFORE)
+@pytest.mark.parametrize("mistake", [*FILES, *BODIES])
 def test_a_mistake_is_one_line_of_the_check_of_the_data_and_of_the_run(
     mistake, recipe, own, tmp_path, monkeypatch, capsys
 ):
@@ -62,8 +65,8 @@ def test_a_mistake_is_one_line_of_the_check_of_the_data_and_of_the_run(
         monkeypatch.setattr(python, "Limits", functools.partial(Limits, seconds=0.5))
     if mistake == "waits":
         monkeypatch.setattr(python, "PATIENCE", 0.5)
-    text, message = BEFORE[mistake]
-    own.unlink() if text is None else own.write_text(text)
+    text, message = FILES[mistake] if mistake in FILES else BODIES[mistake]
+    own.unlink() if text is None else own.write_text(text if mistake in FILES else f"{HEAD}    {text}\n")
     with pytest.raises(UserError) as found:
         check_reward(load_recipe(recipe, ["reward.kind=python", f"reward.path={own}:score"]))
     assert message in str(found.value) and "\n" not in str(found.value)

@@ -37,24 +37,10 @@ def test_a_named_scorer_agrees_with_its_original(kind):
     assert len(differences) <= 0.01 * len(rows) * len(WRITINGS), differences
 
 
-LONG = "+".join(f"x_{{{number}}}" for number in range(300))
-
-
-@pytest.mark.parametrize(
-    ("gold", "response", "right"),
-    [
-        ("1 / 6", "Therefore, the answer is $1 / 6$.", True),
-        ("-2,10", "Let $n = 4$.\n\nAnswer: $-2,10$", True),
-        ("5.3e3", "Hence the answer is $5.3e3$ meters.\nAnswer: $5.3e3$ meters", True),
-        ("x=9", "Let $n = 4$.\n\nAnswer: $x=9$", False),
-        ("\\frac{\\cos (2 t)}{15}", "Therefore, the answer is $\\frac{\\cos (2 t)}{15}$.", False),
-        (LONG, f"\\boxed{{{LONG}}}", True),
-        (LONG, f"\\boxed{{{LONG}+1}}", False),
-    ],
-)
-def test_prime_math_reads_sentences_and_dollars_as_the_original_does(gold, response, right):
-    """Some of its verdicts are mistakes."""
-    assert scorer("prime_math").score(prompt_for(gold), response) == float(right)
+def test_prime_math_compares_long_formulas_as_text():
+    long = "+".join(f"x_{{{number}}}" for number in range(300))
+    assert scorer("prime_math").score(prompt_for(long), f"\\boxed{{{long}}}") == 1
+    assert scorer("prime_math").score(prompt_for(long), f"\\boxed{{{long}+1}}") == 0
 
 
 @pytest.mark.parametrize(

@@ -149,9 +149,7 @@ def test_a_judge_without_a_score_is_asked_again_and_then_ends_the_phase(tmp_path
         ("SCORE: 1/10", None),
         ("SCORE: 1 SCORE", None),
         ("<think>SCORE: 1</think>I cannot say.", None),
-        ("SCORE: -0.5", None),
         ("SCORE: 1.01", None),
-        ("SCORE: \u0661", None),
         ("SCORE: 0." + "0" * 400, None),
         ("SCORE:\n1", None),
         ("SCORE: 00.5", None),  # ms-swift 10163, uqlm 470 and openagent-eval 74: the beginning of a number
