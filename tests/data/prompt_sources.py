@@ -29,7 +29,7 @@ def char_tokenizer(directory: Path, **more: Any) -> PreTrainedTokenizerFast:
 
 
 def write(path: Path, rows: Any) -> Path:
-    """Write rows as the suffix says: a list of objects, a table of Arrow for Parquet, or the text of the file."""
+    """Write rows as the suffix says: objects, a table of Arrow for Parquet, or the file's text."""
     if isinstance(rows, str):
         path.write_text(rows)
     elif path.suffix == ".json":

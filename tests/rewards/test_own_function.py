@@ -44,7 +44,6 @@ BODIES = {  # or the function's body
     "column": ('return float(response == row["gold"])', "KeyError: 'gold' (mine.py, line 2)"),
     "range": ("return 3", "the score 3, but scores are from 0 to 1"),
     "nothing": ("pass", "returned a score or reward that is None; is a return missing?"),
-    "nothing if wrong": ("if response == row['answer']: return 1", "that is None"),
     "empty": ("return response[0] == 1", "with response '': IndexError"),
     "no score": ('return {"reward": 1}', 'returned a dictionary without "score"'),
     "hard exit": ("import os; os._exit(0)", "ends its process on the first prompt"),

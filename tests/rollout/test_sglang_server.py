@@ -1,4 +1,4 @@
-"""What can be tested of an SGLang replica without SGLang: arguments, environment, GPUs, failures, responses."""
+"""An SGLang replica without SGLang: arguments, environment, GPUs, failures, responses."""
 
 import itertools
 import os

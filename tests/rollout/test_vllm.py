@@ -1,4 +1,4 @@
-"""vLLM's own behaviour: temperatures, seeds, wrong reloads of experts, signals, memory. Runs after test_contract.py."""
+"""vLLM's own behaviour: temperatures, wrong reloads of experts, signals, memory."""
 
 import itertools
 import math
@@ -91,7 +91,7 @@ def test_stages_have_the_same_key_in_vllms_cache_of_compiled_code(models, tmp_pa
 
 @on(MOE)
 def test_experts_that_vllms_runner_returns_reach_the_completions(engine, monkeypatch):
-    """The runner returns the experts of each step's tokens, here random ones; vLLM's own classes collect them."""
+    """The runner returns those of each step, here random ones; vLLM's own classes collect them."""
     core, states = engine._engine.engine_core, engine._engine.output_processor.request_states
     get_output, given, experts = core.get_output, {}, np.random.default_rng(0)
 
@@ -126,7 +126,7 @@ def test_experts_that_vllms_runner_returns_reach_the_completions(engine, monkeyp
 
 @on(VLLM)
 def test_a_wrong_reload_is_noticed_and_repaired(engine, tmp_path):
-    """vLLM's in-place reload of experts on a CPU is wrong without an error; only the drift check notices it."""
+    """vLLM's reload of experts in place on a CPU is wrong; only the drift check notices it."""
     settings, policy, started = engine.settings, other_policy(engine), engine._engine
     reference = reference_of(policy)
     engine.settings = replace(settings, device="cuda")  # on GPUs any model is reloaded in place

@@ -24,7 +24,7 @@ STATES = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
     "shared_expert_intermediate_size": 64,
-    "rms_norm_eps": 1e-2,  # a query may read almost nothing from a state, and the norm magnify its rounding errors
+    "rms_norm_eps": 1e-2,  # else the norm may magnify rounding errors of a state
 }
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
 FAMILIES = {

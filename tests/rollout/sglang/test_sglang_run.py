@@ -62,7 +62,7 @@ def events(run, kind):
     return [event for event in lines_so_far(run / "events.jsonl") if event["event"] == kind]
 
 
-def test_the_actor_reproduces_what_both_engines_stored_although_a_phase_and_a_server_are_killed(tiny_model, tmp_path):
+def test_two_engines_generate_one_run_although_a_phase_and_a_server_are_killed(tiny_model, tmp_path):
     """A killed phase is started again when its server has ended; after the server's own death only the groups that are
     not stored are generated again."""
     if importlib.util.find_spec("vllm") is None:
@@ -108,7 +108,7 @@ def test_the_actor_reproduces_what_both_engines_stored_although_a_phase_and_a_se
     updates = lines_so_far(run / "metrics.jsonl")
     assert [update["update"] for update in updates] == list(range(1, 13))
     for update in updates:
-        if update["staleness"] == 0:  # the weights are the same: the log-ratio is the difference of two implementations
+        if update["staleness"] == 0:  # the same weights in two implementations
             assert 0 < update["m2/all"] < 1e-4**2
         else:
             assert update["m2/all"] > 1e-4**2 and update["grad_norm"] > 0
