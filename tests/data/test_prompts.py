@@ -78,7 +78,7 @@ NO_ANSWER = "answer must be a non-empty string or a finite number, got None"
         ("p.jsonl.gz", GOOD, r"must end in .jsonl, .json, .csv or .parquet; unpack it: gunzip -k \S*/p.jsonl.gz$"),
     ],
 )
-def test_unusable_prompt_files_are_an_error_that_names_the_cause(tokenizer, tmp_path, name, content, message):
+def test_unusable_prompt_files_are_errors(tokenizer, tmp_path, name, content, message):
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(UserError, match=message):

@@ -158,7 +158,7 @@ def test_mistakes_and_bugs_are_raised_in_the_client():
 
 
 def test_a_closed_pool_leaves_no_process_behind():
-    with pool(Scripted, replace(TIGHT, seconds=3600)) as verifiers:  # so long that both spin at the same time
+    with pool(Scripted, replace(TIGHT, seconds=3600)) as verifiers:  # so that both spin at the same time
         score(verifiers, [(prompt_for("a"), "a")])
         spinning = [verifiers.ask(prompt_for("a"), "spin") for _ in range(2)]
         assert verifiers.verdicts() == []

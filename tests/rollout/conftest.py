@@ -13,7 +13,7 @@ def moe_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """{family: directories of two models}. Their heads have the size 32, the smallest that vLLM serves on a CPU."""
+    """{family: directories of two models}, with heads of 32, the smallest of vLLM on a CPU."""
     folder = tmp_path_factory.mktemp("models")
     families = ("qwen3_moe", "qwen3")
     return {

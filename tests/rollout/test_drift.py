@@ -151,7 +151,7 @@ def updated(logprobs, seed, updates):
 
 
 def test_prompts_may_be_further_off_than_responses_and_old_weights_may_not():
-    """The engine's distance on responses, from which the limit is derived, is a quarter of that on prompts."""
+    """The limit is derived from the engine's distance on responses, a quarter of that on prompts."""
     rng = np.random.default_rng(0)
     sequences = rng.integers(39, size=(32, TOKENS)).tolist()
     first = [rng.normal(-1, 0.5, TOKENS - 1).astype(np.float32) for _ in sequences]

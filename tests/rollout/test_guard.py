@@ -54,7 +54,7 @@ def test_the_guard_ignores_signals_that_stop_a_run(tree):
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         guarded.send_signal(number)
     guarded.send_signal(guard.END)
-    wait_until_ended([guarded, *below])  # had the guard died of the other signals, the server's descendants would live
+    wait_until_ended([guarded, *below])  # else the server's descendants would live
     assert client.is_running()
 
 

@@ -1,4 +1,4 @@
-"""The internals of vLLM and SGLang that docs/rollout_engines.md lists are the same in the installed versions."""
+"""The internals of engines that docs/rollout_engines.md lists are in the installed versions."""
 
 import ast
 import re

@@ -1,4 +1,4 @@
-"""SGLang's own behaviour: recorded experts in a whole stage, what its server refuses, loads of weights, failures.
+"""SGLang's own behaviour: recorded experts, what its server refuses, loads of weights, failures.
 
 Runs after test_contract.py, because the last test ends the server.
 """

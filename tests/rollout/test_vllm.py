@@ -181,7 +181,7 @@ def test_an_engine_beside_trainers_sleeps_and_wakes_without_a_new_start(models, 
 
 
 def test_tensor_parallel_workers_survive_signals_that_stop_a_run(models):
-    """A scheduler sends them to every process of a job; the engine must still return what was decoded."""
+    """A scheduler sends them to all processes; the engine still returns what was decoded."""
     before = children()
     engine = vllm.VllmEngine(models["qwen3"][0], 0, Settings("cpu", context=120, responses=6, tensor_parallel=2))
     workers = {process for process in children() - before if "Worker" in process.name()}
