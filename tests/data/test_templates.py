@@ -138,8 +138,7 @@ def test_special_tokens_in_columns_and_messages_are_text_and_those_in_templates_
 
 
 def test_a_template_that_asks_for_the_date_always_gets_the_same(monkeypatch):
-    """Else a run that is resumed on another day would see other prompts. As arguments, templates get JSON alone, since
-    newer versions of transformers make strings of others."""
+    """As arguments, templates get JSON alone, since newer versions of transformers make strings of others."""
     dated = bpe(chat_template="{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}")
     apply = dated.apply_chat_template
 

@@ -61,6 +61,7 @@ def test_harmless_text_around_an_answer_changes_no_verdict(gold):
     for writing in BOXED:
         response = writing.replace("%s", gold)
         assert BOXED_ONLY.score(prompt_for(gold), response) == 1.0
+        assert BOXED_ONLY.score(prompt_for(gold), f"${gold}$") == 0.0
         assert answer_of("math", response) == answer_of("math", f"\\boxed{{{gold}}}")
     for writing in HARMLESS:
         responses = {other: writing.replace("%s", other) for other in ANSWERS}
@@ -79,11 +80,6 @@ def test_boxes_in_boxes_take_neither_time_nor_memory():
     assert tracemalloc.get_traced_memory()[1] < 100e6
     tracemalloc.stop()
     assert joined_boxes("\\boxed{1}, $\\boxed 2$ and \\boxed{\\frac{1}{\\boxed{3}}}") == "1, 2, \\frac{1}{\\boxed{3}}"
-
-
-def test_with_boxed_only_an_answer_in_a_box_counts():
-    texts = ("42", "$42$", "\\boxed{42}", "\\boxed{42")
-    assert [BOXED_ONLY.score(prompt_for("42"), text) for text in texts] == [0, 0, 1, 0]
 
 
 def test_reference_answers_that_cannot_be_parsed_are_found_before_the_run(tmp_path):

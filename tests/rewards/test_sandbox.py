@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -166,7 +167,6 @@ def test_a_sandbox_that_fails_is_an_error_and_gives_no_score(monkeypatch, host):
         sandbox.check_sandbox()
 
 
-@pytest.mark.usefixtures("nothing_left")
 def test_a_program_whose_sandbox_is_killed_from_outside_is_run_again(host, monkeypatch):
     """It is run again only once; a second kill is an error."""
     slow, endless = (program(f"import time\ntime.sleep({seconds})\nwon()", host) for seconds in (0.2, 10_000))
@@ -186,6 +186,16 @@ def test_a_program_whose_sandbox_is_killed_from_outside_is_run_again(host, monke
     with pytest.raises(SandboxError, match="launcher was killed from outside"):
         verifier().score(question_for(host), endless)
     assert len(killed) == 3
+
+
+def test_nothing_outlives_a_launcher_that_is_killed():
+    endless = sandbox.Program(sandbox.python_command("-c", "while True: pass"), {})
+    with sandbox._sealed(b"") as nothing, sandbox.Run(endless, sandbox.Limits(seconds=1000), nothing) as running:
+        launcher = psutil.Process(running._supervisor.pid)
+        while not (children := launcher.children()):
+            time.sleep(0.01)
+        launcher.kill()
+        assert not psutil.wait_procs(children, timeout=60)[1]
 
 
 @pytest.mark.parametrize("test", ["all(map({}, [7]))", "[*filter({}, [7])] == []", "[*zip(map({}, [7]))] == []"])

@@ -74,7 +74,7 @@ class Handler(BaseHTTPRequestHandler):
 
 
 def judged(text, times, body):
-    """A chat completion that gives a score, except on some texts, as at temperature 0 where it hesitates."""
+    """A chat completion that gives a score, except where it hesitates at temperature 0."""
     said = f"SCORE: 0? No.\n**SCORE: {'1' if 'RIGHT' in text else '.25'}**"
     if "HESITATES" in text and body["temperature"] == 0:
         said = "I would say 1/10"

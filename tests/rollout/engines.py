@@ -71,7 +71,7 @@ def by_response(completions):
 
 
 def generate(engine, prompts, how):
-    """Serve one request; returns its completions as `by_response`, in the order in which they ended."""
+    """The completions of one request as `by_response`, in the order in which they ended."""
     return by_response(answers(engine, Request(prompts, how)))
 
 

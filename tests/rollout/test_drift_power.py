@@ -1,4 +1,4 @@
-"""Which wrong weights the weight-drift check notices, in float32 and simulated bfloat16. It raises no false alarm.
+"""Which wrong weights the drift check notices, in float32 and simulated bfloat16.
 
 Actor and engine compute the same model but round to bfloat16 at different places, as two implementations do. An update
 moves every weight up or down by the same amount, like the first step of Adam.

@@ -1,7 +1,6 @@
 """Parts that all engines share: seeds, sampling parameters, module interface, names in recipes, expert records."""
 
 import re
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ from megarl.rollout.sglang import engine as sglang
 from megarl.rollout.sglang.server import ServerFailed
 from tests.rollout.engines import stage_recipe
 
-SETTINGS = Settings("cuda", context=4096, responses=512)
+SETTINGS = Settings("cuda", context=4096, responses=512, memory_fraction=0.3)
 
 
 def test_response_seeds_are_stable_and_distinct():
@@ -109,15 +108,12 @@ MEMORY = {  # what vLLM, SGLang, torch and CUDA say -> whether memory ran out
 
 @pytest.mark.parametrize(("module", "kind"), [(vllm, RuntimeError), (sglang, ServerFailed)])
 def test_only_a_lack_of_memory_is_a_mistake_of_the_recipe(module, kind):
-    for said, lacks_memory in MEMORY.items():
-        with pytest.raises(UserError if lacks_memory else kind), module._memory_errors("decoding", SETTINGS):
+    """The error names the settings that limit memory."""
+    words = "memory_fraction = 0.3.*responses_per_prompt = 512.*tokens = 4096"
+    for said, lacks in MEMORY.items():
+        expected = pytest.raises(UserError, match=words) if lacks else pytest.raises(kind, match="the last lines")
+        with expected, module._memory_errors("decoding", SETTINGS):
             raise kind(f"{said}\nthe last lines")
-
-
-def test_the_error_names_the_settings_that_limit_memory():
-    words = "while starting: MemoryError. .*memory_fraction = 0.3.*responses_per_prompt = 512.*tokens = 4096"
-    with pytest.raises(UserError, match=words), vllm._memory_errors("starting", replace(SETTINGS, memory_fraction=0.3)):
-        raise MemoryError
 
 
 def test_invalid_requests_are_refused():

@@ -1,6 +1,6 @@
 """The quickstart recipe, shortened to seconds: vLLM generates in the first stage, SGLang in the second.
 
-In the second stage first the phase is killed, while its server starts, and then the server, while it decodes.
+In the second stage the phase is killed while its server starts, then the server while it decodes.
 """
 
 import contextlib
