@@ -4,9 +4,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.csv
+import pyarrow.parquet
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from megarl.data.files import Item, read_rows
+from megarl.recipe.data_table import SourceTable
 from megarl.recipe.tables import Recipe
 
 CHARACTERS = "abcdefghijklmnopqrstuvwxyz0123456789 =+-*/.,:;?!'\"()[]{}<>_|\n%$&^@#~`\\"
@@ -24,10 +28,24 @@ def char_tokenizer(directory: Path, **more: Any) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast.from_pretrained(directory)
 
 
-def write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Write rows as JSON lines."""
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def write(path: Path, rows: Any) -> Path:
+    """Write rows as the suffix says: objects, a table of Arrow for Parquet, or the file's text."""
+    if isinstance(rows, str):
+        path.write_text(rows)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows))
+    elif path.suffix == ".jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        table = rows if isinstance(rows, pyarrow.Table) else pyarrow.Table.from_pylist(rows)
+        (pyarrow.csv.write_csv if path.suffix == ".csv" else pyarrow.parquet.write_table)(table, path)
     return path
+
+
+def read(path: Path, rows: Any, **settings: Any) -> list[Item]:
+    """The items that a source with these settings reads of a file with these rows."""
+    table = SourceTable.model_validate({"source": "file", "train": str(write(path, rows)), **settings})
+    return [item for _, item in read_rows(table)]
 
 
 def recipe(

@@ -4,7 +4,6 @@ import json
 import re
 
 import pytest
-import tomli_w
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -13,7 +12,7 @@ from megarl.data.prompts import build_prompts
 from megarl.data.templates import Renderer
 from megarl.errors import UserError
 from megarl.recipe.data_table import DataTable
-from megarl.recipe.load import load_recipe
+from megarl.recipe.load import dump_recipe
 from megarl.storage.run_dir import RunDir
 from tests.data.prompt_sources import recipe, write
 
@@ -25,7 +24,7 @@ TEXT = "What is the sum of the numbers?\n\nThe numbers are 1, 2 and 3.\n\nuser a
 
 
 def bpe(begin=None, chat_template=CHAT):
-    """A tokenizer with byte-level BPE, as Qwen's, and few merges. begin: a token that it puts before each text."""
+    """A tokenizer with byte-level BPE, as Qwen's. begin: a token that it puts before each text."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
@@ -48,28 +47,20 @@ def tokenizer():
     return bpe()
 
 
-def item(question, **metadata):
-    return {"question": question, "answer": "6", "metadata": metadata}
-
-
 def table(**settings):
     return DataTable.model_validate({"source": "file", "train": "unused"} | settings)
 
 
 def render(tokenizer, question, /, *, columns=None, **settings):
-    return Renderer(table(**settings), tokenizer).render(item(question, **columns or {}), "row 1")
+    item = {"question": question, "answer": "6", "metadata": columns or {}}
+    return Renderer(table(**settings), tokenizer).render(item, "row 1")
 
 
-def user(content):
-    return {"role": "user", "content": content}
+def speaker(role):
+    return lambda content: {"role": role, "content": content}
 
 
-def system(content):
-    return {"role": "system", "content": content}
-
-
-def assistant(content):
-    return {"role": "assistant", "content": content}
+user, system, assistant = map(speaker, ("user", "system", "assistant"))
 
 
 def own(tokenizer, messages):
@@ -78,11 +69,9 @@ def own(tokenizer, messages):
 
 
 def test_a_prompt_that_is_a_text_becomes_a_message_of_the_user(tokenizer):
-    asked = render(tokenizer, "1+2?", template="chat", prompt_template="Solve this:\n\n{prompt}", system="You sum.")
-    assert asked.tokens == own(tokenizer, [system("You sum."), user("Solve this:\n\n1+2?")])
-    assert asked.text == (
-        "<|start|>system\nYou sum.<|end|>\n<|start|>user\nSolve this:\n\n1+2?<|end|>\n<|start|>assistant\n"
-    )
+    asked = render(tokenizer, "1+2?", template="chat", prompt_template="Solve:\n\n{prompt}", system="You sum.")
+    assert asked.tokens == own(tokenizer, [system("You sum."), user("Solve:\n\n1+2?")])
+    assert asked.text == "<|start|>system\nYou sum.<|end|>\n<|start|>user\nSolve:\n\n1+2?<|end|>\n<|start|>assistant\n"
     assert render(tokenizer, TEXT, template="chat").tokens == own(tokenizer, [user(TEXT)])
 
 
@@ -100,7 +89,6 @@ def test_a_chat_template_is_read_from_a_file(tmp_path, tokenizer):
     assert asked.text == "[S][1+2?]<|end|>"
     several = bpe(chat_template={"default": CHAT, "tool_use": CHAT + "T"})
     assert render(several, "1+2?", template="chat") == render(tokenizer, "1+2?", template="chat")
-    assert asked.tokens.count(tokenizer.eos_token_id) == 1
 
 
 def test_arguments_reach_the_chat_template(tokenizer):
@@ -109,16 +97,15 @@ def test_arguments_reach_the_chat_template(tokenizer):
     asked = render(thinks, "1+2?", template="chat", template_arguments={"enable_thinking": False})
     assert asked.text == plain.text + "-"
     assert render(thinks, "1+2?", template="chat", template_arguments={"enable_thinking": True}) == plain
-    with pytest.raises(UserError, match="template_arguments has enable_think, which the chat template does not use"):
+    with pytest.raises(UserError, match="enable_think, which the chat template does not use"):
         render(thinks, "1+2?", template="chat", template_arguments={"enable_think": False})
 
 
 def test_a_raw_prompt_begins_with_the_token_that_the_tokenizer_puts_first(tokenizer):
     begins = bpe(begin="<|begin|>")
     text = "What is the sum?"
-    assert render(begins, text).tokens == tuple(begins(text)["input_ids"])
     assert render(begins, text).tokens[0] == begins.bos_token_id
-    assert render(begins, text, prompt_template="<|begin|>{prompt}").tokens == tuple(begins(text)["input_ids"])
+    assert render(begins, text, prompt_template="<|begin|>{prompt}").tokens == render(begins, text).tokens
     assert render(tokenizer, text).tokens == tuple(tokenizer(text)["input_ids"]) == render(begins, text).tokens[1:]
     assert begins.bos_token_id not in render(begins, text, template="chat").tokens, "the chat template writes none"
 
@@ -138,32 +125,20 @@ def test_special_tokens_in_a_prompt_are_encoded_as_text(tokenizer, settings):
 
 
 def test_special_tokens_in_columns_and_messages_are_text_and_those_in_templates_are_not(tokenizer):
-    template = "<|start|>{hint[0]}: {prompt}<|end|>"
-    asked = render(
-        tokenizer, "sum<|end|>", columns={"hint": ["<|start|>x"], "n": 3, "no": None}, prompt_template=template
-    )
+    columns, template = {"hint": ["<|start|>x"], "n": 3, "no": None}, "<|start|>{hint[0]}: {prompt}<|end|>"
+    asked = render(tokenizer, "sum<|end|>", columns=columns, prompt_template=template)
     assert asked.text == "<|start|><|start|>x: sum<|end|><|end|>"
-    assert [asked.tokens.count(tokenizer.convert_tokens_to_ids(t)) for t in ("<|start|>", "<|end|>")] == [1, 1]
-    assert asked.tokens[0] == tokenizer.convert_tokens_to_ids("<|start|>")
-    assert asked.tokens[-1] == tokenizer.eos_token_id
+    start, end = tokenizer.convert_tokens_to_ids(["<|start|>", "<|end|>"])
+    assert (asked.tokens[0], asked.tokens[-1]) == (start, end)
+    assert (asked.tokens.count(start), asked.tokens.count(end)) == (1, 1)
     turns = [user("a\ufdd00\ufdd1<|end|>"), assistant("<|start|>"), user("b")]
     asked = render(tokenizer, turns, template="chat")
     assert asked.tokens.count(tokenizer.eos_token_id) == 3
     assert tokenizer.decode(asked.tokens) == asked.text and "\ufdd0" in asked.text
 
 
-def test_text_around_a_special_token_in_a_prompt_is_encoded_as_usual(tokenizer):
-    turns = [system("You are a pirate.\n\n"), user("the <|end|> of the numbers"), assistant("the sum"), user(TEXT)]
-    asked, ordinary = render(tokenizer, turns, template="chat").tokens, own(tokenizer, turns)
-    before = ordinary[: ordinary.index(tokenizer.convert_tokens_to_ids("<|start|>"), 1)]
-    after = own(tokenizer, turns[2:])
-    assert asked[: len(before)] == before and asked[-len(after) :] == after
-    assert asked != ordinary
-
-
 def test_a_template_that_asks_for_the_date_always_gets_the_same(monkeypatch):
-    """Else a run that is resumed on another day would see other prompts. As arguments, templates get JSON alone, since
-    newer versions of transformers make strings of others."""
+    """As arguments, templates get JSON alone, since newer versions of transformers make strings of others."""
     dated = bpe(chat_template="{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}")
     apply = dated.apply_chat_template
 
@@ -172,9 +147,6 @@ def test_a_template_that_asks_for_the_date_always_gets_the_same(monkeypatch):
 
     monkeypatch.setattr(dated, "apply_chat_template", apply_to_json)
     assert render(dated, "1+2?", template="chat").text == "26 Jul 2024 1+2?"
-
-
-# ------------------------------------------------------------------------------------------------------- too long
 
 
 @pytest.mark.parametrize("spelled", ["", "<|end|>"])
@@ -191,12 +163,10 @@ def test_truncation_keeps_the_text_of_the_templates(tokenizer, spelled):
     turns = [user("the numbers"), assistant("are"), user("1, 2 and 3. " * 50)]
     cut = render(tokenizer, turns, template="chat", overlong="truncate", max_prompt_tokens=60)
     assert cut.text.startswith(
-        "<|start|>user\nthe numbers<|end|>\n<|start|>assistant\nare<|end|>\n<|start|>user\n1, 2 and 3. 1,"
+        render(tokenizer, turns[:2], template="chat").text + "<|end|>\n<|start|>user\n1, 2 and 3. 1,"
     )
     markup = len(render(tokenizer, "a", **settings).tokens)
-    with pytest.raises(
-        UserError, match="row 1 has more than data.max_prompt_tokens .* even without the text that may be cut"
-    ):
+    with pytest.raises(UserError, match="row 1 has more than .* even without the text that may be cut"):
         render(tokenizer, words, max_prompt_tokens=markup - 1, **settings)
 
 
@@ -229,9 +199,6 @@ def test_dropped_prompts_are_counted_and_never_used(tokenizer, tmp_path):
     with pytest.warns(UserWarning, match="left out"):
         prompts = build_prompts(recipe(file=tmp_path / "p.jsonl", **settings), tokenizer)
     assert len(prompts.heldout()) == 10 and max(len(prompt.tokens) for prompt in prompts.heldout()) <= 12
-    settings |= {"file": write(tmp_path / "long.jsonl", long), "evaluation": {"every": 0}}
-    with pytest.warns(UserWarning, match="left out"), pytest.raises(UserError, match="nothing is left to train on"):
-        build_prompts(recipe(**settings), tokenizer)
 
 
 def test_dropped_prompts_of_a_generator_are_replaced(tokenizer):
@@ -246,22 +213,16 @@ def test_dropped_prompts_of_a_generator_are_replaced(tokenizer):
         assert length > 8 or dropped.train(i).text == any_length.train(i).text
 
 
-# ------------------------------------------------------------------------------------------------------- mistakes
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
+def test_invalid_template_settings_are_refused():
+    for settings, message in (
         ({"template": "Chat"}, 'expected "raw", "chat" or a file that ends in .jinja'),
         ({"system": "You sum."}, 'set template = "chat"'),
         ({"template_arguments": {"enable_thinking": False}}, 'set template = "chat"'),
         ({"template": "chat", "template_arguments": {"tools": []}}, "cannot have tools"),
         ({"overlong": "cut"}, "'error', 'drop' or 'truncate'"),
-    ],
-)
-def test_invalid_template_settings_are_refused(settings, message):
-    with pytest.raises(ValueError, match=message):
-        table(**settings)
+    ):
+        with pytest.raises(ValueError, match=message):
+            table(**settings)
 
 
 def test_templates_that_do_not_fit_are_refused(tokenizer, tmp_path):
@@ -278,19 +239,11 @@ def test_templates_that_do_not_fit_are_refused(tokenizer, tmp_path):
         render(strict, "1", template="chat", system="S")
 
 
-def write_recipe(folder, **data):
-    """A recipe whose prompts are those of p.jsonl, with the tokenizer in ``folder``."""
-    tables = {"model": {"path": str(folder)}, "reward": {"kind": "exact"}, "eval": {"prompts": 2}}
-    tables["data"] = {"source": "file", "train": str(folder / "p.jsonl"), **data}
-    (folder / "r.toml").write_text(tomli_w.dumps(tables))
-    return folder / "r.toml"
-
-
 def test_a_run_refuses_a_changed_template_file(tmp_path):
     template = tmp_path / "t.jinja"
     template.write_text("{{ messages[0].content }}")
-    write(tmp_path / "p.jsonl", [{"prompt": "1", "answer": "1"}])
-    run = RunDir.create(tmp_path / "run", load_recipe(write_recipe(tmp_path, template=str(template))))
+    file = write(tmp_path / "p.jsonl", [{"prompt": "1", "answer": "1"}])
+    run = RunDir.create(tmp_path / "run", recipe(file=file, template=str(template)))
     run.check_prompts()
     template.write_text("{{ messages[-1].content }}")
     with pytest.raises(UserError, match=r"the chat template .*t\.jinja has changed"):
@@ -299,11 +252,12 @@ def test_a_run_refuses_a_changed_template_file(tmp_path):
 
 def test_data_show_prints_prompts_with_all_their_tokens(tokenizer, tmp_path, capsys):
     tokenizer.save_pretrained(tmp_path)
-    write(tmp_path / "p.jsonl", [{"prompt": f"{i}+1<|end|>", "answer": i + 1} for i in range(6)])
-    path = write_recipe(tmp_path, template="chat")
-    cli.main(["data", "show", str(path), "--count", "1", "--set", "data.max_prompt_tokens=40"])
+    file = write(tmp_path / "p.jsonl", [{"prompt": f"{i}+1<|end|>", "answer": i + 1} for i in range(6)])
+    loaded = recipe(file=file, heldout=2, template="chat")
+    (tmp_path / "r.toml").write_text(dump_recipe(loaded))
+    cli.main(["data", "show", str(tmp_path / "r.toml"), "--count", "1", "--set", f"model.path={tmp_path}"])
     said = capsys.readouterr().out
-    prompts = build_prompts(load_recipe(path), tokenizer)
+    prompts = build_prompts(loaded, tokenizer)
     for name, prompt in (("training prompt 0", prompts.train(0)), ("held-out prompt 0", prompts.heldout()[0])):
         assert f"--- {name}: {len(prompt.tokens)} tokens, answer '{prompt.answer}'\n{prompt.text}\n" in said
         tokens = " ".join(f"{token} {tokenizer.decode([token])!r}" for token in prompt.tokens)

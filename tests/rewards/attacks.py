@@ -29,7 +29,6 @@ PROGRAMS = {
         "      lambda: os.posix_spawn('/bin/true', ['true'], {{}}), lambda: os.system('true') == 0,\n"
         "      lambda: libc.syscall(435, (ctypes.c_char * 64)(), 64) + 1)"
     ),
-    "fork bomb": "while True:\n    try: os.fork(); won()\n    except OSError: sys.exit()",
     "daemon": "tried(lambda: os.fork() or os.setsid() or 1)\nos.close(0); os.close(1); os.close(2); time.sleep(99)",
     "threads": (
         "count = 0\nthreading.stack_size(1 << 15)\n"
@@ -39,7 +38,6 @@ PROGRAMS = {
     "exec chain": "os.execv(sys.executable, [sys.executable, '/box/main.py'])",
     # memory, disk, output
     "memory": "blocks = [bytearray(1 << 24) for _ in range(20)]\nwon()",
-    "mmap": "import mmap\nmaps = [mmap.mmap(-1, 1 << 26) for _ in range(8)]\nwon()",
     "memory of the kernel": (
         "tried(lambda: libc.mlockall(3) + 1, lambda: os.memfd_create('x') + 1,\n"
         "      lambda: libc.shmget(1, 1 << 20, 0o1666) + 1, lambda: libc.msgget(1, 0o1666) + 1,\n"
@@ -55,7 +53,6 @@ PROGRAMS = {
     ),
     "sparse file": "os.truncate(os.open('/tmp/a', os.O_CREAT | os.O_RDWR), 1 << 40); won()",
     "many files": "for number in range(5000): open(f'/tmp/{{number}}', 'w').close()\nwon()",
-    "many links": "open('/tmp/a', 'w')\nfor number in range(5000): os.link('/tmp/a', f'/tmp/{{number}}')\nwon()",
     "open files": "files = [open('/dev/null') for _ in range(500)]\nwon()",
     "core dump": "os.chdir('/tmp'); os.abort()",
     "output flood": "while True: os.write(1, b'x' * (1 << 16))",
@@ -66,16 +63,12 @@ PROGRAMS = {
         "for number in range(1, 65):\n    try: signal.signal(number, signal.SIG_IGN)\n"
         "    except (OSError, ValueError): pass\nwhile True: pass"
     ),
-    "spinning threads": (
-        "def spin():\n    while True: pass\n[threading.Thread(target=spin).start() for _ in range(8)]"
-    ),
     # files of the host
     "host file": (
         "os.symlink(HOST, '/tmp/x')\n"
         "for name in (HOST, '/tmp/x', '/tmp' + '/..' * 9 + HOST, f'/proc/1/root{{HOST}}'):\n"
         "    tried(lambda: os.write(1, open(name, 'rb').read()))"
     ),
-    "hard link": "tried(lambda: os.link(HOST, '/tmp/x') or 1, lambda: os.link('/usr/bin/env', '/tmp/x') or 1)",
     "folders of the host": (
         "for name in ('/proc', '/sys', '/old', '/.old', '/oldroot', '/root', '/home', '/mnt'):\n"
         "    tried(lambda: os.listdir(name))\n"
@@ -136,8 +129,7 @@ PROGRAMS = {
         "      lambda: os.kill(1, 19), lambda: os.kill(1, 11))\ntime.sleep(99)"
     ),
     "limits of others": (
-        "tried(lambda: os.nice(-20) + 21, lambda: os.setpriority(0, 1, 19) or 1,\n"
-        "      lambda: resource.prlimit(1, resource.RLIMIT_CPU, (0, 0)), lambda: libc.nice(1) and None,\n"
+        "tried(lambda: os.nice(-20) + 21, lambda: resource.prlimit(1, resource.RLIMIT_CPU, (0, 0)),\n"
         "      lambda: libc.ptrace(0, 0, 0, 0) + 1, lambda: libc.ptrace(16, 1, 0, 0) + 1)"
     ),
     "memory of others": (
@@ -158,14 +150,10 @@ PROGRAMS = {
         "a, b = socket.socketpair()\ntried(lambda: socket.send_fds(a, [b'x'], [0]), lambda: a.listen() or 1)"
     ),
     # ways to end
-    "exit 0": "os._exit(0)",
-    "segmentation fault": "ctypes.string_at(0)",
     "stack": "sys.setrecursionlimit(10 ** 9)\ndef f(): f()\nf()",
     "right, then crash": "os.write(1, TOKEN.encode()); os.abort()",
     "right, then fail": "print(TOKEN); sys.exit(1)",
     "right, then hang": "print(TOKEN, flush=True); time.sleep(99)",
-    "right, and more": "print(TOKEN, TOKEN)",
-    "right, on the other stream": "os.write(2, TOKEN.encode())",
 }  # fmt: skip
 
 # Attacks on `ASSERTIONS`, tests that demand `answer(7) == SECRET`.
@@ -176,20 +164,16 @@ assert all(answer(n) != 0 for n in (7, 7))
 assert isinstance(answer(7), int) and abs(answer(7)) == {SECRET}
 assert math.isclose(float(answer(7)), {SECRET}.0)
 """
-EQUAL = "class Equal(int):\n    def __eq__(self, other): return True\n    __hash__ = None\n"
 FORGED = {
     "exit": "import os; os._exit(0)",
-    "exit when called": "import os\ndef answer(n): os._exit(0)",
     "every exit status": "import os\ndef answer(n): os._exit(100 + n)",
     "SystemExit": "def answer(n): raise SystemExit(0)",
     "at exit": "import atexit, os\natexit.register(os._exit, 0)\ndef answer(n): raise KeyboardInterrupt",
-    "equal object": "class Equal:\n    def __eq__(self, other): return True\ndef answer(n): return Equal()",
-    "equal number": EQUAL + "def answer(n): return Equal(1)",
-    "argument's comparison": "def answer(n): return type('X', (float,), {'__eq__': lambda a, b: True})('nan')",
-    "patched builtins": (
-        "import builtins, math\nbuiltins.all = builtins.isinstance = math.isclose = lambda *a: True\n"
-        "int.__eq__ = None\ndef answer(n): return 1"
+    "equal number": (
+        "class Equal(int):\n    def __eq__(self, other): return True\n    __hash__ = None\n"
+        "def answer(n): return Equal(1)"
     ),
+    "argument's comparison": "def answer(n): return type('X', (float,), {'__eq__': lambda a, b: True})('nan')",
     "names of the tests": (
         "def all(x): return True\ndef isinstance(a, b): return True\ndef abs(x): return answer(x)\n"
         "class math: isclose = staticmethod(lambda a, b: True)\ndef answer(n): return 1"
@@ -214,17 +198,6 @@ FORGED = {
     ),
     "long number": "def answer(n): return 16 ** 6_000_000",
     "closed wires": "import os\nos.closerange(0, 64)\ndef answer(n): return 1",
-    "frames": (
-        "import sys\ndef answer(n):\n    frame = sys._getframe()\n    while frame:\n"
-        "        for value in list(frame.f_locals.values()) + list(frame.f_globals.values()):\n"
-        "            if '918273645' in str(value): return 918273645 * 1\n        frame = frame.f_back\n    return 1"
-    ).replace("918273645 * 1", "int('918' + '273645')"),
-    "objects in memory": (
-        "import gc, os\ndef answer(n):\n    digits = '918' + '273' + '645'\n"
-        "    spaces = [o for o in gc.get_objects() if type(o) is dict]\n"
-        "    found = any(digits in str(value) for space in spaces for value in list(space.values()))\n"
-        "    return int(digits) if found else 1"
-    ),
     "files": (
         "import os\ndef answer(n):\n    digits = ('918' + '273' + '645').encode()\n"
         "    for folder in ('/box', '/tmp', '/proc/1', '/dev/fd'):\n"
@@ -232,7 +205,6 @@ FORGED = {
         "            if name != 'program.py' and digits in open(f'{folder}/{name}', 'rb').read(): return int(digits)\n"
         "    return 1"
     ),
-    "hang while loading": "import time\ntime.sleep(99)",
     "swallowed request": (
         "import os\nfor end in range(3, 64):\n    try: os.set_blocking(end, False); os.read(end, 9999)\n"
         "    except OSError: pass\ndef answer(n): return 1"
@@ -248,12 +220,10 @@ CPP = {
         "int main() {{ write(1, data, end - data); }}"
     ),
     "endless include": '#include "/dev/zero"\nint main() {{}}',
-    "template bomb": ("template <long n> struct S {{ S<n + 1> a; S<n + 2> b; }};\nint main() {{ S<0> s; }}\n"),
+    "template bomb": "template <long n> struct S {{ S<n + 1> a; S<n + 2> b; }};\nint main() {{ S<0> s; }}\n",
     "large binary": "int a[1 << 28] = {{1}};\nint main() {{}}",
     "large array": "#include <stdio.h>\nstatic char a[1l << 40]; int main() {{ a[1l << 39] = 1; puts(a); }}",
     "strange interpreter": (
         '__attribute__((section(".interp"))) extern const char interpreter[] = "/nowhere";\nint main() {{}}'
     ),
-    "fork bomb": "#include <unistd.h>\nint main() {{ for (;;) fork(); }}",
-    "abort": "#include <stdlib.h>\nint main() {{ abort(); }}",
 }

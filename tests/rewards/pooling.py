@@ -1,18 +1,36 @@
 """Prompts, and verdicts on responses to them by a pool of their own."""
 
 import contextlib
+import importlib
+import json
+from pathlib import Path
 
 import pytest
 
 from megarl.data.prompts import Prompt
 from megarl.data.sources import GymItems
-from megarl.rewards.pool import VerifierPool
+from megarl.recipe.names import VERIFIERS
+from megarl.recipe.tables import RewardTable
+from megarl.rewards.pool import Limits, VerifierPool
 from megarl.rewards.reasoning_gym import ReasoningGym
+
+TIGHT = Limits(seconds=0.5, memory=1 << 30, workers=2)
+
+
+def rows_of(name):
+    """The rows of a file beside this one: JSON lines, among which comments begin with #."""
+    lines = Path(__file__).with_name(name).read_text().splitlines()
+    return [json.loads(line) for line in lines if not line.startswith("#")]
 
 
 def prompt_for(answer="", **columns):
     """A prompt with this answer, whose row has these columns too."""
     return Prompt(0, "?", (1,), answer, {"metadata": columns})
+
+
+def scorer(kind):
+    """The verifier of this kind, with its default settings."""
+    return importlib.import_module(VERIFIERS[kind]).build(RewardTable(kind=kind), None)
 
 
 def generated(names, count=1):
@@ -26,7 +44,7 @@ def generated(names, count=1):
 
 
 @contextlib.contextmanager
-def pool(build, limits):
+def pool(build, limits=TIGHT):
     verifiers = VerifierPool(build, limits)
     try:
         yield verifiers

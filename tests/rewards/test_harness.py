@@ -6,21 +6,13 @@ their tests, both made up, with the verdicts of the publishers: LiveCodeBench, l
 of absl's. What differs is listed here with its reason.
 """
 
-import json
+import itertools
 import re
-from pathlib import Path
 
 import pytest
 
-from megarl.recipe.tables import RewardTable
-from megarl.rewards.code import Code
 from megarl.rewards.harness import HARNESSES
-from tests.rewards.pooling import prompt_for
-
-
-def rows_of(name):
-    return [json.loads(line) for line in Path(__file__).with_name(name).read_text().splitlines()]
-
+from tests.rewards.pooling import prompt_for, rows_of, scorer
 
 OUTPUTS, PROGRAMS = rows_of("harness_outputs.jsonl"), rows_of("harness_programs.jsonl")
 # what the grader of code_contests decides otherwise
@@ -37,7 +29,7 @@ OURS_PASS = re.compile(
 
 
 def score(tests, program, **columns):
-    return Code(RewardTable(kind="code")).score(prompt_for(tests=tests, **columns), f"```python\n{program}\n```").value
+    return scorer("code").score(prompt_for(tests=tests, **columns), f"```python\n{program}\n```").value
 
 
 @pytest.mark.parametrize("name", ["livecodebench", "code_contests"])
@@ -51,7 +43,7 @@ def test_outputs_are_compared_as_the_publisher_does(name):
 
 
 def test_programs_get_the_verdicts_of_livecodebench():
-    """Every tenth of the programs; all 412 agree but for those of `OURS_PASS` and numpy."""
+    """Every tenth of the programs."""
     for each in PROGRAMS[::10]:
         program = each["program"]
         tests = {key: each[key] for key in ("inputs", "outputs", "fn_name")} | {"harness": "livecodebench"}
@@ -60,33 +52,20 @@ def test_programs_get_the_verdicts_of_livecodebench():
 
 
 def test_a_function_may_have_the_name_of_a_builtin_or_a_module():
-    for name in ("sum", "copy"):
-        for program in (
-            f"def {name}(a, b): return a - b",
-            f"class Solution:\n    def {name}(self, a, b): return a - b",
-        ):
-            for harness in (None, "livecodebench"):
-                tests = {"inputs": [[5, 2]], "outputs": [3], "fn_name": name, "harness": harness}
-                assert score(tests, program) == 1, (program, harness)
+    for name, harness in itertools.product(("sum", "copy"), (None, "livecodebench")):
+        tests = {"inputs": [[5, 2]], "outputs": [3], "fn_name": name, "harness": harness}
+        assert score(tests, f"def {name}(a, b): return a - b") == 1, (name, harness)
+        assert score(tests, f"class Solution:\n    def {name}(self, a, b): return a - b") == 1, (name, harness)
 
 
-@pytest.mark.parametrize(
-    ("returned", "expected", "right"),
-    [
-        ("0.1 + 0.2", 0.3, True),
-        ("0.3000001", 0.3, False),
-        ("10 ** 17 + 1", 10**17, False),
-        ("2.0000000001", 2, False),
-        ("{1: (2,)}", {"1": [2]}, True),
-        ("{1: 2, '1': 2}", {"1": 2}, False),
-        ("3", [3], True),
-        ("3", [3, 4], False),
-        ("float('inf')", float("inf"), True),
-    ],
-)
-def test_what_a_function_returns_may_differ_in_form_only(returned, expected, right):
-    tests = {"inputs": [[0]], "outputs": [expected], "fn_name": "f"}
-    assert score(tests, f"def f(a): return {returned}") == right
+def test_what_a_function_returns_may_differ_in_form_only():
+    def accepted(returned, expected):
+        return score({"inputs": [[0]], "outputs": [expected], "fn_name": "f"}, f"def f(a): return {returned}")
+
+    for returned, expected in (("0.1 + 0.2", 0.3), ("{1: (2,)}", {"1": [2]}), ("3", [3]), ("1e999", float("inf"))):
+        assert accepted(returned, expected) == 1, returned
+    for returned, expected in (("0.3000001", 0.3), ("10**17 + 1", 10**17), ("{1: 2, '1': 2}", {"1": 2}), ("3", [3, 4])):
+        assert accepted(returned, expected) == 0, returned
 
 
 def test_a_rows_preamble_runs_before_the_program():

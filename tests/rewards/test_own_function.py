@@ -1,10 +1,6 @@
 """Mistakes in reward functions of the user's own: one line each, before any process where it can be known."""
 
-from __future__ import annotations
-
 import functools
-from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,61 +13,59 @@ from megarl.rewards.pool import Limits
 from megarl.storage.run_dir import RunDir
 from tests.helpers import megarl
 
-RIGHT = 'def score(prompt, response, row):\n    return float(response.strip() == row["answer"])\n'
+HEAD = "def score(prompt, response, row):\n"
+RIGHT = f'{HEAD}    return float(response.strip() == row["answer"])\n'
 
 
-def reward(path: object, *more: str) -> list[str]:
-    settings = ["reward.kind=python", f"reward.path={path}", *more]
+def arguments(settings):
     return [part for setting in settings for part in ("--set", setting)]
 
 
+def reward(path, *more):
+    return arguments(["reward.kind=python", f"reward.path={path}", *more])
+
+
 @pytest.fixture
-def own(tmp_path: Path) -> Path:
+def own(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(RIGHT)
     return path
 
 
-BEFORE = {  # the function's body or the path: what is said before the run begins
+FILES = {  # the whole file: what is said before the run begins
     "no file": (None, "there is no file"),
     "no function": ("def scores(prompt, response, row): return 1", "has no 'score'"),
     "arguments": ("def score(response): return 1", "must take (prompt, response, row)"),
     "not a function": ("score = 3", "score is not a function"),
-    "import": ("import no_such_module", "No module named 'no_such_module'"),
     "exit": ("raise SystemExit(3)", "SystemExit: 3 (mine.py, line 1)"),
-    "column": (RIGHT.replace('"answer"', '"gold"'), "KeyError: 'gold' (mine.py, line 2)"),
-    "exception": (RIGHT.replace(".strip()", ".stripped()"), "has no attribute 'stripped' (mine.py, line 2)"),
-    "range": (RIGHT.replace("float(", "3 * float("), "the score 3, but scores are from 0 to 1"),
-    "nothing": (RIGHT.replace("return", "value ="), "returned a score or reward that is None; is a return missing?"),
-    "nothing if wrong": (RIGHT.replace("return", "if response.strip() == row['answer']: return 1 #"), "that is None"),
-    "empty": (RIGHT.replace("return", "return response[0] ==  1 #"), "with response '': IndexError"),
-    "no score": (RIGHT.replace("return", 'return {"reward": 1} #'), 'returned a dictionary without "score"'),
-    "exit in it": (RIGHT.replace("return", "raise SystemExit(3) #"), "SystemExit: 3 (mine.py, line 2)"),
-    "hard exit": (RIGHT.replace("return", "import os; os._exit(0) #"), "ends its process on the first prompt"),
-    "key": (RIGHT.replace("return", 'return {"scroe": 1} #'), "returned the key 'scroe'"),
     "async": (f"async {RIGHT}", "score is not a function, or one with async"),
-    "not a number": (RIGHT.replace("return", "return float('nan') #"), "that is "),
-    "large": (RIGHT.replace("return", 'return {"score": 1, "reward": 1e308} #'), "expected a finite number"),
-    "digits": (RIGHT.replace("return", "return 10**5000 #"), "expected a finite number"),
-    "waits": ("import time\ndef score(prompt, response, row): time.sleep(100)", "waits for more than 10 s without"),
-    "several": (
-        RIGHT.replace("return", "import numpy; return numpy.ones(3) #"),
-        "a score or reward of several numbers",
-    ),
-    "endless": (RIGHT.replace("return", "while True: pass\n    return"), "exceeds its limit (CPU time)"),
+}
+BODIES = {  # or the function's body
+    "column": ('return float(response == row["gold"])', "KeyError: 'gold' (mine.py, line 2)"),
+    "range": ("return 3", "the score 3, but scores are from 0 to 1"),
+    "nothing": ("pass", "returned a score or reward that is None; is a return missing?"),
+    "empty": ("return response[0] == 1", "with response '': IndexError"),
+    "no score": ('return {"reward": 1}', 'returned a dictionary without "score"'),
+    "hard exit": ("import os; os._exit(0)", "ends its process on the first prompt"),
+    "key": ('return {"scroe": 1}', "returned the key 'scroe'"),
+    "not a number": ("return float('nan')", "that is "),
+    "large": ('return {"score": 1, "reward": 1e308}', "expected a finite number"),
+    "waits": ("import time; time.sleep(100)", "waits for more than 10 s without"),
+    "several": ("import numpy; return numpy.ones(3)", "score or reward of several numbers"),
+    "endless": ("while True: pass", "exceeds its limit (CPU time)"),
 }
 
 
-@pytest.mark.parametrize("mistake", BEFORE)
+@pytest.mark.parametrize("mistake", [*FILES, *BODIES])
 def test_a_mistake_is_one_line_of_the_check_of_the_data_and_of_the_run(
-    mistake: str, recipe: Path, own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
-) -> None:
+    mistake, recipe, own, tmp_path, monkeypatch, capsys
+):
     if mistake == "endless":
         monkeypatch.setattr(python, "Limits", functools.partial(Limits, seconds=0.5))
     if mistake == "waits":
         monkeypatch.setattr(python, "PATIENCE", 0.5)
-    text, message = BEFORE[mistake]
-    own.unlink() if text is None else own.write_text(text)
+    text, message = FILES[mistake] if mistake in FILES else BODIES[mistake]
+    own.unlink() if text is None else own.write_text(text if mistake in FILES else f"{HEAD}    {text}\n")
     with pytest.raises(UserError) as found:
         check_reward(load_recipe(recipe, ["reward.kind=python", f"reward.path={own}:score"]))
     assert message in str(found.value) and "\n" not in str(found.value)
@@ -83,7 +77,7 @@ def test_a_mistake_is_one_line_of_the_check_of_the_data_and_of_the_run(
         assert checked.value.code == 1 and message in capsys.readouterr().out
 
 
-def test_the_prompt_has_its_template_before_the_run_too(recipe: Path, own: Path) -> None:
+def test_the_prompt_has_its_template_before_the_run_too(recipe, own):
     own.write_text(RIGHT.replace("return", "assert prompt[-1] == '=' and 'word' not in row; return"))
     assert load_recipe(recipe).data.prompt_template == "{prompt}="
     settings = ["reward.kind=python", f"reward.path={own}:score"]
@@ -92,13 +86,13 @@ def test_the_prompt_has_its_template_before_the_run_too(recipe: Path, own: Path)
         check_reward(load_recipe(recipe, [*settings, "data.source=reasoning_gym", "data.train=spell_backward"]))
 
 
-def test_numbers_of_numpy_and_torch_are_taken(recipe: Path, own: Path) -> None:
+def test_numbers_of_numpy_and_torch_are_taken(recipe, own):
     for number in ("numpy.float32", "torch.tensor", "numpy.bool_"):
         own.write_text(f"import numpy, torch\n{RIGHT}".replace("float(", f"{number}("))
         check_reward(load_recipe(recipe, ["reward.kind=python", f"reward.path={own}:score"]))
 
 
-def test_scores_of_a_declared_range_are_taken_and_others_refused(recipe: Path, own: Path) -> None:
+def test_scores_of_a_declared_range_are_taken_and_others_refused(recipe, own):
     own.write_text(RIGHT.replace("float(", "3 * float("))
     settings = ["reward.kind=python", f"reward.path={own}:score"]
     check_reward(load_recipe(recipe, [*settings, "reward.scores=[-1, 3]", "reward.correct_above=2.5"]))
@@ -114,11 +108,11 @@ def score(prompt, response, row):
 """
 
 
-def test_what_only_a_models_response_shows_ends_with_exit_code_2_and_may_be_mended(recipe: Path, own: Path) -> None:
+def test_what_only_a_models_response_shows_ends_with_exit_code_2_and_may_be_mended(recipe, own):
     """And responses over the verifier's limits are counted on the screen."""
-    root = own.parent / "run"
     # the policy of the base model is not evaluated, so that nothing was scored when the function fails
-    command = ["train", recipe, "--run-dir", root, "--until", "rollout:0", *reward(f"{own}:score", "eval.every=0")]
+    more = reward(f"{own}:score", "eval.every=0")
+    command = ["train", recipe, "--run-dir", own.parent / "run", "--until", "rollout:0", *more]
     own.write_text(LATE.replace("BODY", 'return row["gold"]'))
     failed = megarl(*command)
     assert failed.returncode == 2 and "KeyError: 'gold' (mine.py, line 4)" in failed.stderr
@@ -132,9 +126,7 @@ def test_what_only_a_models_response_shows_ends_with_exit_code_2_and_may_be_mend
     assert refused.returncode == 2 and f"the reward file {own} has changed" in refused.stderr
 
 
-def test_an_objective_that_fails_in_training_ends_with_exit_code_2(recipe: Path, tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        """
+OBJECTIVE = """
 from dataclasses import dataclass
 from megarl.objectives import OBJECTIVES
 
@@ -147,16 +139,15 @@ class Mine(OBJECTIVES["grpo"]):
 
     fused = False
 """
-    )
-    settings = [f"objective.path={tmp_path}/mine.py:Mine", "schedule.stages=1", "eval.every=0"]
-    found = megarl("train", recipe, "--run-dir", tmp_path / "run", *(p for s in settings for p in ("--set", s)))
+
+
+def test_an_objective_that_fails_in_training_ends_with_exit_code_2(recipe, own, tmp_path):
+    """And a note, that the suite has fewer rows than prompts are asked for, is one line."""
+    own.write_text(OBJECTIVE)
+    (tmp_path / "exam.jsonl").write_text('{"prompt": "a", "answer": "a"}\n')
+    settings = [f"objective.path={own}:Mine", "schedule.stages=1", f"eval.suite={tmp_path}/exam.jsonl"]
+    found = megarl("train", recipe, "--run-dir", tmp_path / "run", *arguments(settings))
     assert found.returncode == 2 and "(mine.py, line 9)" in found.stderr
     assert RunDir.open(tmp_path / "run").stage(0).is_sealed()
-
-
-def test_fewer_rows_than_prompts_is_said_in_one_line(recipe: Path, tmp_path: Path) -> None:
-    (tmp_path / "exam.jsonl").write_text('{"prompt": "a", "answer": "a"}\n')
-    setting = f"eval.suite={tmp_path}/exam.jsonl"
-    run = megarl("train", recipe, "--run-dir", tmp_path / "run", "--until", "rollout:0", "--set", setting)
-    assert "megarl: note: evaluation uses only the 1 distinct prompts" in run.stdout + run.stderr
-    assert "Warning" not in run.stderr and "prompts.py" not in run.stderr
+    assert "megarl: note: evaluation uses only the 1 distinct prompts" in found.stdout + found.stderr
+    assert "Warning" not in found.stderr and "prompts.py" not in found.stderr

@@ -3,16 +3,16 @@
 import numpy as np
 import pytest
 
-from megarl.data.prompts import Prompt
 from megarl.errors import UserError
 from megarl.phases.scoring import PendingGroup, Scoring
 from megarl.recipe.tables import Recipe, RewardTable
 from megarl.rewards import Score
 from megarl.rewards.parts import build_verifier, check_reward, overlong, total, totals
-from megarl.rewards.pool import Limits, VerifierPool
+from megarl.rewards.pool import Limits
 from megarl.storage.metrics.summary import summary
 from megarl.storage.rollouts import Group, Response
-from megarl.storage.shards import Shard, encode
+from tests.data.prompt_sources import write
+from tests.rewards import pooling
 
 SOURCE = """
 def score(prompt, response, row):
@@ -34,46 +34,38 @@ def file(tmp_path):
 
 
 def recipe(tmp_path, model="unused", **reward):
-    data = tmp_path / "p.jsonl"
-    data.write_text('{"prompt": "?", "answer": "42", "level": 3}\n')
+    data = write(tmp_path / "p.jsonl", [{"prompt": "?", "answer": "42", "level": 3}])
     table = {"model": {"path": str(model)}, "data": {"source": "file", "train": str(data)}, "reward": reward}
     return Recipe.model_validate(table)
 
 
-def prompt():
-    return Prompt(0, "?", (1,), "42", {"metadata": {"level": 3}})
-
-
 def scored(settings, texts, tokens=1, finish="stop", seconds=0.5):
     """Score responses with these texts; returns them as they are stored. seconds: of the CPU, for each."""
-    pool = VerifierPool(lambda: build_verifier(settings, None), Limits(seconds=seconds, workers=1))
-    try:
+    with pooling.pool(lambda: build_verifier(settings, None), Limits(seconds=seconds, workers=1)) as pool:
         scoring = Scoring(pool, settings.reward, lambda ids: texts[ids[0]], False, longest=10)
-        group = PendingGroup(0, prompt(), len(texts))
+        group = PendingGroup(0, pooling.prompt_for("42", level=3), len(texts))
         for sample in range(len(texts)):
             tokens_of = np.full(tokens, sample, np.int32), np.zeros(tokens, np.float32)
             scoring.add(group, sample, Response(*tokens_of, 0.0, finish, 0))
         (whole,) = scoring.take_rest()
-    finally:
-        pool.close()
     return whole.responses
 
 
 def test_a_users_own_function_gives_rewards_and_correctness(tmp_path, file, tiny_model):
     settings = recipe(tmp_path, tiny_model, kind="python", path=f"{file}:score")
     check_reward(settings)
-    texts = ["42", "43", "share", "dict", "spin", "42"]
-    responses = scored(settings, texts)
+    responses = scored(settings, ["42", "43", "share", "dict", "spin", "42"])
     assert [r.reward for r in responses] == [1, 0, 0, -2.5, 0, 1], "an endless loop costs only its own reward"
     assert [r.correctness for r in responses] == [1, 0, 0, 1, 0, 1]
+    found = summary([Group(0, np.ones(1, np.int32), tuple(responses))])
+    assert (found["correct/mean"], found["reward/mean"]) == pytest.approx((1 / 2, -1 / 12))
     credit = recipe(tmp_path, kind="python", path=f"{file}:score", partial_credit=True)
     assert [(r.reward, r.correctness) for r in scored(credit, ["share", "dict"])] == [(0.5, 0), (-2.5, 1)]
 
 
-def test_a_function_of_a_part_is_tried_before_the_run(tmp_path):
-    path = tmp_path / "my.py"
-    path.write_text("def score(")
-    part = {"kind": "python", "weight": 1.0, "path": f"{path}:score"}
+def test_a_function_of_a_part_is_tried_before_the_run(tmp_path, file):
+    file.write_text("def score(")
+    part = {"kind": "python", "weight": 1.0, "path": f"{file}:score"}
     with pytest.raises(UserError, match="cannot be loaded: SyntaxError"):
         check_reward(recipe(tmp_path, kind="exact", parts=[part]))
 
@@ -84,12 +76,10 @@ def test_a_function_of_a_part_is_tried_before_the_run(tmp_path):
         ({"kind": "python"}, 'kind = "python" needs path'),
         ({"kind": "python", "path": "my.py"}, "expected FILE.py:FUNCTION"),
         ({"kind": "exact", "path": "my.py:score"}, "path is a setting of kind = 'python'"),
-        ({"kind": "exact", "boxed": True}, "boxed is a setting of kind = 'math'"),
         ({"kind": "exact", "parts": [{"kind": "overlong", "weight": 1.0}]}, "needs buffer"),
         ({"kind": "exact", "parts": [{"kind": "box", "weight": 1.0, "path": "a.py:f"}]}, "has no path"),
         ({"kind": "exact", "parts": [{"kind": "bx", "weight": 1.0}]}, "'box', 'overlong', 'length' or 'python'"),
         ({"kind": "exact", "parts": [{"kind": "overlong", "weight": 1.0, "buffer": 2000}]}, "is more than rollout.max"),
-        ({"kind": "exact", "group": True}, "group is a setting of kind = 'python'"),
         ({"kind": "exat"}, "unknown; did you mean 'exact'"),
         ({"kind": "python", "path": "a.py:f", "scores": [3, -1]}, "the least and the largest"),
         ({"kind": "python", "path": "a.py:f", "correct_above": 2}, "more than the largest score"),
@@ -125,20 +115,6 @@ def test_the_overlong_penalty_is_that_of_dapo():
     table = RewardTable.model_validate({"kind": "exact", "parts": parts})
     assert total(Score(1.0), 18, table, 20) == (0.0, 1.0)
     assert total(Score(1.0), 1, table.model_copy(update={"weight": 0.9}), 20) == (0.9, 1.0)
-
-
-def test_correctness_and_reward_are_stored_separately(tmp_path):
-    def response(reward, correct):
-        return Response(np.ones(2, np.int32), -np.ones(2, np.float32), reward, "stop", 0, correct=correct)
-
-    group = Group(0, np.ones(1, np.int32), (response(1.1, 1.0), response(0.0, None), response(-0.5, 0.0)))
-    for stored, correct in ((group, [1, 0, 0]), (Group(0, group.prompt_tokens, group.responses[1:2]), [0])):
-        (tmp_path / "shard").write_bytes(encode([stored], "hash", "raw"))
-        found = Shard.open(tmp_path / "shard").group(0).responses
-        assert [(r.reward, r.correct) for r in found] == [(r.reward, r.correct) for r in stored.responses]
-        assert [r.correctness for r in found] == correct
-    assert summary([group])["correct/mean"] == pytest.approx(1 / 3)
-    assert summary([group])["reward/mean"] == pytest.approx(0.2)
 
 
 def test_a_group_is_scored_together(tmp_path, file, tiny_model):

@@ -10,19 +10,12 @@ import pytest
 
 from megarl.errors import UserError
 from megarl.heartbeats import FILE, read_beat
-from megarl.recipe.tables import RewardTable
-from megarl.rewards import Score, exact
-from megarl.rewards.math import Math
+from megarl.rewards import Score
 from megarl.rewards.pool import Limits
-from tests.rewards import hostile, pooling
-from tests.rewards.pooling import generated, prompt_for, score
+from tests.rewards import hostile
+from tests.rewards.pooling import TIGHT, generated, pool, prompt_for, score, scorer
 
-TIGHT = Limits(seconds=0.5, memory=1 << 30, workers=2)
 RIGHT, RIGHT_TEXT = Score(1.0), "so it is $42$"
-
-
-def pool(build, limits=TIGHT):
-    return pooling.pool(build, limits)
 
 
 class Scripted:
@@ -50,7 +43,7 @@ class Scripted:
 
 
 def test_an_answer_that_cannot_be_read_is_wrong_in_a_suite_and_a_mistake_in_training():
-    with pool(lambda: Math(RewardTable(kind="math"))) as verifiers:
+    with pool(lambda: scorer("math")) as verifiers:
         for answer in ("", "$$"):
             exam = replace(prompt_for(answer), entry={"exam": True})
             assert score(verifiers, [(exam, "\\boxed{2}"), (exam, "")]) == [Score(0.0)] * 2
@@ -63,30 +56,20 @@ def workers(verifiers):
 
 
 @pytest.mark.hostile
-def test_hostile_mathematics_scores_0_and_a_right_response_after_it_1():
-    def build():
-        verifier = Math(RewardTable(kind="math"))
-        assert verifier.score(prompt_for("42"), RIGHT_TEXT) == 1.0  # what the first formula loads, workers inherit
-        return verifier
-
-    with pool(build, replace(TIGHT, seconds=0.1)) as verifiers:
-        verdicts = score(verifiers, [(prompt_for("42"), text) for text in (*hostile.MATH, RIGHT_TEXT)])
-    *verdicts, last = verdicts
-    assert [text for text, verdict in zip(hostile.MATH, verdicts, strict=True) if verdict.value] == []
-    assert last == RIGHT
-    assert sum(verdict.over is not None for verdict in verdicts) >= 5
-
-
-@pytest.mark.hostile
-def test_hostile_answers_to_generators_are_wrong_and_a_right_response_after_them_is_right():
-    prompts, verifier = generated(dict.fromkeys(name for name, _ in hostile.GENERATORS))
-    (right,) = prompts["puzzle24"]
-    questions = [(prompts[generator][0], text) for generator, text in hostile.GENERATORS]
-    with pool(lambda: verifier) as verifiers:
-        *verdicts, last = score(verifiers, [*questions, (right, right.answer)])
-    found = zip(hostile.GENERATORS, verdicts, strict=True)
-    assert [question for question, verdict in found if verdict.value > 0.9] == []
-    assert last.value >= 0.999
+@pytest.mark.parametrize("kind", ["math", "reasoning_gym"])
+def test_hostile_responses_are_wrong_and_a_right_one_after_them_is_right(kind):
+    if kind == "math":
+        verifier, last, limits = scorer("math"), (prompt_for("42"), RIGHT_TEXT), replace(TIGHT, seconds=0.1)
+        assert verifier.score(*last) == 1.0  # what the first formula loads, workers inherit
+        questions = [(prompt_for("42"), text) for text in hostile.MATH]
+    else:
+        prompts, verifier = generated(dict.fromkeys(name for name, _ in hostile.GENERATORS))
+        questions = [(prompts[generator][0], text) for generator, text in hostile.GENERATORS]
+        last, limits = (prompts["puzzle24"][0], prompts["puzzle24"][0].answer), TIGHT
+    with pool(lambda: verifier, limits) as verifiers:
+        *verdicts, right = score(verifiers, [*questions, last])
+    assert [text for (_, text), verdict in zip(questions, verdicts, strict=True) if verdict.value > 0.9] == []
+    assert right.value >= 0.999
     assert sum(verdict.over is not None for verdict in verdicts) >= 5
 
 
@@ -156,7 +139,7 @@ def test_a_long_scoring_shows_heartbeats_for_as_long_as_it_may_take(progress, la
 
 def test_mistakes_and_bugs_are_raised_in_the_client():
     with (
-        pool(lambda: exact.build(RewardTable(kind="exact"), None)) as verifiers,
+        pool(lambda: scorer("exact")) as verifiers,
         pytest.raises(UserError, match="has no answer to compare with"),
     ):
         score(verifiers, [(prompt_for(""), "a")])
@@ -175,7 +158,7 @@ def test_mistakes_and_bugs_are_raised_in_the_client():
 
 
 def test_a_closed_pool_leaves_no_process_behind():
-    with pool(Scripted, replace(TIGHT, seconds=3600)) as verifiers:  # so long that both spin at the same time
+    with pool(Scripted, replace(TIGHT, seconds=3600)) as verifiers:  # so that both spin at the same time
         score(verifiers, [(prompt_for("a"), "a")])
         spinning = [verifiers.ask(prompt_for("a"), "spin") for _ in range(2)]
         assert verifiers.verdicts() == []

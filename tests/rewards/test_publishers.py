@@ -5,37 +5,33 @@ response, the publisher's verdict, and the key of `REASONS` where ours is the ot
 """
 
 import json
-from pathlib import Path
 
 import pytest
 
 from megarl.data.formats import enigmata, evalplus, skywork_or1
-from megarl.recipe.tables import RewardTable
-from megarl.rewards.code import Code
-from megarl.rewards.math import Math
 from tests.data.test_formats import COMPARES, LOOP
 from tests.extent import EVERY
-from tests.rewards.pooling import prompt_for
+from tests.rewards.pooling import prompt_for, rows_of, scorer
 
 REASONS = {
     "value": "it compares texts, or values of few forms; megarl compares values",
-    "box": "it reads an answer from \\boxed{...} only; megarl from all forms of a box, or without one",
-    "layout": "a dot, a dollar sign, bold or a unit beside the answer is part of its answer; for megarl it is none",
+    "box": "it reads \\boxed{...} only; megarl all forms of a box, or an answer without one",
+    "layout": "a dot, a dollar sign, bold or a unit beside the answer is part of its answer",
     "digits": "it drops white space, so that 4 2 is 42",
     "braces": "it drops braces, so that 2^{n}-1 is 2^{n-1}",
-    "brackets": "megarl takes (5,-3) and [5,-3], which is no interval, for the same point",
+    "brackets": "megarl takes (5,-3) and [5,-3], which is no interval, for one point",
     "case": "math-verify, which megarl uses, reads R as r",
-    "marker": "it reads what follows '#### ' only, and that as a text; megarl also other writings, or a box",
-    "first": "it reads the first ####, label or (C) that it finds, also in thoughts; megarl the last answer",
-    "line": "it takes the last line of a response without a box, whatever stands there; megarl a formula or a number",
+    "marker": "it reads only what follows '#### ', as a text; megarl also other writings",
+    "first": "it reads the first answer that it finds, also in thoughts; megarl the last",
+    "line": "it takes the last line of a response without a box; megarl a formula or a number",
     "bare": "it reads \\boxed x = 4 to the end of the formula; megarl to the first blank",
     "mixed": "it multiplies 7 and 1/2 in 7\\frac{1}{2}",
-    "percent": "it takes 20 % for none of 20, 20\\% and 0.2 that are written otherwise than its parser expects",
+    "percent": "it takes 20 % for none of 20, 20\\% and 0.2, unless written as its parser expects",
     "interval": "it reads x > 2 as no interval",
     "rounded": "it rounds numbers to six places, and takes all below 1e-15 for 0",
     "sets": "it takes a set or a list for a tuple, or for its only element",
     "base": "it drops the base of a number",
-    "written": "it reads some writings of a choice's label only: Answer: C, (C), or what follows 'The best answer is'",
+    "written": "it reads some writings of a choice's label only, such as Answer: C or (C)",
     "small": "it takes (c) for no label",
     "several": "it takes the first of two choices; for megarl a response with two has none",
     "letters": "it takes the first letter of a word",
@@ -57,18 +53,13 @@ OF_PROGRAMS = {
 }
 
 
-def rows_of(name):
-    lines = Path(__file__).with_name("data").joinpath(f"{name}.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines if not line.startswith("#")]
-
-
 MATHEMATICS = ("math", "gsm8k", "deepscaler", "big_math", "skywork_or1", "math_verify")
 
 
 @pytest.mark.parametrize("name", [*MATHEMATICS, "gpqa", "gpqa_simple_evals", "arc", "arc_agi"])
 def test_the_verdicts_are_the_publishers_but_for_the_listed_ones(name):
     """All rows with a reason, and every third of the others; all of them under `EVERY`."""
-    rows, verifier = rows_of(name), Math(RewardTable(kind="math"))
+    rows, verifier = rows_of(f"data/{name}.jsonl"), scorer("math")
     assert len(rows) >= 300
     assert {reason for *_, reason in (row[3:] for row in rows if row[3:])} <= REASONS.keys()
     rows = [row for n, row in enumerate(rows) if EVERY or row[3:] or n % 3 == 0]
@@ -85,8 +76,8 @@ def prompt_of(gold, name):
 
 
 def test_programs_get_the_verdicts_of_evalplus_but_for_the_listed_ones():
-    """All 327 agree but for those with a reason; these, and every twelfth of the others, run here."""
-    rows, verifier, wrong = rows_of("evalplus"), Code(RewardTable(kind="code")), []
+    """Those with a reason, and every twelfth of the others."""
+    rows, verifier, wrong = rows_of("data/evalplus.jsonl"), scorer("code"), []
     assert len(rows) >= 300
     assert {row[5] for row in rows if row[5:]} == OF_PROGRAMS.keys()
     for kind, inputs, results, program, right, *reason in [row for n, row in enumerate(rows) if row[5:] or n % 12 == 0]:
@@ -105,12 +96,11 @@ def test_programs_get_the_verdicts_of_evalplus_but_for_the_listed_ones():
 def test_enigmatas_verifiers_get_what_they_get_of_published_rows():
     """They read an answer and a meta as JSON where they can, so the verdicts on 330 responses are theirs: the answer in
     a fence, as JSON, without a fence, another one, and another one before it. 79 are right."""
-    rows = rows_of("enigmata")
+    rows = rows_of("data/enigmata.jsonl")
     assert sum(len(verdicts) for *_, verdicts in rows) >= 300
     for task, answer, meta, _ in rows:
         row = enigmata({"prompt": "?", "task_name": task, "answer": answer, "meta": meta})
-        assert (row["task_name"], as_json(row["answer"])) == (task, as_json(answer))
-        assert row["meta"] == as_json(meta)
+        assert (row["task_name"], as_json(row["answer"]), row["meta"]) == (task, as_json(answer), as_json(meta))
 
 
 def as_json(value):

@@ -21,15 +21,14 @@ from megarl.errors import UserError
 from megarl.recipe.tables import RewardTable
 from megarl.rewards import code, cpp, sandbox
 from megarl.rewards.code import Code
-from megarl.rewards.pool import Limits
 from megarl.rewards.sandbox import SandboxError
 from tests.rewards import attacks
-from tests.rewards.pooling import prompt_for, scored
+from tests.rewards.pooling import prompt_for
 
 # low limits, since a dozen programs run until the time limit ends them
 TABLE = RewardTable(kind="code", seconds=1, memory_mb=256)
 HANGING = {"naps", "daemon", "kill others", "right, then hang"}
-SPINNING = {"deaf spin", "spinning threads", "error flood", "exec chain"}
+SPINNING = {"deaf spin", "error flood", "exec chain"}
 SEVERAL = {"output flood", "stack"}  # exceed several limits at about the same time, so any of them may be reported
 
 
@@ -164,68 +163,39 @@ def test_a_sandbox_that_fails_is_an_error_and_gives_no_score(monkeypatch, host):
     with pytest.raises(SandboxError, match="stat /nowhere"):
         verifier().score(prompt_for(tests=attacks.ASSERTIONS), "def answer(n): return 1")
     sandbox.check_sandbox.cache_clear()
-    with pytest.raises(
-        UserError, match=r"cannot be run in a sandbox here .failed stat /nowhere.*never run without one"
-    ):
+    with pytest.raises(UserError, match="cannot be run in a sandbox here .failed stat /nowhere.*never run without one"):
         sandbox.check_sandbox()
 
 
-def test_a_program_whose_sandbox_is_killed_from_outside_is_run_again(host):
+def test_a_program_whose_sandbox_is_killed_from_outside_is_run_again(host, monkeypatch):
     """It is run again only once; a second kill is an error."""
     slow, endless = (program(f"import time\ntime.sleep({seconds})\nwon()", host) for seconds in (0.2, 10_000))
-    judge = verifier()
-    judge._limits = replace(judge._limits, asleep=60.0)
-    kill = subprocess.Popen.__init__
+    start = subprocess.Popen.__init__
     killed = []
 
     def killing(self, *arguments, **named):
-        kill(self, *arguments, **named)
+        start(self, *arguments, **named)
         if len(killed) < most:
             killed.append(self.pid)
             os.kill(self.pid, signal.SIGKILL)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(subprocess.Popen, "__init__", killing)
-        most = 1
-        assert judge.score(question_for(host), slow).value == 1
-        most = 3
-        with pytest.raises(SandboxError, match="launcher was killed from outside"):
-            judge.score(question_for(host), endless)
+    monkeypatch.setattr(subprocess.Popen, "__init__", killing)
+    most = 1
+    assert verifier().score(question_for(host), slow).value == 1
+    most = 3
+    with pytest.raises(SandboxError, match="launcher was killed from outside"):
+        verifier().score(question_for(host), endless)
     assert len(killed) == 3
 
 
-LATE_PRCTL = """#include <sys/prctl.h>
-#include <unistd.h>
-template <class... Arguments> int late(Arguments... arguments) { usleep(300000); return prctl(arguments...); }
-#define prctl late
-"""
-
-
-def test_nothing_outlives_a_launcher_that_is_killed_while_it_starts_the_sandbox(tmp_path, monkeypatch):
-    """Even if the sandbox's first process is so late that it asks for the launcher's death only after it."""
-    (tmp_path / "late.h").write_text(LATE_PRCTL)
-    sources = sorted((Path(__file__).parents[2] / "csrc/sandbox").glob("*.cpp"))
-    late = tmp_path / "megarl_sandbox"
-    subprocess.run(["g++", "-std=c++17", "-include", tmp_path / "late.h", *sources, "-o", late], check=True)
-    monkeypatch.setattr(sandbox, "launcher", lambda: late)
+def test_nothing_outlives_a_launcher_that_is_killed():
     endless = sandbox.Program(sandbox.python_command("-c", "while True: pass"), {})
     with sandbox._sealed(b"") as nothing, sandbox.Run(endless, sandbox.Limits(seconds=1000), nothing) as running:
         launcher = psutil.Process(running._supervisor.pid)
         while not (children := launcher.children()):
             time.sleep(0.01)
-        time.sleep(0.1)  # the launcher has nothing left to do but to wait
         launcher.kill()
         assert not psutil.wait_procs(children, timeout=60)[1]
-
-
-def test_hostile_programs_do_not_change_the_rewards_of_others(host):
-    """In the pool, beside programs that hang, fork or take memory, right programs score 1 and wrong ones 0."""
-    right, wrong = program("won()", host), program("print(1)", host)
-    hostile = [program(attacks.PROGRAMS[name], host) for name in ("fork bomb", "memory", "naps", "deaf spin", "disk")]
-    texts = [text for bad in hostile for text in (right, bad, wrong)]
-    found = scored(lambda: verifier(3.0), Limits(workers=2), [(question_for(host), text) for text in texts])
-    assert [verdict.value for verdict in found] == [1, 0, 0] * 5
-    assert [verdict.over for verdict in found[1::3]] == [None, None, "asleep", "time", None]
 
 
 @pytest.mark.parametrize("test", ["all(map({}, [7]))", "[*filter({}, [7])] == []", "[*zip(map({}, [7]))] == []"])

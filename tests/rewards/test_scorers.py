@@ -5,20 +5,14 @@ the five responses below: 1 for right. verl 0.7.0: math_dapo and prime_math; Qwe
 evaluation, with the suite "math".
 """
 
-import importlib
-import json
-from pathlib import Path
-
 import pytest
 
-from megarl.recipe.names import VERIFIERS
-from megarl.recipe.tables import RewardTable
 from megarl.rewards.answers import COMPARED, answer_of
 from megarl.rewards.dapo import normalised
 from tests.extent import EVERY
-from tests.rewards.pooling import prompt_for
+from tests.rewards.pooling import prompt_for, rows_of, scorer
 
-ROWS = [json.loads(line) for line in Path(__file__).with_name("scorers.jsonl").read_text().splitlines()]
+ROWS = rows_of("scorers.jsonl")
 WRITINGS = (
     "So we get $\\boxed{GOLD}$.",
     "Therefore\nAnswer: GOLD",
@@ -26,10 +20,6 @@ WRITINGS = (
     "It follows that the answer is $OTHER$.",
     "The answer is \\boxed{WRONG}\nAnswer: WRONG",
 )
-
-
-def scorer(kind):
-    return importlib.import_module(VERIFIERS[kind]).build(RewardTable(kind=kind), None)
 
 
 @pytest.mark.parametrize("kind", ["dapo", "prime_math", "qwen_math"])
@@ -47,42 +37,18 @@ def test_a_named_scorer_agrees_with_its_original(kind):
     assert len(differences) <= 0.01 * len(rows) * len(WRITINGS), differences
 
 
-LONG = "+".join(f"x_{{{number}}}" for number in range(300))
-
-
-@pytest.mark.parametrize(
-    ("gold", "response", "right"),
-    [
-        ("x-4", "Therefore, the answer is $x-4$.", True),
-        ("1 / 6", "Therefore, the answer is $1 / 6$.", True),
-        ("-2,10", "Let $n = 4$.\n\nAnswer: $-2,10$", True),
-        ("35,000", "Let $n = 4$.\n\nAnswer: $35,000$", True),
-        ("5.3e3", "Hence the answer is $5.3e3$ meters.\nAnswer: $5.3e3$ meters", True),
-        ("x=9", "Let $n = 4$.\n\nAnswer: $x=9$", False),
-        ("4^{\\circ}", "Therefore, the answer is $4^{\\circ}$.", False),
-        ("\\frac{\\cos (2 t)}{15}", "Therefore, the answer is $\\frac{\\cos (2 t)}{15}$.", False),
-        (LONG, f"\\boxed{{{LONG}}}", True),
-        (LONG, f"\\boxed{{{LONG}+1}}", False),
-    ],
-)
-def test_prime_math_reads_sentences_and_dollars_as_the_original_does(gold, response, right):
-    """Some of its verdicts are mistakes."""
-    assert scorer("prime_math").score(prompt_for(gold), response) == float(right)
+def test_prime_math_compares_long_formulas_as_text():
+    long = "+".join(f"x_{{{number}}}" for number in range(300))
+    assert scorer("prime_math").score(prompt_for(long), f"\\boxed{{{long}}}") == 1
+    assert scorer("prime_math").score(prompt_for(long), f"\\boxed{{{long}+1}}") == 0
 
 
 @pytest.mark.parametrize(
     ("gold", "response", "right"),
     [
         ("42", "ANSWER :\n\n42", True),
-        ("42", "Answer: $42$.", True),
         ("42", "Answer: 41\nwait\nAnswer: 42\nas claimed", True),
-        ("42", "Answer: x = 42 dollars", True),
-        ("1234", "Answer: 1,234", True),
-        ("\\frac{1}{2}", "Answer: \\frac12", True),
         ("\\sqrt{2}", "Answer: $\\sqrt2$", True),
-        ("42", "Answer: \\boxed{42}", True),
-        ("42", "\\boxed{42}", False),
-        ("42", "the answer is 42", False),
         ("42", "Answer: 42.", False),
         ("42", "Answer: 42" + " " * 300, False),
         ("0.5", "Answer: 1/2", False),

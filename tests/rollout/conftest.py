@@ -1,11 +1,7 @@
-import concurrent.futures
-import multiprocessing
-
 import pytest
 
 from megarl.rollout import build_engine, engine_module
 from tests.helpers import children
-from tests.rollout.actor_scores import scores
 from tests.rollout.engines import BOTH, CONTEXT, OWN_OPTION, TOGETHER, stage_recipe
 from tests.rollout.tiny_models import save
 
@@ -17,7 +13,7 @@ def moe_dir(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory):
-    """{family: directories of two models}. Their heads have the size 32, the smallest that vLLM serves on a CPU."""
+    """{family: directories of two models}, with heads of 32, the smallest of vLLM on a CPU."""
     folder = tmp_path_factory.mktemp("models")
     families = ("qwen3_moe", "qwen3")
     return {
@@ -25,19 +21,11 @@ def models(tmp_path_factory):
     }
 
 
-@pytest.fixture(scope="session")
-def actor():
-    """`actor_scores.scores` in another process, which serves all tests."""
-    with concurrent.futures.ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
-        yield lambda *arguments: pool.submit(scores, *arguments).result()
-
-
 @pytest.fixture(scope="session", params=BOTH)
-def engine(request, models, actor):
+def engine(request, models):
     """A running engine, started with the first model of a family as version 3. Tests may leave the other model in it.
 
-    All tests of the session that use this engine share it. After it is closed none of its processes may be left;
-    processes that ``actor`` or the fixtures of other tests started, before or after it, are not counted.
+    All tests that use this engine share it. After it is closed none of its processes may be left.
     """
     name, family = request.param
     model, before = models[family][0], children()

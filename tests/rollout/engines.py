@@ -1,4 +1,4 @@
-"""Shared by the tests of all engines: which engines and models to test, recipes, requests, and reference log-probs."""
+"""Shared by the tests of all engines: models, recipes, requests, reference log-probs."""
 
 import functools
 from pathlib import Path
@@ -23,7 +23,7 @@ OWN_OPTION = {"vllm": {"max_logprobs": 7}, "sglang": {"max_prefill_tokens": 5000
 
 
 def started(family, *names):
-    """Parameters of the fixture `engine`: (engine, model family), with the mark of an engine that may be missing."""
+    """Parameters of the fixture `engine`, (engine, model family), with the mark of the engine."""
     marks = {"vllm": pytest.mark.vllm, "sglang": pytest.mark.sglang}
     names = names or tuple(ENGINES)
     return [
@@ -42,7 +42,7 @@ def on(parameters):
 
 
 def stage_recipe(engine, **tables):
-    """A recipe whose rollouts ``engine`` generates, by default on a CPU; ``tables`` must contain at least "model"."""
+    """A recipe whose rollouts ``engine`` generates; ``tables`` must contain at least "model"."""
     data = {"source": "reasoning_gym", "train": "spell_backward", "options": {"min_word_len": 3, "max_word_len": 8}}
     rollout = {"engine": engine, "max_response_tokens": LONG, "responses_per_prompt": 3, "groups_per_chunk": 2}
     return parse_recipe(
@@ -71,7 +71,7 @@ def by_response(completions):
 
 
 def generate(engine, prompts, how):
-    """Serve one request; returns its completions as `by_response`, in the order in which they ended."""
+    """The completions of one request as `by_response`, in the order in which they ended."""
     return by_response(answers(engine, Request(prompts, how)))
 
 
@@ -109,7 +109,7 @@ def other_policy(engine):
 
 @torch.inference_mode()
 def hugging_face(path, prompt, tokens, temperature=1.0):
-    """[n, V] float32: log-probs of the vocabulary at each token of a response, in one pass, without cache or batch."""
+    """[n, V] float32: log-probs of the vocabulary at each token of a response, without a cache."""
     logits = _model(path)(torch.tensor([[*prompt, *map(int, tokens)]]), use_cache=False).logits
     return (logits[0, len(prompt) - 1 : -1].float() / temperature).log_softmax(-1)
 

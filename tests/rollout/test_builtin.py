@@ -1,16 +1,20 @@
 """The built-in engine's own behaviour: its random numbers, the order of responses, bitwise repeatability."""
 
 import gc
+import json
+import os
+import shutil
 import weakref
 
 import numpy as np
 import pytest
 import torch
 
+from megarl.errors import UserError
 from megarl.rollout.builtin import DRAWS, BuiltinEngine, _Decoder
 from megarl.rollout.engine import Request
 from tests.rollout.engines import PROMPTS, by_response, generate, hugging_face, hugging_face_logprobs, sampling, serve
-from tests.rollout.tiny_models import save
+from tests.rollout.tiny_models import changed, save
 
 STOP = (1, 6, 17)
 
@@ -25,11 +29,11 @@ def test_sliding_windows_and_recurrent_states_are_kept_while_decoding(tmp_path, 
         np.testing.assert_allclose(c.logprobs, expected, rtol=0, atol=1e-5)
     (i, _), c = max(table.items(), key=lambda item: len(PROMPTS[item[0][0]]))
     kept, lost = (hugging_face_logprobs(path, prompt, c.tokens) for prompt in (PROMPTS[i], PROMPTS[i][4:]))
-    assert np.abs(kept - lost).max() > 1e-3  # so a state or cache that lost the first tokens would be noticed
+    assert np.abs(kept - lost).max() > 1e-3  # so a cache without the first tokens is noticed
 
 
 def test_tokens_are_the_inverse_cdf_at_the_philox_numbers_of_the_seed(moe_dir):
-    """Compares with an independent implementation of the definition, over more than one block of random numbers."""
+    """Over more than one block of random numbers."""
     request = sampling(PROMPTS[:2], samples=2, tokens=DRAWS + 20, seed=5, temperature=0.7)
     table = generate(BuiltinEngine(moe_dir, 0), PROMPTS[:2], request)
     for (i, k), c in table.items():
@@ -51,27 +55,12 @@ def test_a_prompt_is_computed_once_for_its_group_and_no_response_after_its_end(m
 
 def test_a_token_of_probability_zero_is_never_sampled(moe_dir):
     decoder = _Decoder(BuiltinEngine(moe_dir, 0)._model, Request([[1]], sampling([[1]])), 0)
-    logits = torch.full((4, 39), float("-inf"))
-    logits[:, 5:8] = torch.tensor([1.0, 2.0, 3.0])
-    decoder.logits = logits
-    tokens, logprobs, _ = decoder.sample(np.array([0.0, np.nextafter(1.0, 0.0), 0.05, 0.5]))
-    assert tokens.tolist() == [5, 7, 5, 7]
-    expected = torch.tensor([1.0, 2.0, 3.0]).log_softmax(0)
-    np.testing.assert_allclose(logprobs, expected[[0, 2, 0, 2]], atol=1e-6)
-    # the largest uniform number below 1, with sums of probabilities that round to slightly below or above 1
     decoder.logits = torch.randn(2000, 39, generator=torch.Generator().manual_seed(0))
-    decoder.logits[:, 35:] = float("-inf")
-    tokens, _, _ = decoder.sample(np.full(2000, np.nextafter(1.0, 0.0)))
-    assert set(tokens.tolist()) == {34}
-
-
-def test_the_same_chunk_gives_the_same_bytes(moe_dir):
-    prompts = PROMPTS * 8
-    how = sampling(prompts, samples=4, stop=STOP)
-    one, other = (generate(BuiltinEngine(moe_dir, 0), prompts, how) for _ in range(2))
-    assert {key: c.tokens.tobytes() + c.logprobs.tobytes() for key, c in one.items()} == {
-        key: c.tokens.tobytes() + c.logprobs.tobytes() for key, c in other.items()
-    }
+    decoder.logits[:, :5] = decoder.logits[:, 35:] = float("-inf")
+    # the extreme uniform numbers, with sums of probabilities that round to slightly below or above 1
+    for uniform, token in ((0.0, 5), (np.nextafter(1.0, 0.0), 34)):
+        tokens, _, _ = decoder.sample(np.full(2000, uniform))
+        assert set(tokens.tolist()) == {token}
 
 
 def test_requests_are_served_one_after_another_with_the_same_results_as_alone(moe_dir):
@@ -90,22 +79,10 @@ def test_requests_are_served_one_after_another_with_the_same_results_as_alone(mo
     for number, request in enumerate(requests):
         mine = by_response(c for n, c in served if n == number)
         alone = generate(engine, request.prompts, request.sampling)
-        assert {k: (c.tokens.tolist(), c.logprobs.tobytes()) for k, c in mine.items()} == {
-            k: (c.tokens.tolist(), c.logprobs.tobytes()) for k, c in alone.items()
-        }
-
-
-def test_tokens_of_responses_that_are_being_decoded_are_counted(moe_dir):
-    """Those of a prefix and those of responses that have ended are not among them."""
-    engine = BuiltinEngine(moe_dir, 0)
-    prefixes = tuple((2,) * k for k in range(3 * len(PROMPTS)))
-    engine.submit(0, Request(PROMPTS, sampling(PROMPTS, tokens=20, budget=4, prefixes=prefixes)))
-    assert engine.decoding_tokens == 0
-    steps = [len(engine.step()) for _ in range(6)]
-    assert sum(steps) > 0
-    counted = engine.decoding_tokens
-    assert counted == sum(len(completion.tokens) for _, completion in engine.interrupt()) > 0
-    assert engine.decoding_tokens == 0
+        found, expected = (
+            {k: c.tokens.tobytes() + c.logprobs.tobytes() for k, c in each.items()} for each in (mine, alone)
+        )
+        assert found == expected
 
 
 def test_sleep_frees_the_weights(moe_dir):
@@ -114,3 +91,40 @@ def test_sleep_frees_the_weights(moe_dir):
     engine.sleep()
     gc.collect()
     assert weights() is None
+
+
+def tensors(change):
+    return lambda path: changed(path, change)
+
+
+def config(**settings):
+    def damage(path):
+        file = path / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | settings))
+
+    return damage
+
+
+EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: (path / "config.json").unlink(), "has no config.json"),
+        (lambda path: (path / "config.json").write_text("{"), "cannot load the policy"),
+        (lambda path: (path / "model.safetensors").unlink(), "cannot load the policy.*model.safetensors"),
+        (lambda path: os.truncate(path / "model.safetensors", 9999), "cannot load the policy.*not fully covered"),
+        (tensors(lambda state: state.pop("lm_head.weight")), "missing_keys lm_head.weight"),
+        (tensors(lambda state: state.pop(EXPERT)), "cannot load the policy.*conversion"),
+        (tensors(lambda state: state.update(stray=torch.zeros(3))), "unexpected_keys stray"),
+        (tensors(lambda state: state.update({"lm_head.weight": torch.zeros(40, 64)})), "mismatched_keys .*lm_head"),
+        (config(model_type="nonesuch"), "cannot load the policy.*nonesuch"),
+        (config(model_type="x", auto_map={"AutoConfig": "code.C"}), "cannot load the policy.*custom code"),
+    ],
+)
+def test_a_damaged_policy_directory_is_refused_with_its_damage(moe_dir, tmp_path, damage, message):
+    """transformers would fill in missing weights at random."""
+    damage(path := shutil.copytree(moe_dir, tmp_path / "policy"))
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        BuiltinEngine(path, 0)

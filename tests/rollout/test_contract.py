@@ -1,6 +1,6 @@
-"""The contract of all rollout engines, tested on the real ones: log-probs, seeds, limits, queue, interruption, weights.
+"""The contract of all rollout engines: log-probs, seeds, limits, queue, interruption, weights.
 
-Each engine's own behaviour is tested in a file of its own. All tests share one running engine for each model.
+All tests share one running engine for each model.
 """
 
 import itertools
@@ -36,37 +36,36 @@ from tests.rollout.engines import (
 )
 
 CONTINUOUS = started("qwen3_moe", "vllm", "sglang")
-AGAINST_HUGGING_FACE = {"builtin": 1e-5}  # nats: it runs transformers' model, only with a cache and in batches
+AGAINST_HUGGING_FACE = {"builtin": 1e-5}  # nats: it runs transformers' model
 LENGTHS_WHEN_LATE = {"builtin": {2}, "vllm": {1}, "sglang": set(range(1, LONG))}  # tokens; at least one
 
 
 @on(BOTH)
-def test_log_probs_match_the_actor_and_hugging_face_and_experts_match_the_actor(engine, actor, name, records_experts):
+def test_log_probs_are_those_of_transformers_and_of_the_engines_own_scores(engine, name, records_experts):
     table = generate(engine, PROMPTS, sampling(PROMPTS, stop=(1, 6, 17)))
     assert sorted(table) == [(i, k) for i in range(len(PROMPTS)) for k in range(3)]
     sequences = [PROMPTS[i] + c.tokens.tolist() for (i, _), c in table.items()]
-    of_actor, scored = actor(engine.policy_dir, sequences), engine.score(sequences)
-    for c, (logprobs, experts), own in zip(table.values(), of_actor, scored, strict=True):
+    for c, sequence, own in zip(table.values(), sequences, engine.score(sequences), strict=True):
         assert (c.tokens.dtype, c.logprobs.dtype) == (np.int32, np.float32)
         assert c.policy_version == engine.version
-        length = len(c.tokens)
-        expected = hugging_face_logprobs(engine.policy_dir, PROMPTS[c.prompt], c.tokens)
-        np.testing.assert_allclose(c.logprobs, expected, rtol=0, atol=AGAINST_HUGGING_FACE.get(name, TOLERANCE))
-        np.testing.assert_allclose(c.logprobs, logprobs[-length:], rtol=0, atol=TOLERANCE)
-        np.testing.assert_allclose(c.logprobs, own[-length:], rtol=0, atol=TOLERANCE)
-        np.testing.assert_allclose(own, logprobs, rtol=0, atol=TOLERANCE)
-        if records_experts:
-            assert c.routed_experts.dtype == np.int8
-            np.testing.assert_array_equal(np.sort(c.routed_experts), np.sort(experts))
-        else:
-            assert c.routed_experts is None
+        np.testing.assert_allclose(c.logprobs, own[-len(c.tokens) :], rtol=0, atol=TOLERANCE)
+        expected = hugging_face_logprobs(engine.policy_dir, sequence[:1], sequence[1:])
+        np.testing.assert_allclose(own, expected, rtol=0, atol=TOLERANCE)
+        assert (c.routed_experts is not None) == records_experts
+    check(engine, PROMPTS, table.values(), AGAINST_HUGGING_FACE.get(name, TOLERANCE))
+
+
+def check(engine, prompts, completions, tolerance=TOLERANCE, temperature=1.0):
+    """Compare log-probs of completions with those of transformers."""
+    for c in completions:
+        expected = hugging_face_logprobs(engine.policy_dir, prompts[c.prompt], c.tokens, temperature)
+        np.testing.assert_allclose(c.logprobs, expected, rtol=0, atol=tolerance)
 
 
 @on(MOE)
 def test_log_probs_are_of_the_distribution_that_was_sampled(engine, name):
-    for c in generate(engine, PROMPTS, sampling(PROMPTS, temperature=0.7)).values():
-        expected = hugging_face_logprobs(engine.policy_dir, PROMPTS[c.prompt], c.tokens, 0.7)
-        np.testing.assert_allclose(c.logprobs, expected, rtol=0, atol=AGAINST_HUGGING_FACE.get(name, TOLERANCE))
+    table = generate(engine, PROMPTS, sampling(PROMPTS, temperature=0.7))
+    check(engine, PROMPTS, table.values(), AGAINST_HUGGING_FACE.get(name, TOLERANCE), 0.7)
 
 
 @on(MOE)
@@ -91,22 +90,18 @@ def test_top_p_samples_only_from_the_smallest_set_of_tokens_with_that_probabilit
 
 @on(MOE)
 def test_temperature_0_takes_the_most_probable_token(engine, name):
-    for c in generate(engine, PROMPTS, sampling(PROMPTS, samples=2, temperature=0.0)).values():
-        everything = hugging_face(engine.policy_dir, PROMPTS[c.prompt], c.tokens)
-        best, tokens = everything.max(-1)
-        assert c.tokens.tolist() == tokens.tolist()
-        np.testing.assert_allclose(c.logprobs, best.numpy(), rtol=0, atol=TOLERANCE)
+    table = generate(engine, PROMPTS, sampling(PROMPTS, samples=2, temperature=0.0))
+    for c in table.values():
+        assert c.tokens.tolist() == hugging_face(engine.policy_dir, PROMPTS[c.prompt], c.tokens).argmax(-1).tolist()
+    check(engine, PROMPTS, table.values())
 
 
 @on(CONTINUOUS)
 def test_nothing_listens_beyond_loopback(engine):
-    beyond = [
-        connection
-        for process in (psutil.Process(), *psutil.Process().children(recursive=True))
-        for connection in process.net_connections("inet")
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.ip not in ("127.0.0.1", "::1")
-    ]
-    assert beyond == []
+    processes = (psutil.Process(), *psutil.Process().children(recursive=True))
+    found = [connection for process in processes for connection in process.net_connections("inet")]
+    listening = [connection.laddr.ip for connection in found if connection.status == psutil.CONN_LISTEN]
+    assert set(listening) <= {"127.0.0.1", "::1"}
 
 
 @on(MOE)
@@ -117,8 +112,7 @@ def test_a_response_depends_on_its_own_seed_alone(engine):
     assert len({tuple(c.tokens) for c in forward.values()}) == 6
     backward = generate(engine, [[8]], Sampling(1.0, 10, 6, (), request.seeds[::-1]))
     alone = generate(engine, [[8]], Sampling(1.0, 10, 1, (), request.seeds[2:3]))
-    for k in range(6):
-        assert backward[0, 5 - k].tokens.tolist() == forward[0, k].tokens.tolist()
+    assert all(backward[0, 5 - k].tokens.tolist() == forward[0, k].tokens.tolist() for k in range(6))
     assert alone[0, 0].tokens.tolist() == forward[0, 2].tokens.tolist()
 
 
@@ -138,7 +132,7 @@ def test_a_response_ends_at_a_stop_token_or_at_the_token_limit(engine, name):
 
 
 def positions(name):
-    """The engine's context length in tokens: the model's positions, or the longest sequence that the recipe allows."""
+    """The engine's context length: the model's positions, or the longest sequence of the recipe."""
     return 128 if name == "builtin" else CONTEXT
 
 
@@ -171,7 +165,7 @@ def test_interrupted_responses_are_continued(engine, name, records_experts, monk
 
 @on(MOE)
 def test_a_budget_limits_the_tokens_that_a_request_adds(engine, name):
-    """It does not count the prefix of a response. The limit of the whole response, ``max_tokens``, still holds."""
+    """The prefix of a response is not counted; ``max_tokens``, of the whole response, still holds."""
     prompts = PROMPTS[:2]
     begun = generate(engine, prompts, sampling(prompts, tokens=9, budget=4))
     assert {(len(c.tokens), c.finish_reason) for c in begun.values()} == {(4, "length")}
@@ -180,11 +174,8 @@ def test_a_budget_limits_the_tokens_that_a_request_adds(engine, name):
     for prefix, key in zip(prefixes, sorted(begun), strict=True):
         c = rest[key]
         assert (len(c.tokens), c.finish_reason) == (min(4, 6 - len(prefix)), "length")
-        whole = [*prefix, *c.tokens.tolist()]
-        expected = hugging_face_logprobs(engine.policy_dir, prompts[key[0]], whole)[len(prefix) :]
-        np.testing.assert_allclose(c.logprobs, expected, rtol=0, atol=TOLERANCE)
         if name != "vllm":
-            assert whole[:4] == begun[key].tokens.tolist()
+            assert [*prefix, *c.tokens.tolist()][:4] == begun[key].tokens.tolist()
 
 
 def midway(engine, name, monkeypatch):
@@ -217,6 +208,7 @@ def test_the_timeout_of_a_queued_response_is_counted_from_its_first_token(engine
     prompts = PROMPTS[:4]
     asked = sampling(prompts, tokens=12, timeout=100.0)
     assert len(generate(engine, prompts, asked)) == 12
+    assert TOGETHER * CONTEXT <= engine.cache_tokens < 2 * TOGETHER * CONTEXT
     assert sum(begun[0]) <= TOGETHER < len(begun[0]) == 12
     assert any(running and all(running) for running in begun)
 
@@ -228,9 +220,7 @@ def test_a_response_that_takes_too_long_is_cut_off(engine, name):
     assert len(cut) == 3 * len(prompts)
     assert {c.finish_reason for c in cut.values()} == {"timeout"}
     assert {len(c.tokens) for c in cut.values()} <= LENGTHS_WHEN_LATE[name]
-    for c in cut.values():
-        expected = hugging_face_logprobs(engine.policy_dir, prompts[c.prompt], c.tokens)
-        np.testing.assert_allclose(c.logprobs, expected, rtol=0, atol=TOLERANCE)
+    check(engine, prompts, cut.values())
 
 
 @on(MOE)
@@ -273,8 +263,7 @@ def test_the_engine_has_the_weights_that_were_loaded_last(engine):
     assert measure_drift(engine, second).max < TOLERANCE
     (c,) = generate(engine, [[8]], sampling([[8]], samples=1)).values()
     assert c.policy_version == 7
-    expected = hugging_face_logprobs(engine.policy_dir, [8], c.tokens)
-    np.testing.assert_allclose(c.logprobs, expected, rtol=0, atol=TOLERANCE)
+    check(engine, [[8]], [c])
 
 
 @on(MOE)
@@ -283,14 +272,7 @@ def test_loading_weights_drops_cached_prompts(engine):
     prompt = [token % 39 for token in range(80)]
     for policy in (engine.policy_dir, other_policy(engine)):
         engine.load_weights(policy, 5)
-        for c in generate(engine, [prompt], sampling([prompt])).values():
-            expected = hugging_face_logprobs(policy, prompt, c.tokens)
-            np.testing.assert_allclose(c.logprobs, expected, rtol=0, atol=TOLERANCE)
-
-
-@on(CONTINUOUS)
-def test_the_cache_holds_as_many_responses_as_may_run(engine):
-    assert TOGETHER * CONTEXT <= engine.cache_tokens < 2 * TOGETHER * CONTEXT
+        check(engine, [prompt], generate(engine, [prompt], sampling([prompt])).values())
 
 
 @on(started("qwen3_moe", "builtin", "sglang"))  # for vLLM see test_vllm.py

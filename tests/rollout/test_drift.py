@@ -1,4 +1,4 @@
-"""The weight-drift check on the built-in engine: the policy's weights pass, changed weights and NaN do not."""
+"""The weight-drift check: the policy's weights pass, changed weights and NaN do not."""
 
 import hashlib
 import json
@@ -8,7 +8,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from megarl.errors import UserError
@@ -18,7 +17,7 @@ from megarl.rollout.drift import hugging_face_reference, judge, measure_drift
 from megarl.rollout.engine import EngineFault
 from megarl.storage.policies import PolicyInfo, Reference, cut_text, read_reference, write_info, write_reference
 from tests.rollout.engines import reference_of
-from tests.rollout.tiny_models import save
+from tests.rollout.tiny_models import changed, save
 
 
 @pytest.fixture(scope="module")
@@ -59,23 +58,22 @@ def test_the_tolerance_is_that_of_the_coarser_precision_and_nan_fails(moe_dir, r
 
 
 def test_a_base_model_with_damaged_weights_is_a_mistake_of_the_user(moe_dir, tmp_path):
-    shutil.copytree(moe_dir, damaged := tmp_path / "damaged")
-    weights = load_file(damaged / "model.safetensors")
-    weights["lm_head.weight"][7] = np.nan
-    save_file(weights, damaged / "model.safetensors", {"format": "pt"})
+    damaged = shutil.copytree(moe_dir, tmp_path / "damaged")
+    changed(damaged, lambda weights: weights["lm_head.weight"][7].fill_(np.nan))
     with pytest.raises(UserError, match=f"{damaged} gives log-probs that are not finite"):
         hugging_face_reference(damaged, [[1, 2, 3]])
 
 
+def content(found):
+    arrays = (found.logprobs, found.previous, found.stored)
+    return [[own.tobytes() for own in part] for part in arrays], found.sequences, found.precision
+
+
 def test_a_reference_is_read_as_it_was_written_and_a_damaged_file_is_refused(tmp_path, reference):
     previous = [scores + 1 for scores in reference.logprobs]
-    write_reference(tmp_path, replace(reference, previous=previous, stored=[scores[9:] for scores in previous]))
-    again = read_reference(tmp_path)
-    assert isinstance(again, Reference) and read_reference(tmp_path / "nothing") is None
-    assert [a.tobytes() for a in again.previous] == [b.tobytes() for b in previous]
-    assert [len(a) for a in again.stored] == [len(b) - 9 for b in previous]
-    assert again.sequences == reference.sequences and again.precision == reference.precision
-    assert [a.tobytes() for a in again.logprobs] == [b.tobytes() for b in reference.logprobs]
+    written = replace(reference, previous=previous, stored=[scores[9:] for scores in previous])
+    write_reference(tmp_path, written)
+    assert content(read_reference(tmp_path)) == content(written) and read_reference(tmp_path / "nothing") is None
     fields = json.loads((tmp_path / "reference.json").read_text())
     damages = ({"previous": [[0.0]]}, {"previous": 7}, {"logprobs": [[0.0]]})
     for damaged in ("{", *(json.dumps(fields | damage) for damage in damages)):
@@ -96,13 +94,13 @@ def test_sampled_log_probs_that_differ_from_the_engines_own_scores_are_noticed(m
     step = engine.step
     engine.step = lambda: [(number, replace(one, logprobs=one.logprobs * 0)) for number, one in step()]
     with pytest.raises(
-        EngineFault, match="log-probs that the engine returns for tokens it samples differ from its own scores"
+        EngineFault, match="log-probs that the engine returns for tokens it samples differ from its own"
     ):
         measure_drift(engine, reference)
 
 
 class IgnoresLoads(BuiltinEngine):
-    """An engine on which loading weights in place has no effect, with a checksum of its weights as SGLang has."""
+    """Loading weights in place has no effect on it; it has a checksum of its weights, as SGLang."""
 
     def load_weights(self, policy_dir, version):
         if self._model is None:
@@ -115,11 +113,8 @@ class IgnoresLoads(BuiltinEngine):
 
 def test_stale_weights_are_noticed_by_their_checksum_however_similar_they_are(moe_dir, tmp_path):
     """The policy has changed by less than the comparison of log-probs can show."""
-    shutil.copytree(moe_dir, moved := tmp_path / "moved")
-    weights = load_file(moved / "model.safetensors")
-    weights["lm_head.weight"] *= 1 + 1e-6
-    save_file(weights, moved / "model.safetensors", {"format": "pt"})
-    shutil.copytree(moe_dir, first := tmp_path / "first")
+    first, moved = (shutil.copytree(moe_dir, tmp_path / name) for name in ("first", "moved"))
+    changed(moved, lambda weights: weights["lm_head.weight"].mul_(1 + 1e-6))
     for number, path in enumerate((first, moved)):
         write_info(path, PolicyInfo(number, f"hash {number}"))
         write_reference(path, reference_of(path))
@@ -137,35 +132,35 @@ def test_stale_weights_are_noticed_by_their_checksum_however_similar_they_are(mo
     assert worker.check_drift(moved, None).checksum == worker.checksum
 
 
-NOISE_OF_RESPONSES, NOISE_OF_PROMPTS, TOKENS, PROMPT = 0.012, 0.05, 512, 400
+TOKENS, PROMPT = 512, 400
+# nats: the mean distances of an engine in bfloat16, on prompts and on responses; one update moves a token by .01
+NOISE = np.where(np.arange(TOKENS - 1) < PROMPT - 1, 0.05, 0.012)
+
+
+def noisy(logprobs, seed, spread):
+    rng = np.random.default_rng(seed)
+    return [(own + spread * rng.normal(size=len(own))).astype(np.float32) for own in logprobs]
 
 
 def rounded(logprobs, seed):
-    """Log-probs by an engine in bfloat16: off by the mean distances of responses and of prompts."""
-    rng, moved = np.random.default_rng(seed), []
-    for own in logprobs:
-        mean = np.where(np.arange(len(own)) < PROMPT - 1, NOISE_OF_PROMPTS, NOISE_OF_RESPONSES)
-        moved.append((own + rng.normal(size=len(own)) * mean * np.sqrt(np.pi / 2)).astype(np.float32))
-    return moved
+    return noisy(logprobs, seed, NOISE * np.sqrt(np.pi / 2))
 
 
-def updated(logprobs, seed, updates=1):
-    """Log-probs after ``updates`` updates, each of which moves a token by .01 nats."""
-    rng = np.random.default_rng(seed)
-    return [(own + 0.01 * updates**0.5 * rng.normal(size=len(own))).astype(np.float32) for own in logprobs]
+def updated(logprobs, seed, updates):
+    return noisy(logprobs, seed, 0.01 * updates**0.5)
 
 
 def test_prompts_may_be_further_off_than_responses_and_old_weights_may_not():
-    """The engine's distance on responses, from which the limit is derived, is a quarter of that on prompts."""
+    """The limit is derived from the engine's distance on responses, a quarter of that on prompts."""
     rng = np.random.default_rng(0)
     sequences = rng.integers(39, size=(32, TOKENS)).tolist()
     first = [rng.normal(-1, 0.5, TOKENS - 1).astype(np.float32) for _ in sequences]
-    before = updated(first, 1, updates=124)  # engines may have the first policy, or one of four updates before
+    before = updated(first, 1, updates=124)  # the first policy is far behind
     new = updated(before, 2, updates=4)
     stored = [scores[PROMPT - 1 :] for scores in rounded(first, 3)]
     reference = Reference(sequences, new, "bfloat16", first, stored)
     drift = judge(rounded(new, 4), reference, "bfloat16")
-    assert drift.tokens == 32 * (TOKENS - PROMPT) and drift.mean == pytest.approx(NOISE_OF_RESPONSES, rel=0.05)
+    assert drift.tokens == 32 * (TOKENS - PROMPT) and drift.mean == pytest.approx(0.012, rel=0.05)
     recent = replace(reference, previous=before, stored=[scores[PROMPT - 1 :] for scores in rounded(before, 3)])
     judge(rounded(new, 4), recent, "bfloat16")
     with pytest.raises(EngineFault, match="those of the previous policy"):

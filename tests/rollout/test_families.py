@@ -29,21 +29,20 @@ FLASH = DEEPSEEK | {"rope_parameters": FAMILIES["deepseek_v3"]["rope_parameters"
 GPT_OSS = {"rms_norm_eps": 1e-5, "swiglu_limit": 7.0, "intermediate_size": 64}
 
 
+CASES = (
+    ("vllm", "mixtral", {}),
+    ("vllm", "olmoe", {"rms_norm_eps": 1e-5}),  # vLLM 0.32 assumes it of every OLMoE
+    ("vllm", "qwen2_moe", {}),
+    ("vllm", "glm4_moe", {}),
+    ("vllm", "deepseek_v3", DEEPSEEK),
+    ("vllm", "glm4_moe_lite", FLASH),
+    ("vllm", "gpt_oss", GPT_OSS),
+    ("sglang", "mixtral", {}),
+)
+
+
 @pytest.mark.parametrize(
-    ("name", "family", "settings"),
-    [
-        pytest.param(name, *case, marks=getattr(pytest.mark, name))
-        for name, case in (
-            ("vllm", ("mixtral", {})),
-            ("vllm", ("olmoe", {"rms_norm_eps": 1e-5})),  # vLLM 0.32 assumes it of every OLMoE
-            ("vllm", ("qwen2_moe", {})),
-            ("vllm", ("glm4_moe", {})),
-            ("vllm", ("deepseek_v3", DEEPSEEK)),
-            ("vllm", ("glm4_moe_lite", FLASH)),
-            ("vllm", ("gpt_oss", GPT_OSS)),
-            ("sglang", ("mixtral", {})),
-        )
-    ],
+    ("name", "family", "settings"), [pytest.param(*case, marks=getattr(pytest.mark, case[0])) for case in CASES]
 )
 def test_an_engine_computes_the_log_probs_of_transformers(tmp_path, name, family, settings):
     make_hf_model(family, **SIZES | settings).save_pretrained(tmp_path)

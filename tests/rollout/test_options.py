@@ -1,4 +1,4 @@
-"""An engine gets the settings of the recipe; its own options are checked by its own argument parser before a start."""
+"""An engine gets the settings of the recipe; its own parser checks its own options."""
 
 import itertools
 
@@ -22,7 +22,7 @@ def test_options_become_arguments():
 
 
 def test_engines_are_started_with_the_settings_of_the_recipe(tmp_path):
-    """Checks a run on GPUs whose second stage has settings of its own, as arguments of vLLM and of SGLang's server."""
+    """Of a run on GPUs whose second stage has settings of its own."""
     gpu = {"model": {"path": "unused"}, "actor": {"backend": "cuda"}}
     rollout = {"memory_fraction": 0.7, "tensor_parallel": 4, "float32_head": False}
     recipe = stage_recipe("vllm", **gpu, rollout=rollout, stages={"1": {"memory_fraction": 0.5, "tensor_parallel": 2}})
@@ -49,88 +49,62 @@ def test_an_option_of_the_recipe_reaches_the_running_engine(engine, name):
         assert engine._server.get("/server_info")[option] == value
 
 
-ENGINES = {
-    "vllm": {
-        "good": {"quantization": "fp8", "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-        "set by megarl": {"tensor_parallel_size": 2},
-        "named": "tensor_parallel_size",
-        "value": {"kv_cache_dtype": "fp7"},
-    },
-    "sglang": {
-        "good": {"quantization": "fp8", "speculative-algorithm": "NGRAM", "enable_deterministic_inference": True},
-        # SGLang's other name of tensor-parallel-size, and who may connect
-        "set by megarl": {"tp_size": 2, "host": "0.0.0.0", "api_key": "0.0.0.0"},
-        "named": "api_key, host, tp_size",
-        "value": {"kv_cache_dtype": "fp7"},
-    },
+OPTIONS = {  # of each engine: some that are taken, and some that megarl sets itself
+    "vllm": (
+        {"quantization": "fp8", "speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+        {"tensor_parallel_size": 2},
+    ),
+    "sglang": (
+        {"quantization": "fp8", "speculative-algorithm": "NGRAM", "enable_deterministic_inference": True},
+        # who may connect, and SGLang's other name of tensor-parallel-size
+        {"api_key": "0.0.0.0", "host": "0.0.0.0", "tp_size": 2},
+    ),
 }
 
 
-@pytest.mark.parametrize("engine", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in ENGINES], ids=str)
+@pytest.mark.parametrize("engine", [pytest.param(name, marks=getattr(pytest.mark, name)) for name in OPTIONS], ids=str)
 def test_options_are_checked_by_the_engines_own_parser(engine, models):
-    hf = read_hf_config(models["qwen3"][0])
+    path, (good, own) = models["qwen3"][0], OPTIONS[engine]
 
     def check(options, backend="cpu"):
-        recipe = stage_recipe(
-            engine,
-            model={"path": str(models["qwen3"][0])},
-            rollout={engine: options},
-            actor={"backend": backend, "kernels": "torch"},
-        )
-        check_engine(recipe, 0, hf)
+        tables = {"model": {"path": str(path)}, "actor": {"backend": backend, "kernels": "torch"}}
+        check_engine(stage_recipe(engine, **tables, rollout={engine: options}), 0, read_hf_config(path))
 
-    cases = ENGINES[engine]
-    check(cases["good"], "cuda")
-    with pytest.raises(
-        UserError, match=rf"\[rollout.{engine}\] {cases['named']}: remove this here, megarl sets it itself"
+    check(good, "cuda")
+    for options, said in (
+        (own, f" {', '.join(own)}: remove this here, megarl sets it itself"),
+        ({"kv_cache_dtype": "fp7"}, ": .*parser refuses --kv-cache-dtype fp7: .*invalid"),
+        ({"quantisation": "fp8"}, ": .*parser refuses --quantisation fp8: .*quantisation"),
     ):
-        check(cases["set by megarl"])
-    with pytest.raises(UserError, match=rf"\[rollout.{engine}\]: .*parser refuses --kv-cache-dtype fp7: .*invalid"):
-        check(cases["value"])
-    with pytest.raises(UserError, match=rf"\[rollout.{engine}\]: .*parser refuses --quantisation fp8: .*quantisation"):
-        check({"quantisation": "fp8"})
+        with pytest.raises(UserError, match=rf"\[rollout.{engine}\]{said}"):
+            check(options)
 
 
-@pytest.mark.vllm
-def test_gated_delta_nets_are_refused_for_vllm_on_a_cpu(tmp_path):
-    hf = read_settings(tmp_path, "qwen3_next", head_dim=32)
-    recipe = stage_recipe("vllm", model={"path": str(tmp_path)})
-    with pytest.raises(UserError, match="engine = 'vllm' on a CPU computes gated delta nets in bfloat16 only"):
-        check_engine(recipe, 0, hf)
-
-
-@pytest.mark.vllm
-def test_latent_attention_without_yarn_is_refused_for_vllm_on_a_cpu(tmp_path):
-    """With YaRN `test_families` compares its log-probs; without, they would be off by more than a nat."""
-    hf = read_settings(tmp_path, "glm4_moe_lite", qk_rope_head_dim=32, head_dim=32)
-    recipe = stage_recipe("vllm", model={"path": str(tmp_path)})
-    with pytest.raises(UserError, match="engine = 'vllm' on a CPU computes latent attention wrongly unless rope_type"):
-        check_engine(recipe, 0, hf)
-
-
-@pytest.mark.vllm
-def test_sigmoid_routing_without_groups_is_refused_for_vllm_on_a_cpu(tmp_path):
-    hf = read_settings(tmp_path, "minimax_m2", head_dim=32)
-    recipe = stage_recipe("vllm", model={"path": str(tmp_path)})
-    with pytest.raises(UserError, match="engine = 'vllm' on a CPU has no sigmoid routing without groups"):
-        check_engine(recipe, 0, hf)
-
-
-@pytest.mark.sglang
-@pytest.mark.parametrize(
-    ("family", "words"),
-    [
-        ("gpt_oss", "attention with sinks"),
-        ("qwen2_moe", "shared experts with a gate"),
-        ("qwen3_5", "gated delta nets"),
-    ],
+ONLY_ON_GPUS = (
+    ("vllm", "qwen3_next", {"head_dim": 32}, "computes gated delta nets in bfloat16 only"),
+    # with YaRN `test_families` compares its log-probs; without, they would be off by more than a nat
+    (
+        "vllm",
+        "glm4_moe_lite",
+        {"qk_rope_head_dim": 32, "head_dim": 32},
+        "computes latent attention wrongly unless rope_",
+    ),
+    ("vllm", "minimax_m2", {"head_dim": 32}, "has no sigmoid routing without groups"),
+    ("sglang", "gpt_oss", {}, "cannot compute attention with sinks; use 'builtin'"),
+    ("sglang", "qwen2_moe", {}, "cannot compute shared experts with a gate; use 'builtin'"),
+    ("sglang", "qwen3_5", {}, "cannot compute gated delta nets; use 'builtin'"),
 )
-def test_layers_that_sglang_computes_only_on_gpus_are_refused_on_a_cpu(tmp_path, family, words):
-    hf = read_settings(tmp_path, family)
-    tables = {"model": {"path": str(tmp_path)}}
-    check_engine(stage_recipe("sglang", **tables, actor={"backend": "cuda", "kernels": "torch"}), 0, hf)
-    with pytest.raises(UserError, match=f"engine = 'sglang' on a CPU cannot compute {words}; use 'builtin'"):
-        check_engine(stage_recipe("sglang", **tables), 0, hf)
+
+
+@pytest.mark.parametrize(
+    ("engine", "family", "settings", "words"),
+    [pytest.param(*case, marks=getattr(pytest.mark, case[0])) for case in ONLY_ON_GPUS],
+)
+def test_layers_that_need_a_gpu_are_refused_on_a_cpu(tmp_path, engine, family, settings, words):
+    hf, tables = read_settings(tmp_path, family, **settings), {"model": {"path": str(tmp_path)}}
+    check_engine(stage_recipe(engine, **tables, actor={"backend": "cuda", "kernels": "torch"}), 0, hf)
+    with pytest.raises(UserError, match=f"engine = '{engine}' on a CPU {words}"):
+        check_engine(stage_recipe(engine, **tables), 0, hf)
 
 
 @pytest.mark.vllm

@@ -1,4 +1,4 @@
-"""SGLang's own behaviour: recorded experts in a whole stage, what its server refuses, loads of weights, failures.
+"""SGLang's own behaviour: recorded experts, what its server refuses, loads of weights, failures.
 
 Runs after test_contract.py, because the last test ends the server.
 """
@@ -7,8 +7,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -25,7 +23,7 @@ from megarl.rollout.sglang.server import QUESTION_SECONDS, ServerFailed
 from megarl.storage.policies import copy_policy
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
-from tests.helpers import ROOT
+from tests.helpers import megarl, metrics
 from tests.rollout.engines import (
     LONG,
     PROMPTS,
@@ -43,7 +41,7 @@ pytestmark = [pytest.mark.sglang, on(started("qwen3_moe", "sglang"))]
 
 
 def test_a_stage_is_trained_with_the_experts_that_the_engine_recorded(engine, tiny_model, tmp_path, monkeypatch):
-    """Runs both phases on the running server. Before the first update the actor's routers choose the same experts."""
+    """On the running server. Before the first update the actor's routers choose the same experts."""
     model = engine.policy_dir
     tables = {
         "model": {"path": str(model), "tokenizer": str(tiny_model)},
@@ -75,10 +73,9 @@ def test_a_stage_is_trained_with_the_experts_that_the_engine_recorded(engine, ti
             shape = (len(group.prompt_tokens) + len(response.tokens) - 1, 2, 2)
             assert (response.routed_experts.shape, response.routed_experts.dtype) == (shape, "int8")
             assert response.routed_experts.min() >= 0
-    command = [sys.executable, "-m", "megarl.cli", "optimize", str(run.root), "--stage", "0"]
-    optimized = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    optimized = megarl("optimize", run.root, "--stage", "0")
     assert optimized.returncode == 0, optimized.stderr
-    first, *later = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    first, *later = metrics(run)
     assert first["routing/disagreement"] == 0
     assert 0 < first["m2/all"] < TOLERANCE**2  # the log-ratio is the difference of two implementations
     assert [update["staleness"] for update in later] == [1, 2]

@@ -1,8 +1,7 @@
-"""What can be tested of an SGLang replica without SGLang: arguments, environment, GPUs, failures, responses."""
+"""An SGLang replica without SGLang: arguments, environment, GPUs, failures, responses."""
 
 import itertools
 import os
-import queue
 import re
 import sys
 from dataclasses import replace
@@ -62,26 +61,6 @@ def completion_of_last_event(limit, **changes):
     return engine._ended(running, {"output_ids": [5, 6], "meta_info": info | changes})[1]
 
 
-def test_the_end_of_one_stream_leaves_the_responses_of_the_others_running():
-    """So the engine still tells the server to drop these when the phase ends."""
-    engine = object.__new__(SglangEngine)
-    engine.settings, engine._events = Settings("cuda", context=4096, responses=512), queue.Queue()
-    engine._running = {
-        name: Running(0, 0, 0, [1], seed=0, done=0, limit=1, timeout=60.0) for name in ("0/", "1/", "2/")
-    }
-
-    class Breaks:
-        def stream(self, path, body):
-            raise ServerFailed("broke the connection")
-            yield
-
-    engine._server = Breaks()
-    engine._stream({"rid": ["0/", "1/"]}, engine._events)
-    with pytest.raises(ServerFailed, match="broke the connection"):
-        engine._step()
-    assert list(engine._running) == ["2/"]
-
-
 def test_a_response_cut_short_by_a_full_cache_is_an_error():
     whole = completion_of_last_event(limit=2)
     assert (whole.tokens.tolist(), whole.logprobs.tolist(), whole.finish_reason) == ([5, 6], [-1.0, -2.0], "length")
@@ -92,12 +71,8 @@ def test_a_response_cut_short_by_a_full_cache_is_an_error():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        (
-            {"output_token_logprobs": [[-1.0, 5, None], [-2.0, 8, None]]},
-            "2 tokens with 2 log-probs, which belong to other tokens",
-        ),
+        ({"output_token_logprobs": [[-1.0, 5, None], [-2.0, 8, None]]}, "2 log-probs, which belong to other tokens"),
         ({"output_token_logprobs": [[-1.0, 5, None]]}, "2 tokens with 1 log-probs"),
-        ({"routed_experts": "AAAA"}, "record of routed experts cannot be read: buffer size must be a multiple"),
         ({"routed_experts": "AAAAAA=="}, "record of routed experts cannot be read: cannot reshape"),
         ({"routed_experts": "AAAAAAEAAAA="}, r"experts of the shape \(1, 1, 2\), not \(4, 1, 2\)"),
     ],

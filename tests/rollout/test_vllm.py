@@ -1,4 +1,4 @@
-"""vLLM's own behaviour: temperatures, seeds, wrong reloads of experts, signals, memory. Runs after test_contract.py."""
+"""vLLM's own behaviour: temperatures, wrong reloads of experts, signals, memory."""
 
 import itertools
 import math
@@ -14,6 +14,7 @@ import torch
 
 from megarl.errors import UserError
 from megarl.phases.rollout_worker import RolloutWorker
+from megarl.rollout import vllm
 from megarl.rollout.continuous import Settings
 from megarl.rollout.drift import measure_drift
 from megarl.rollout.engine import EngineFault, Request, fault
@@ -49,19 +50,22 @@ def test_temperatures_that_vllm_would_change_or_refuse_are_an_error(engine):
             generate(engine, [[8]], sampling([[8]], temperature=temperature))
 
 
+def configured(path, float32_head=True, **more):
+    """vLLM's configuration for the model in ``path``."""
+    from vllm import EngineArgs
+
+    settings = Settings("cpu", context=64, responses=2, float32_head=float32_head)
+    return EngineArgs(**vllm.engine_arguments(path, settings) | more).create_engine_config()
+
+
 @pytest.mark.parametrize(("float32_head", "error"), [(True, 0.0), (False, 2**-9)])
 def test_logits_of_a_bfloat16_model_are_rounded_only_without_float32_head(models, float32_head, error):
     """Computed by vLLM's own layer, with the arguments of an engine in bfloat16, as on a GPU."""
-    from vllm import EngineArgs
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers.logits_processor import LogitsProcessor
     from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 
-    from megarl.rollout.vllm import engine_arguments
-
-    settings = Settings("cpu", context=64, responses=2, float32_head=float32_head)
-    arguments = engine_arguments(models["qwen3"][0], settings) | {"dtype": "bfloat16"}
-    with set_current_vllm_config(EngineArgs(**arguments).create_engine_config()):
+    with set_current_vllm_config(configured(models["qwen3"][0], float32_head=float32_head, dtype="bfloat16")):
         processor = LogitsProcessor(39)
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(shape, generator=generator).bfloat16() for shape in ((8, 64), (39, 64)))
@@ -74,30 +78,20 @@ def test_logits_of_a_bfloat16_model_are_rounded_only_without_float32_head(models
 
 def test_stages_have_the_same_key_in_vllms_cache_of_compiled_code(models, tmp_path):
     """Two policies that a replica loads one after the other have it. (vLLM compiles only on GPUs.)"""
-    from vllm import EngineArgs
-
-    from megarl.rollout.vllm import engine_arguments
-
-    def key(path):
-        return EngineArgs(**engine_arguments(path, settings)).create_engine_config().compute_hash()
-
     run = RunDir(tmp_path, stage_recipe("vllm", model={"path": "base"}))
-    settings = Settings("cpu", context=64, responses=2)
-    policies = [run.stage(number).policy for number in (0, 1)]
-    for policy, model in zip(policies, models["qwen3"], strict=True):
-        shutil.copytree(model, policy)
-    assert key(policies[0]) != key(policies[1]), "else the link would not be needed"
-    keys = set()
-    for policy in policies:
+    own, shared = set(), set()
+    for number, model in enumerate(models["qwen3"]):
+        policy = shutil.copytree(model, run.stage(number).policy)
         path = run.under_one_path(policy, rank=3)
         assert path.samefile(policy)
-        keys.add(key(path))
-    assert len(keys) == 1
+        own.add(configured(policy).compute_hash())
+        shared.add(configured(path).compute_hash())
+    assert len(shared) == 1 and len(own) == 2, "else the link would not be needed"
 
 
 @on(MOE)
 def test_experts_that_vllms_runner_returns_reach_the_completions(engine, monkeypatch):
-    """The runner returns the experts of each step's tokens, here random ones; vLLM's own classes collect them."""
+    """The runner returns those of each step, here random ones; vLLM's own classes collect them."""
     core, states = engine._engine.engine_core, engine._engine.output_processor.request_states
     get_output, given, experts = core.get_output, {}, np.random.default_rng(0)
 
@@ -132,7 +126,7 @@ def test_experts_that_vllms_runner_returns_reach_the_completions(engine, monkeyp
 
 @on(VLLM)
 def test_a_wrong_reload_is_noticed_and_repaired(engine, tmp_path):
-    """vLLM's in-place reload of experts on a CPU is wrong without an error; only the drift check notices it."""
+    """vLLM's reload of experts in place on a CPU is wrong; only the drift check notices it."""
     settings, policy, started = engine.settings, other_policy(engine), engine._engine
     reference = reference_of(policy)
     engine.settings = replace(settings, device="cuda")  # on GPUs any model is reloaded in place
@@ -158,8 +152,6 @@ def test_an_engine_beside_trainers_sleeps_and_wakes_without_a_new_start(models, 
     level 2 on a GPU, its weights are garbage here, and the order of the calls is noted."""
     from vllm import EngineArgs
     from vllm.v1.worker.cpu_worker import CPUWorker
-
-    from megarl.rollout import vllm
 
     arguments = vllm.engine_arguments(models["qwen3"][0], Settings("cuda", context=64, responses=2, sleeps=True))
     assert EngineArgs(**arguments).enable_sleep_mode
@@ -189,11 +181,9 @@ def test_an_engine_beside_trainers_sleeps_and_wakes_without_a_new_start(models, 
 
 
 def test_tensor_parallel_workers_survive_signals_that_stop_a_run(models):
-    """A scheduler sends them to every process of a job; the engine must still return what was decoded."""
-    from megarl.rollout.vllm import VllmEngine
-
+    """A scheduler sends them to all processes; the engine still returns what was decoded."""
     before = children()
-    engine = VllmEngine(models["qwen3"][0], 0, Settings("cpu", context=120, responses=6, tensor_parallel=2))
+    engine = vllm.VllmEngine(models["qwen3"][0], 0, Settings("cpu", context=120, responses=6, tensor_parallel=2))
     workers = {process for process in children() - before if "Worker" in process.name()}
     assert len(workers) == 2
     calls = itertools.count()
@@ -204,10 +194,8 @@ def test_tensor_parallel_workers_survive_signals_that_stop_a_run(models):
                 process.send_signal(number)
         return next(calls) > 20
 
-    requests = iter([Request(PROMPTS[:2], sampling(PROMPTS[:2], tokens=100))])
-    found = [completion for _, completion in serve(engine, requests, stopped)]
-    assert [completion.finish_reason for completion in found] == ["interrupted"] * 6
-    assert all(len(completion.tokens) > 5 for completion in found)
+    found = [c for _, c in serve(engine, [Request(PROMPTS[:2], sampling(PROMPTS[:2], tokens=100))], stopped)]
+    assert [c.finish_reason for c in found] == ["interrupted"] * 6 and all(len(c.tokens) > 5 for c in found)
     assert all(process.is_running() for process in workers)
     engine.close()
     multiprocessing.active_children()  # joins those that have ended
@@ -217,16 +205,14 @@ def test_tensor_parallel_workers_survive_signals_that_stop_a_run(models):
 @on(MOE)
 def test_sleep_too_little_memory_and_waking_with_more_responses_than_fit_in_a_step(engine):
     """An engine with too little memory is an error. One that wakes can serve more prompts than one step holds."""
-    from megarl.rollout.vllm import CPU_STEP, VllmEngine
-
     engine.sleep()
     with pytest.raises(RuntimeError, match="call load_weights"):
         generate(engine, [[8]], sampling([[8]]))
     with pytest.raises(UserError, match=r"memory.*memory_fraction = 1e-09 .*groups_per_chunk.*max_response_tokens"):
-        VllmEngine(engine.policy_dir, 0, replace(engine.settings, memory_fraction=1e-9))
+        vllm.VllmEngine(engine.policy_dir, 0, replace(engine.settings, memory_fraction=1e-9))
     engine.settings = replace(engine.settings, responses=100)
     engine.load_weights(engine.policy_dir, engine.version)
     assert measure_drift(engine, reference_of(engine.policy_dir)).max < TOLERANCE
     prompts = [[i % 39] * 53 for i in range(100)]
-    assert len(prompts) * 53 > CPU_STEP
+    assert len(prompts) * 53 > vllm.CPU_STEP
     assert len(generate(engine, prompts, sampling(prompts, samples=1, tokens=2))) == 100

@@ -1,6 +1,7 @@
 """Tiny random models with peaked distributions, saved as Hugging Face directories."""
 
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 
 from tests.actor.conftest import auto_model
@@ -23,7 +24,7 @@ STATES = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
     "shared_expert_intermediate_size": 64,
-    "rms_norm_eps": 1e-2,  # a query may read almost nothing from a state, and the norm magnify its rounding errors
+    "rms_norm_eps": 1e-2,  # else the norm may magnify rounding errors of a state
 }
 VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 64}
 FAMILIES = {
@@ -49,4 +50,12 @@ def save(path, kind="qwen3_moe", vocabulary=39, seed=0, spread=0.2, **changes):
         elif name.endswith("conv1d.weight"):
             torch.nn.init.normal_(parameter, std=0.5)
     model.save_pretrained(path)
+    return path
+
+
+def changed(path, change):
+    """The model in ``path``, after ``change`` was called with the dictionary of its weights."""
+    weights = load_file(path / "model.safetensors")
+    change(weights)
+    save_file(weights, path / "model.safetensors", {"format": "pt"})
     return path

@@ -1,4 +1,4 @@
-"""For tests only, in place of SGLang's compiled kernels, which need a CPU with AMX: those that the tests use, in torch.
+"""For tests only: SGLang's compiled kernels, which need a CPU with AMX, in torch.
 
 SGLang imports many more names of functions, which raise an error if they are called.
 """

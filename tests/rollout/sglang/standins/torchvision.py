@@ -1,4 +1,4 @@
-"""For tests only: placeholders for what SGLang and transformers import of torchvision; no model here reads images."""
+"""For tests only: placeholders for what SGLang and transformers import of torchvision."""
 
 import enum
 import sys
