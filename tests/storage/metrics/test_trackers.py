@@ -41,14 +41,8 @@ def mlflow_server(tmp_path_factory):
     """The URI of an MLflow tracking server on loopback, with a data base and a folder of artifacts of its own."""
     required("mlflow")
     root, port = tmp_path_factory.mktemp("mlflow"), free_ports(1)[0]
-    options = {
-        "host": "127.0.0.1",
-        "port": port,
-        "workers": 1,
-        "backend-store-uri": f"sqlite:///{root}/runs.db",
-        "artifacts-destination": root / "artifacts",
-    }
-    command = [sys.executable, "-m", "mlflow", "server", *(f"--{name}={value}" for name, value in options.items())]
+    command = [sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}", "--workers=1"]
+    command += [f"--backend-store-uri=sqlite:///{root}/runs.db", f"--artifacts-destination={root}/artifacts"]
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     with (root / "log").open("wb") as log:
         server = subprocess.Popen(command, env=os.environ | quiet, stdout=log, stderr=log, start_new_session=True)
@@ -230,12 +224,11 @@ def test_a_tracker_that_fails_is_dropped_and_the_run_continues(tmp_path, capfd):
 
 
 def test_a_copied_run_directory_does_not_log_to_the_runs_of_the_original(tmp_path):
-    original, copy, moved = (tmp_path / name for name in ("original", "copy", "moved"))
-    original.mkdir()
-    trackers._remember(original, "wandb", "one")
-    shutil.copytree(original, copy)
-    assert (trackers._runs(original), trackers._runs(copy)) == ({"wandb": "one"}, {})
-    original.rename(moved)
+    (tmp_path / "original").mkdir()
+    trackers._remember(tmp_path / "original", "wandb", "one")
+    shutil.copytree(tmp_path / "original", tmp_path / "copy")
+    assert trackers._runs(tmp_path / "copy") == {}
+    moved = (tmp_path / "original").rename(tmp_path / "moved")
     assert trackers._runs(moved) == {"wandb": "one"}
 
 
