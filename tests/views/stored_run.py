@@ -37,23 +37,14 @@ def response(tokens, reward=0.0, finish="stop", version=0, **fields) -> Response
 
 
 def random_groups(ids, samples=4, seed=0) -> list[Group]:
-    noise = random.Random(seed)
-    return [
-        Group(
-            number,
-            np.array([1, 2], np.int32),
-            tuple(
-                response(
-                    [noise.randrange(1, 6) for _ in range(noise.randrange(1, 20))],
-                    noise.choice([0.0, 0.25, 1.0]),
-                    noise.choice(["stop", "stop", "length", "timeout"]),
-                    seed,
-                )
-                for _ in range(samples)
-            ),
-        )
-        for number in ids
-    ]
+    noise, prompt = random.Random(seed), np.array([1, 2], np.int32)
+
+    def one() -> Response:
+        tokens = [noise.randrange(1, 6) for _ in range(noise.randrange(1, 20))]
+        finish = noise.choice(["stop", "stop", "length", "timeout"])
+        return response(tokens, noise.choice([0.0, 0.25, 1.0]), finish, seed)
+
+    return [Group(number, prompt, tuple(one() for _ in range(samples))) for number in ids]
 
 
 def store(directory: Path, shards: list[list[Group]], sealed: bool = True) -> None:

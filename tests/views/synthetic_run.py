@@ -28,22 +28,18 @@ def make_recipe(schedule: dict[str, int] | None = None, **objective: Any) -> Rec
     )
 
 
-def detail(age: float) -> dict[str, Any]:
-    """Metrics that ``metrics.detail = 48`` adds; ``age``: staleness as a share of the updates in a stage."""
-    return {
+def update_record(number: int, size: int, noise: random.Random) -> dict[str, Any]:
+    stage, staleness = divmod(number - 1, size)
+    age, progress = staleness / size, number / (3 * size)  # the share of a stage, and of the run
+    spread = 0.02 + 0.5 * age
+    reward = 0.28 + 0.62 * (1 - math.exp(-stage)) + noise.gauss(0, 0.03)
+    square_mean = 1 + spread**2
+    detail = {  # as metrics.detail = 48 adds it
         "prefix_occupancy/q01": math.exp(-12 * age),
         "prefix_occupancy/q50": math.exp(-age),
         "prefix/reverse_chi2": math.exp(6 * age),
         "entropy_by_ratio": {"counts": [[round(1000 * age), 2], [3, 4]]},
     }
-
-
-def update_record(number: int, size: int, noise: random.Random, speed: float = 1.0) -> dict[str, Any]:
-    stage, staleness = divmod(number - 1, size)
-    age, progress = staleness / size, number / (3 * size)
-    spread = 0.02 + 0.5 * age
-    reward = 0.28 + 0.62 * (1 - math.exp(-3 * stage / 3)) + noise.gauss(0, 0.03)
-    square_mean = 1 + spread**2
     return {
         "stage": stage,
         "update": number,
@@ -77,7 +73,7 @@ def update_record(number: int, size: int, noise: random.Random, speed: float = 1
         "dampen/prefix/bad_prefix": 0.05 + 0.9 * age,
         "response_tokens/positive": 6.5,
         "response_tokens/negative": 7.8,
-        **(detail(age) if number % 48 == 0 else {}),
+        **(detail if number % 48 == 0 else {}),
         "m2/before": spread**2,
         "m2/after": 0.7 * spread**2,
         "entropy": 0.9 - 0.6 * progress + noise.gauss(0, 0.01),
@@ -85,8 +81,8 @@ def update_record(number: int, size: int, noise: random.Random, speed: float = 1
         "lr": 1e-4 * min(1, number / 15),
         "tokens": 2000,
         "trained_tokens": 1000,
-        "seconds": 0.1 / speed,
-        "tokens_per_second": 20000.0 * speed,
+        "seconds": 0.1,
+        "tokens_per_second": 20000.0,
     }
 
 
@@ -143,9 +139,8 @@ def make_branch(root: Path, of: Path, stage: int) -> Path:
     for each in (of / place, (root / place).parent):
         each.mkdir(parents=True)
     (root / place).symlink_to(of / place)
-    for name, kept in (
-        ("metrics", lambda line: line["stage"] == stage),
-        ("events", lambda line: line["event"] == "evaluation" and line["stage"] in (stage, stage + 1)),
-    ):
-        write_lines(root / f"{name}.jsonl", list(filter(kept, read_lines(root / f"{name}.jsonl"))))
+    updates, events = (read_lines(root / f"{name}.jsonl") for name in ("metrics", "events"))
+    write_lines(root / "metrics.jsonl", [line for line in updates if line["stage"] == stage])
+    kept = [line for line in events if line["event"] == "evaluation" and line["stage"] in (stage, stage + 1)]
+    write_lines(root / "events.jsonl", kept)
     return root

@@ -10,7 +10,6 @@ import time
 import pytest
 
 from megarl.recipe.load import override_recipe
-from megarl.storage import checked_json
 from megarl.views import progress
 from megarl.views.progress import Progress, describe_state
 from megarl.views.run_state import RunState
@@ -231,15 +230,3 @@ def test_progress_ends_when_the_block_fails(watch, tmp_path):
     with pytest.raises(ZeroDivisionError):
         fail()
     assert "stage 1/3 rollout failed" in stream.getvalue() and threading.active_count() == threads
-
-
-def test_following_a_long_run_costs_next_to_nothing(watch, monkeypatch):
-    """A poll decodes the new lines only, not those already read."""
-    seen, line = watch(), update_record(1, 48, random.Random(0))
-    seen.append("metrics.jsonl", *[line] * 2000)
-    decoded, decode = [], checked_json.decode
-    monkeypatch.setattr(checked_json, "decode", lambda *a, **b: decoded.append(a) or decode(*a, **b))
-    for _ in range(100):
-        seen.append("metrics.jsonl", line)
-        assert seen.line
-    assert len(decoded) == 100

@@ -19,11 +19,6 @@ def root(tmp_path):
     return make_run(tmp_path / "a")
 
 
-@pytest.fixture
-def other(tmp_path):
-    return make_run(tmp_path / "b")
-
-
 def charts_of(*roots):
     names = short_names(list(roots))
     return {c.title: c for c in make_charts([read_run(r, n) for r, n in zip(roots, names, strict=True)])}
@@ -49,36 +44,31 @@ def test_summary(root):
     assert summary(read_run(root, "a"))["Objective"] == "soft.py:SoftPrefix"
 
 
-def test_dashes_tell_the_values_of_a_column_apart_if_colours_tell_the_runs(root, other):
+def test_accuracies_are_drawn_for_the_values_of_a_column(root, tmp_path):
+    """Dashes tell the values apart if colours tell the runs."""
     values = {"by/level/hard/accuracy": 0.2, "by/level/easy/accuracy": 0.8}
+    other = make_run(tmp_path / "b")
     for each in (root, other):
         change_lines(each / "metrics.jsonl", lambda record: record | values)
     one, both = (charts_of(*chosen)["Training accuracy by level"].traces for chosen in ((root,), (root, other)))
-    assert len({trace["line"]["color"] for trace in one}) == 2
-    assert {trace["line"].get("dash", "solid") for trace in one} == {"solid"}
-    looks = {(trace["line"]["color"], trace["line"].get("dash", "solid")) for trace in both}
-    assert len(looks) == len(both) == 4
-
-
-def test_held_out_accuracy_is_drawn_for_the_values_of_a_column(root):
-    change_lines(root / "metrics.jsonl", lambda record: record | {"by/level/hard/accuracy": 0.2})
+    looks, of_both = ({(t["line"]["color"], t["line"].get("dash", "solid")) for t in traces} for traces in (one, both))
+    assert {dash for _, dash in looks} == {"solid"} and (len(looks), len(of_both)) == (2, 4)
     of_evaluations = {"by/level/hard/accuracy": 0.25, "by/level/hard/reward": 0.5}
     change_lines(root / "events.jsonl", lambda e: e | of_evaluations if e["event"] == "evaluation" else e)
     (hard,) = charts_of(root)["Held-out accuracy by level"].traces
-    assert hard["name"] == "hard" and hard["x"] == [0, 96, 192, 288] and hard["y"] == [0.25] * 4
+    assert (hard["name"], hard["x"], hard["y"]) == ("hard", [0, 96, 192, 288], [0.25] * 4)
 
 
-def test_idle_times_of_a_live_run_are_shown_beside_a_staged_run(root, other):
-    recipe = other / "recipe.toml"
+def test_idle_times_of_a_live_run_are_shown(root):
+    recipe = root / "recipe.toml"
     recipe.write_text(recipe.read_text().replace('kind = "staged"', 'kind = "live"'))
     waits = {"idle_seconds": 0.025, "seconds": 0.1, "staleness/mean": 2.5}
-    change_lines(other / "metrics.jsonl", lambda record: record | waits)
+    change_lines(root / "metrics.jsonl", lambda record: record | waits)
     for seconds in (1.0, 3.0):
         idle = {"event": "idle", "role": "rollout", "seconds": 5.0, "idle_seconds": seconds}
-        append_json(other / "events.jsonl", idle)
-    row = summary(read_run(other, "b"))
+        append_json(root / "events.jsonl", idle)
+    row = summary(read_run(root, "a"))
     assert (row["Mean staleness"], row["Trainers idle"], row["Engines idle"]) == ("2.5", "25.0%", "40.0%")
-    assert "Trainers idle" not in summary(read_run(root, "a"))
 
 
 def test_reward_is_not_smoothed_over_a_stage_boundary(root):
@@ -125,12 +115,9 @@ def test_several_runs_are_overlaid_and_their_recipes_compared(tmp_path):
     assert len({t["line"]["color"] for t in charts["Entropy"].traces}) == 2
     page = write_report([a, b], tmp_path / "r.html").read_text()
     settings = re.search(r'<table id="settings">.*?</table>', page, re.S)[0]
-    rows = re.findall(r"<tr><th>([^<]*)</th><td>(.*?)</td><td>(.*?)</td></tr>", settings)
-    assert rows == [
-        ("objective.eps_low", "-", "0.2"),
-        ("objective.name", "&quot;mu_grpo&quot;", "&quot;grpo&quot;"),
-        ("objective.veto_threshold", "0.001", "-"),
-    ]
+    rows = re.findall(r"<tr><th>objective.([^<]*)</th><td>(.*?)</td><td>(.*?)</td></tr>", settings)
+    named = ("name", "&quot;mu_grpo&quot;", "&quot;grpo&quot;")
+    assert rows == [("eps_low", "-", "0.2"), named, ("veto_threshold", "0.001", "-")]
 
 
 def test_a_report_stays_small_however_long_the_run(tmp_path):
@@ -153,22 +140,14 @@ def test_a_report_stays_small_however_long_the_run(tmp_path):
     assert bars[0]["x"] == [["a", "b"], ["all stages"] * 2]
 
 
-def notes_of(root):
-    return read_run(root, "a").notes
-
-
 def test_a_run_that_has_just_begun_gives_a_page(root, tmp_path):
     (root / "metrics.jsonl").unlink()
     (root / "events.jsonl").unlink()
-    assert notes_of(root) == [
-        "metrics.jsonl is not there yet",
-        "events.jsonl is not there yet",
-        "no evaluation has been made yet",
-        "not finished: 0 of 288 updates",
-    ]
+    absent, unevaluated = [f"{name}.jsonl is not there yet" for name in ("metrics", "events")], "no evaluation has been"
+    assert read_run(root, "a").notes == [*absent, f"{unevaluated} made yet", "not finished: 0 of 288 updates"]
     recipe = root / "recipe.toml"
     recipe.write_text(re.sub(r"(?m)^every = \d+", "every = 0", recipe.read_text()))
-    assert "no evaluation has been made yet" not in notes_of(root)
+    assert unevaluated not in str(read_run(root, "a").notes)
     page = write_report([root], tmp_path / "r.html").read_text()
     assert "The recipe turns evaluation off" in page and "No update has been made yet." in page
     assert summary(read_run(root, "a"))["Gain (95 %)"] == "-"
@@ -179,10 +158,8 @@ def test_damaged_lines_and_values_that_are_no_numbers_are_left_out(root, tmp_pat
     lines[10] = lines[10][:30]
     lines[200] = '{"update": 201, "entropy": NaN, "grad_norm": "big", "reward/mean": null, "loss": Infinity}'
     (root / "metrics.jsonl").write_text("\n".join(lines[:201]) + '\n{"update": 202, "sta')
-    assert notes_of(root) == [
-        "metrics.jsonl: left out 2 lines that could not be read",
-        "not finished: 200 of 288 updates",
-    ]
+    said = ["metrics.jsonl: left out 2 lines that could not be read", "not finished: 200 of 288 updates"]
+    assert read_run(root, "a").notes == said
     charts = charts_of(root)
     assert len(charts["Entropy"].traces[0]["x"]) == len(charts["Gradient norm"].traces[0]["x"]) == 199
     write_report([root], tmp_path / "r.html")
@@ -204,16 +181,15 @@ def test_strings_from_files_are_escaped(tmp_path):
 
 def test_invalid_run_directories_and_outputs_are_refused(root, tmp_path):
     (tmp_path / "empty").mkdir()
-    for name, recipe, said in (
-        ("gone", None, "gone is not a run directory"),
-        ("empty", None, "empty is not a run directory: it has no recipe.toml"),
-        ("empty", "[schedule]\nstages = 'many'\n", r"not a resolved recipe: schedule\.stages is 'many'"),
-        ("empty", "[schedule", r"cannot read .*recipe\.toml"),
+    for recipe, said in (
+        (None, "empty is not a run directory: it has no recipe.toml"),
+        ("[schedule]\nstages = 'many'\n", r"not a resolved recipe: schedule\.stages is 'many'"),
+        ("[schedule", r"cannot read .*recipe\.toml"),
     ):
         if recipe:
             (tmp_path / "empty/recipe.toml").write_text(recipe)
         with pytest.raises(UserError, match=said):
-            write_report([tmp_path / name], tmp_path / "r.html")
+            write_report([tmp_path / "empty"], tmp_path / "r.html")
     with pytest.raises(UserError, match="is a directory"):
         write_report([root], tmp_path)
     assert not (tmp_path / "r.html").exists()
