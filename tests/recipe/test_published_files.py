@@ -116,13 +116,12 @@ def test_a_row_starts_on_files_of_the_published_schema(folder, monkeypatch, comm
         check_reward(recipe)
         prompts = build_prompts(recipe, load_tokenizer(recipe.model.tokenizer_path))
     unread = [str(one.message) for one in said if "cannot be read" in str(one.message)]
-    programs = recipe.reward.kind == "code"
     readable = {"math": ("gsm8k",), "dapo": ("gsm8k",), "code": ("livecodebench",)}[recipe.reward.kind]
     assert len(unread) == len([suite for suite in recipe.suites if suite.name not in readable])
     assert any("Answer:" in prompts.train(n).text for n in range(3)) == (recipe.reward.kind == "dapo")
-    if not programs:
-        asked = {"Answer:" if recipe.reward.kind == "dapo" else "\\boxed{"}
-        assert all(mark in prompt.text for mark in asked for prompt in prompts.heldout())
+    if recipe.reward.kind != "code":
+        asked = "Answer:" if recipe.reward.kind == "dapo" else "\\boxed{"
+        assert all(asked in prompt.text for prompt in prompts.heldout())
 
 
 def test_responses_to_questions_without_an_answer_are_wrong(folder, monkeypatch):

@@ -12,7 +12,8 @@ import tomli_w
 
 from megarl.storage.run_dir import RunDir
 from tests.extent import few
-from tests.helpers import ROOT, events, megarl, metrics
+from tests.helpers import ROOT, events, metrics
+from tests.phases.commands import succeed, train
 
 # example: its settings that are scaled down, and the lags that follow: of every update, or an int, the largest one
 FAMILIES = {
@@ -21,10 +22,7 @@ FAMILIES = {
     # four stages of frozen rollouts
     "qwen3_8b/mu_grpo": ({"updates_per_stage": 8, "every_updates": 12}, [*range(8)] * 4),
     # n = 2: in the paper lags 32 to 47, after 32 updates
-    "qwen3_8b/minpro": (
-        {"stages": 2, "updates_per_stage": 16, "sync_every": 4},
-        [*range(8), *[8, 9, 10, 11] * 6],
-    ),
+    "qwen3_8b/minpro": ({"stages": 2, "updates_per_stage": 16, "sync_every": 4}, [*range(8), *[8, 9, 10, 11] * 6]),
     # engines are at most S = 11 updates behind, and get a new policy every kappa = 10 updates; in the paper 60 or 12
     "qwen3_8b/prefix_ratio_grpo": ({"updates_per_stage": 26}, [*range(12), *range(2, 12), *range(2, 6)]),
     # every batch is trained twice
@@ -61,8 +59,7 @@ def test_a_scaled_down_example_has_the_lags_and_evaluations_of_its_schedule(exam
     divided, lags = FAMILIES[example]
     table, path = toy(recipe, example, divided), tmp_path / "run"
     (tmp_path / "recipe.toml").write_text(tomli_w.dumps(table))
-    trained = megarl("train", tmp_path / "recipe.toml", "--run-dir", path)
-    assert trained.returncode == 0, trained.stderr
+    train(tmp_path / "recipe.toml", path)
     run = RunDir.open(path)
     schedule, updates = run.recipe.schedule, metrics(run)
     assert [update["update"] for update in updates] == list(range(1, schedule.total_updates + 1))
@@ -77,5 +74,4 @@ def test_a_scaled_down_example_has_the_lags_and_evaluations_of_its_schedule(exam
     assert occasions == [n for n in range(schedule.total_updates + 1) if run.recipe.is_evaluated(n)]
     assert len(occasions) > 2 or schedule.stages == 1
     assert (path / "final/config.json").exists()
-    audited = megarl("audit", path)
-    assert audited.returncode == 0, audited.stdout
+    succeed("audit", path)
