@@ -16,13 +16,9 @@ PUBLISHED = {  # parameters in the models' safetensors files, or counted by hand
     "qwen3_4b": 4_022_468_096,
     "qwen3_8b": 8_190_735_360,
     "qwen3_14b": 14_768_307_200,
-    "qwen2_5_math_7b": 7_615_616_512,
-    "qwen2_5_coder_7b": 7_615_616_512,
-    "qwen2_5_32b": 32_763_876_352,
-    "deepseek_7b": 7_615_616_512,
-    "deepseek_32b": 32_763_876_352,
-    "llama3_2_3b": 3_212_749_824,
-    "octothinker_3b": 3_212_749_824,
+    **dict.fromkeys(("qwen2_5_math_7b", "qwen2_5_coder_7b", "deepseek_7b"), 7_615_616_512),
+    **dict.fromkeys(("qwen2_5_32b", "deepseek_32b"), 32_763_876_352),
+    **dict.fromkeys(("llama3_2_3b", "octothinker_3b"), 3_212_749_824),
     # by hand, without the multi-token prediction layer: embedding and head; attention with biases and two norms
     # in 46 layers; one dense layer; a shared expert, 128 others and their router in the rest; final norm
     "glm_4_5_air": 2 * 151_552 * 4096

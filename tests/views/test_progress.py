@@ -84,36 +84,6 @@ def test_a_rollout_phase_shows_what_the_replicas_have_generated(watch):
     assert "length" not in run.line
 
 
-def test_candidates_and_chosen_groups_of_dynamic_sampling_and_warnings_are_shown(watch):
-    run = watch("rollout.oversample=1.5")
-    run.happens(start("rollout", 1))
-    assert run.state.done == (0, 2304, "candidates")
-    choice = {"event": "dynamic_sampling", "phase": "rollout", "stage": 1, "generated": 1900, "chosen": 1536}
-    drifts = [loaded(0, "rollout", rank=rank, warning=said) for rank, said in ((1, "far off"), (0, "far off"), (0, ""))]
-    seen = run.happens(choice | {"filled": 0}, choice | {"filled": 7}, *drifts)
-    assert list(filter(None, (progress.describe_event(event, run.state) for event in seen))) == [
-        "stage 2/3 rollout chose 1536 of 1900 groups",
-        "stage 2/3 rollout chose 1536 of 1900 groups, 7 of them without variance",
-        "stage 1/3 rollout: far off",
-    ]
-
-
-def test_loading_and_evaluation_before_generation_are_shown_and_do_not_count_for_the_speed(watch, monkeypatch):
-    run, now = watch(), time.time()
-    monkeypatch.setattr(time, "time", lambda: now)
-    run.happens(start("rollout", 1, now - 90.0))
-    assert run.line.startswith("stage 2/3 rollout: loading weights, 1:30")
-    run.happens(loaded(1, "evaluate", time=now - 30.0))
-    assert run.line.startswith("stage 2/3 rollout: evaluating")
-    accuracy = {"event": "evaluation", "update": 96, "suite": "heldout", "accuracy": 0.5, "time": now - 10.0}
-    run.happens(accuracy, loaded(1, "evaluate", time=now - 30.0, rank=1), report(groups=1))
-    assert run.line.startswith("stage 2/3 rollout, 1/")
-    run.happens(RESTART)
-    assert "loading" in run.line
-    run.happens(loaded(1, "rollout", time=now - 30.0))
-    assert run.line.startswith("stage 2/3 rollout, 0/")
-
-
 @pytest.mark.parametrize(("phase", "stage"), [("rollout", 1), ("evaluate", 3)])
 def test_the_progress_of_a_suite_is_shown(watch, phase, stage):
     """An earlier attempt has answered 3 of the 16 prompts, of which each has one response. The recipe asks for 20."""
@@ -166,14 +136,6 @@ def test_progress_of_an_optimize_phase_goes_back_when_metrics_are_cut(watch, tmp
     write_lines(tmp_path / "metrics.jsonl", updates[:10])
     state.poll()
     assert [u["update"] for u in state.recent] == [*range(1, 11)], "updates that were undone do not count for the speed"
-
-
-def test_the_gradients_of_a_what_if_are_counted(watch, monkeypatch):
-    run, now = watch(), time.time()
-    monkeypatch.setattr(time, "time", lambda: now)
-    run.happens(start("what_if", 1, now - 30), {"event": "what_if_progress", "done": 3, "total": 12})
-    assert run.state.done == (3, 12, "gradients") and run.state.seconds_left == pytest.approx(90)
-    assert run.state.run_seconds_left is None
 
 
 def test_events_and_the_state_have_plain_lines(watch, tmp_path, monkeypatch):

@@ -113,8 +113,6 @@ def test_prompts_that_do_not_fit_the_template_are_counted_and_the_first_are_name
     code, said = check(mixed, "data.prompt_template={hint} {prompt}")
     assert code == 1 and said.count("does not fit") == 5
     assert "WRONG: and 4 more prompts that do not fit the template" in said
-    code, said = check(rows(4), "data.template=chat")
-    assert code == 1 and "has no chat template" in said
 
 
 def test_overlap_with_heldout_prompts_is_counted(check):

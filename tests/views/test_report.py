@@ -72,17 +72,13 @@ def test_idle_times_of_a_live_run_are_shown(root):
 
 
 def test_reward_is_not_smoothed_over_a_stage_boundary(root):
-    updates = [line | {"reward/mean": float(line["stage"] == 1)} for line in read_lines(root / "metrics.jsonl")]
-
-    def smooth(updates):
-        write_lines(root / "metrics.jsonl", updates)
-        return charts_of(root)["Training reward"].traces[1]["y"]
-
-    assert smooth(updates) == [0.0] * 96 + [1.0] * 96 + [0.0] * 96
-    updates[50]["reward/mean"] = 15.0
-    assert smooth(updates)[42:59] == [0.0] + [1.0] * 15 + [0.0]
-    # a short run is averaged over fewer updates (Prefix-Ratio GRPO, figure 2)
-    assert smooth(updates[:60])[47:54] == [0.0] + [3.0] * 5 + [0.0]
+    change_lines(root / "metrics.jsonl", lambda line: line | {"reward/mean": float(line["stage"] == 1)})
+    assert charts_of(root)["Training reward"].traces[1]["y"] == [0.0] * 96 + [1.0] * 96 + [0.0] * 96
+    # over 15 updates; over fewer in a short run (Prefix-Ratio GRPO, figure 2)
+    updates = [line | {"reward/mean": 15.0 * (n == 50)} for n, line in enumerate(read_lines(root / "metrics.jsonl"))]
+    for length, window in ((288, 15), (60, 5)):
+        write_lines(root / "metrics.jsonl", updates[:length])
+        assert charts_of(root)["Training reward"].traces[1]["y"][40:60].count(15 / window) == window
 
 
 def test_traces_of_every_chart(root):

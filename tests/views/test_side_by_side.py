@@ -7,7 +7,7 @@ import pytest
 from megarl.phases.generation import SAME_REWARDS
 from megarl.storage.metrics import UPDATES, LearningWatch, find
 from megarl.storage.run_dir import RunDir
-from megarl.views.report import render, summary
+from megarl.views.report import summary
 from megarl.views.run_reader import read_run
 from tests.helpers import events, five_letters, read_lines, write_recipe
 from tests.phases.commands import settings, succeed, train
@@ -80,14 +80,3 @@ def test_the_last_line_and_the_report_have_the_paired_interval_of_compare(recipe
     text = f"{estimate['mean']:+.3f} [{low:+.3f}, {high:+.3f}]"
     assert f": {text} (95 %, paired over 16 prompts)" in said.stdout
     assert text in (root / "report.html").read_text()
-
-
-def test_a_report_without_a_common_update_says_so_and_draws_no_empty_chart(tmp_path):
-    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b")
-    same = render([read_run(a, "a"), read_run(b, "b")])
-    assert "other prompts, or their responses are gone" in same
-    happened = read_lines(b / "events.jsonl")
-    write_lines(b / "events.jsonl", [one for one in happened if one["event"] != "evaluation" or one["stage"] == 0])
-    page = render([read_run(a, "a"), read_run(b, "b")])
-    assert "were never evaluated after the same number of updates" in page
-    assert "Held-out accuracy minus that of a" not in page

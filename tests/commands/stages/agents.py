@@ -9,25 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 SPECIAL = ("<pad>", "<|im_end|>", "<|im_start|>")
-WORDS = (
-    "assistant",
-    "user",
-    "tool",
-    "system",
-    "\n",
-    CALL,
-    "5",
-    "2",
-    "+",
-    "3",
-    " ",
-    "?",
-    "!",
-    "again",
-    "tools",
-    "add",
-    "?x",
-)
+WORDS = ("assistant", "user", "tool", "system", "\n", CALL, *"52+3 ?!", "again", "tools", "add", "?x")
 TEMPLATE = (
     "{%- if tools %}<|im_start|>system\ntools{% for t in tools %} {{ t.function.name }}{% endfor %}"
     "<|im_end|>\n{% endif -%}"

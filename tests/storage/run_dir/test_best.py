@@ -110,16 +110,3 @@ def test_a_kill_while_best_is_replaced_leaves_the_old_or_the_new_policy(settings
     keep_best(RunDir.open(run.root))
     assert held(run) == (1 if moment == "before" else 2)
     assert not list(run.root.glob(".best_old.tmp"))
-
-
-def test_a_symlink_at_best_becomes_a_copy_before_its_target_is_removed(settings, tmp_path):
-    run = RunDir.create(tmp_path / "run", settings())
-    for number in (1, 2, 3):
-        finish(run, number, SCORES[number])
-    evaluate(run, 0, (0.0, 0.0))
-    run.best.symlink_to(run.stage(2).policy)
-    update_best_and_remove_policies(run.stage(3))
-    run.end.policy.mkdir()
-    update_best_and_remove_policies(run.end)
-    assert not run.stage(2).policy.exists()
-    assert held(run) == 2 and not run.best.is_symlink()
