@@ -66,12 +66,6 @@ def test_a_pipe_that_the_reader_has_closed_causes_no_error_message(tmp_path):
     assert (result.returncode, result.stderr) == (128 + signal.SIGPIPE, "")
 
 
-@pytest.mark.parametrize(("command", "arguments"), [("train", "x --run-dir y"), ("stage pack", "x 0 y --license z")])
-def test_an_unknown_option_shows_the_usage_of_its_command(command, arguments):
-    said = refused(*command.split(), *arguments.split(), "--zzz")
-    assert said.startswith(f"usage: megarl {command} ") and said.endswith("unrecognized arguments: --zzz\n")
-
-
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [

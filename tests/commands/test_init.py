@@ -31,15 +31,14 @@ def test_it_writes_a_recipe_that_loads_and_lists_all_shipped_ones(tmp_path: Path
     shipped = (ROOT / "examples/qwen3_8b/m2po.toml").read_text()
     assert (tmp_path / "qwen3_8b-m2po.toml").read_text() == shipped
     init("own_objective", tmp_path)
-    for name in ("starter", "own_objective"):
-        with pytest.raises(UserError, match="exists already"):
-            init(name, tmp_path)
+    with pytest.raises(UserError, match="exists already"):
+        init("own_objective", tmp_path)
     with pytest.raises(UserError, match="did you mean 'qwen3_8b/m2po'"):
         init("qwen3_8b/m2p", tmp_path)
     assert "MODEL is not a local directory" in train(tmp_path / "starter.toml", tmp_path / "run", code=2).stderr
 
 
-def test_a_recipe_whose_model_a_script_makes_names_the_script_and_no_plan(tmp_path: Path) -> None:
+def test_a_recipe_names_the_script_that_makes_its_model(tmp_path: Path) -> None:
     said = init("quickstart/recipe", tmp_path)
     assert f"next    python {ROOT}/examples/quickstart/make_base.py\n" in said
     assert "megarl plan" not in said and "megarl plan" in init("starter", tmp_path)

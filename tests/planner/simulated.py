@@ -1,4 +1,9 @@
-"""Plans whose parameters are not counted by Megatron: for times, the numbers in `PUBLISHED` are enough."""
+"""Plans whose parameters are not counted by Megatron: for times, the numbers in `PUBLISHED` are enough.
+
+Also MinPRO's recipe for Qwen3-30B-A3B as a staged run, in which each phase has the GPUs to itself.
+"""
+
+from pathlib import Path
 
 from megarl.models.hf_config import read_hf_config
 from megarl.planner.assumptions import Assumptions
@@ -6,7 +11,11 @@ from megarl.planner.parameter_counts import StageParameters
 from megarl.planner.plan import Plan
 from megarl.recipe.layout import Layout
 from megarl.recipe.load import load_recipe, override_recipe
-from tests.planner.moe import EXAMPLES
+from megarl.recipe.tables import Recipe, ScheduleTable
+from tests.helpers import ROOT
+
+EXAMPLES = ROOT / "examples"
+MOE = EXAMPLES / "qwen3_30b_a3b/minpro.toml"
 
 GPT_OSS_ATTENTION = 2 * 2880 * 4096 + 2 * 2880 * 512 + 4096 + 2 * 512 + 2880 + 64
 GPT_OSS_EXPERT = 2880 * 5760 + 5760 + 2880 * 2880 + 2880 + 2880 + 1  # and its row of the router
@@ -70,3 +79,12 @@ def plan_of(
     stage = StageParameters(hf["num_hidden_layers"] // pipeline, dense, experts // split // pipeline)
     whole = StageParameters(hf["num_hidden_layers"], total - experts, experts)
     return Plan(recipe, hf, nodes, gpu, layout, whole, [stage] * pipeline, assume or Assumptions())
+
+
+def staged(path: Path = MOE) -> Recipe:
+    """The recipe with 40 stages of 48 updates, a checkpoint per stage, and the engine's defaults."""
+    recipe = load_recipe(path)
+    schedule = ScheduleTable(stages=40, updates_per_stage=48, prompts_per_update=recipe.schedule.prompts_per_update)
+    rollout = recipe.rollout.model_copy(update={"memory_fraction": None, "groups_per_chunk": 128})
+    actor = recipe.actor.model_copy(update={"checkpoint_every": 48})
+    return recipe.model_copy(update={"schedule": schedule, "rollout": rollout, "actor": actor})

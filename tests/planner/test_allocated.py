@@ -8,7 +8,7 @@ import pytest
 from megarl.models.hf_config import read_hf_config
 from megarl.planner.plan import Plan
 from megarl.recipe.load import dump_recipe, load_recipe
-from tests.planner.moe import EXAMPLES
+from tests.planner.simulated import EXAMPLES
 
 MOE = "qwen3_30b_a3b/mu_grpo.toml"
 NARROW = "megatron_ddp.grad_reduce_in_fp32=false"

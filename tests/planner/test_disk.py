@@ -9,7 +9,7 @@ from megarl.models.hf_config import read_hf_config
 from megarl.planner.assumptions import Assumptions
 from megarl.planner.disk import disk_bytes
 from megarl.recipe.load import load_recipe, override_recipe
-from tests.planner.moe import MOE, staged
+from tests.planner.simulated import MOE, staged
 
 HF = read_hf_config(MOE.parent)
 RECIPE = staged()

@@ -18,7 +18,7 @@ from megarl.planner.plan import Plan
 from megarl.recipe.layout import Layout
 from megarl.recipe.load import load_recipe, override_recipe
 from tests.actor.conftest import read_settings
-from tests.planner.moe import MOE, staged
+from tests.planner.simulated import MOE, staged
 
 HF = read_hf_config(MOE.parent)
 RECIPE = staged()  # tensor 4, expert 8, full recompute
@@ -154,7 +154,7 @@ def test_layers_with_windows(tmp_path):
     assert sizes.forward_flops(hf, 1000, 5) == 2 * 1000 * 5 + 4 * (2 * 4 * 16 * 5**2)  # inside the window
 
 
-def test_candidates_of_dynamic_sampling_take_time_and_disk_and_with_a_token_budget_only_disk():
+def test_candidates_of_dynamic_sampling_take_time_and_disk():
     twice = override_recipe(RECIPE, ["rollout.oversample=2"])
     partial = override_recipe(twice, ["rollout.token_budget=1024"])
     one, two, budget = (plan(r).rollout_seconds for r in (RECIPE, twice, partial))
@@ -173,19 +173,6 @@ def test_memory_of_an_engine():
     assert [family_of(HF).cached_elements(HF, tensor) for tensor in (1, 2, 8)] == [2 * 48 * 128 * n for n in (4, 2, 1)]
     rounded = override_recipe(RECIPE, ["rollout.float32_head=false"])
     assert plan(rounded).rollout["logits and log-probs of a step"] == 1024 * 151_936 * (3 + 4 + 4)
-
-
-def test_share_of_an_engine():
-    """vLLM's fraction covers all, SGLang's only weights and cache; by default SGLang leaves 10 GiB for the rest."""
-    h100, rest = sizes.GPUS["h100"], 6 * GIB + 1024 * 151_936 * 10
-
-    def share(*changes):
-        return plan(override_recipe(RECIPE, changes), gpu="h100").engine_share
-
-    assert share() == pytest.approx(0.92 * h100.memory)
-    assert share("rollout.memory_fraction=0.5") == 0.5 * h100.memory
-    assert share("rollout.engine=sglang") == h100.memory - 10 * GIB + rest
-    assert share("rollout.engine=sglang", "rollout.memory_fraction=0.5") == 0.5 * h100.memory + rest
 
 
 def test_responses_that_decode_together():

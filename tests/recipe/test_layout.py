@@ -73,7 +73,6 @@ def test_pipeline_stages_get_the_layers_that_the_settings_say(stages, ends, expe
 
 
 def test_virtual_stages_get_their_layers_in_megatrons_order():
-    """In Megatron's order: the first chunk of each pipeline rank, then the second chunk of each."""
     layout = Layout(4, pipeline_parallel=4, virtual_stages=2, first_layers=6)
     assert list(layout.problems(MOE)) == []
     assert [len(chunk) for chunk in layout.chunks(48)] == [3, 7, 7, 7] * 2

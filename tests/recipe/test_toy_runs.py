@@ -1,8 +1,4 @@
-"""A whole run of every kind of example recipe, scaled down to the size of a test.
-
-Model, data, reward and sizes are those of the tiny recipe. Objective, kind of schedule and what follows from it, parts
-of the optimizer, and evaluations are the example's, with a scaled-down schedule.
-"""
+"""A whole run of every kind of example recipe, scaled down to the size of a test: see `toy`."""
 
 import itertools
 import tomllib

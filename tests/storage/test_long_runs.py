@@ -38,7 +38,7 @@ def decoded(monkeypatch):
     return lines
 
 
-def test_each_event_is_decoded_once_however_often_evaluations_are_looked_up(run, decoded):
+def test_each_event_is_decoded_once(run, decoded):
     for stage in range(1200):
         run.log_event("evaluation", update=run.stage(stage).first_update, suite="heldout", accuracy=stage / 1200)
         assert run.stage(stage).evaluation()["accuracy"] == stage / 1200

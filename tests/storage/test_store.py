@@ -106,7 +106,7 @@ def test_sealing_merges_the_ledgers_of_several_writers_and_may_be_repeated(tmp_p
         seal(tmp_path / "absent", range(4))
 
 
-def test_seal_requires_the_expected_groups_records_the_chosen_ones_and_keeps_the_others(tmp_path):
+def test_seal_requires_the_expected_groups_and_records_the_chosen_ones(tmp_path):
     write(tmp_path, [0, 1], [3, 5])
     assert RolloutStore(tmp_path).chosen == [0, 1, 3, 5]
     with pytest.raises(UserError, match=r"lacks 1 of 2 groups \(the first is 2\)"):
@@ -146,7 +146,6 @@ def test_a_group_is_written_once_and_a_stage_has_one_behaviour_policy(tmp_path):
 
 
 def test_routed_experts_come_back_bit_for_bit_without_copies(tmp_path):
-    """They are views of the memory-mapped file."""
     recorded = [with_experts(make_group(0), (3, 2), np.int8), with_experts(make_group(1), (1, 1), np.int16)]
     recorded.append(with_experts(make_group(2, longest=100), (64, 1024)))
     with RolloutWriter(tmp_path, **POLICY) as writer:

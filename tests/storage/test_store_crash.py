@@ -1,4 +1,4 @@
-"""SIGKILL and full disks at every point: acknowledged groups survive; the finished stage equals an undisturbed one."""
+"""SIGKILL and full disks at every point: acknowledged groups survive, and a stage ends as an undisturbed one."""
 
 import contextlib
 import itertools

@@ -46,7 +46,7 @@ def test_leftovers_are_removed_by_their_own_writer_and_by_sealing(stage):
     assert len(list(stage.iterdir())) == 3 + 2
 
 
-def test_a_damaged_ledger_line_before_the_last_is_named_and_nothing_is_deleted(stage):
+def test_a_damaged_ledger_line_is_named_and_nothing_is_deleted(stage):
     first, second, third = lines(stage)
     (stage / "ledger.jsonl").write_bytes(first + second.replace(b'"responses": 8', b'"responses": 9') + third)
     before = contents(stage)

@@ -111,7 +111,7 @@ def of_version(group, version):
 
 
 def a_shard_is_gone_and_a_wrong_sum_in_the_ledger(run):
-    """The ledger states one token too many of a shard; the line's own checksum and the seal agree with it."""
+    """The ledger states one token too many of a shard; all checksums agree."""
     next((run / "stages/000/rollouts").glob("*.arrow")).unlink()
     first, *others = entries_of(run, 1)
     reseal(run, 1, [replace(first, tokens=first.tokens + 1), *others])

@@ -74,8 +74,7 @@ def drawn_curves(body, number):
 
 
 def test_charts_and_numbers_of_one_run_and_no_request(tmp_path, show):
-    """A page with an image shows that requests do reach the proxy; the report, into which the same kind of image is
-    put, shows that its content security policy blocks them."""
+    """An image in the report is blocked by its content security policy; that of another page reaches the proxy."""
     page = write_report([make_run(tmp_path / "first_run")], tmp_path / "report.html")
     page.write_text(page.read_text().replace("<main>", '<main><img src="http://example.com/policy.png">'))
     (tmp_path / "asks.html").write_text('<img src="http://example.com/seen.png">')

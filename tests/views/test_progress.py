@@ -9,20 +9,17 @@ import time
 
 import pytest
 
-from megarl.recipe.load import override_recipe
 from megarl.views import progress
 from megarl.views.progress import Progress, describe_state
 from megarl.views.run_state import RunState
 from tests.views.synthetic_run import make_events, make_recipe, update_record, write_lines
 
-SUITES = ("eval.every_updates=48", 'eval.suites=[{name="one", prompts=20}, {name="two", prompts=8}]')
-
 
 class Watched:
     """A run directory, and what the display knows of it after each change."""
 
-    def __init__(self, root, *settings):
-        self.root, self.state = root, RunState(root, override_recipe(make_recipe(), list(settings)))
+    def __init__(self, root):
+        self.root, self.state = root, RunState(root, make_recipe())
 
     def append(self, name, *records, torn=""):
         """Append records to a file, and look at the run."""
@@ -46,7 +43,7 @@ class Watched:
 
 @pytest.fixture
 def watch(tmp_path):
-    return lambda *settings: Watched(tmp_path, *settings)
+    return lambda: Watched(tmp_path)
 
 
 def start(phase, stage, when=None):
@@ -82,23 +79,6 @@ def test_a_rollout_phase_shows_what_the_replicas_have_generated(watch):
     run.happens(RESTART)  # what was not stored is generated again
     assert run.state.done == (0, 1536, "groups") and run.state.tokens_per_second is None
     assert "length" not in run.line
-
-
-@pytest.mark.parametrize(("phase", "stage"), [("rollout", 1), ("evaluate", 3)])
-def test_the_progress_of_a_suite_is_shown(watch, phase, stage):
-    """An earlier attempt has answered 3 of the 16 prompts, of which each has one response. The recipe asks for 20."""
-    run = watch(*SUITES)
-    inside = {"prompts": 16, "decoding": 11, "decoding_tokens": 22, "tokens_per_second": 8}
-    one = report(ended=2, tokens=4, groups=2, responses=2, truncated=1, reward_sum=2.0, **inside)
-    resume = {"event": "resume", "phase": "evaluate", "suite": "one", "skipped": 3, "total": 16}
-    run.happens(start(phase, stage), loaded(stage, "evaluate"), resume, one | {"event": "evaluation_progress"})
-    state = run.state
-    assert state.done == (5, 16, "prompts") and state.reward is None and state.run_seconds_left is None
-    shown = {"5/16 prompts", "8 tokens/s", "responses 2", "length 2", "truncated 50%", "decoding 11 at token 2"}
-    assert shown <= run.parts
-    assert state.seconds_left == pytest.approx(11 * 5 / 2)
-    run.happens({"event": "evaluation", "accuracy": 0.5, "update": stage * 96, "suite": "one", "stage": stage})
-    assert state.of_replicas("ended") == 0 and state.tokens_per_second is None and state.done[0] == 0
 
 
 def test_the_time_left_of_the_run(watch):

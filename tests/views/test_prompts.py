@@ -108,7 +108,7 @@ def test_overlong_prompts_are_counted_with_what_the_run_would_do(check, overlong
     assert "longest 600" in said
 
 
-def test_prompts_that_do_not_fit_the_template_are_counted_and_the_first_are_named(check):
+def test_prompts_that_do_not_fit_the_template_are_counted(check):
     mixed = [{**row, "hint": "h"} for row in rows(4)] + rows(9)
     code, said = check(mixed, "data.prompt_template={hint} {prompt}")
     assert code == 1 and said.count("does not fit") == 5
@@ -128,7 +128,7 @@ def test_overlap_with_heldout_prompts_is_counted(check):
     ) in said
 
 
-def test_json_has_the_numbers_and_of_many_bad_rows_the_first_of_each_kind(check):
+def test_json_has_the_first_bad_rows_of_each_kind(check):
     code, said = check([*rows(20), *rows(2), *[{"prompt": "x"}, {"answer": 1}] * 6], options=("--json",))
     found = json.loads(said)
     *problems, rest = found["problems"]
@@ -143,7 +143,7 @@ def sentence(seed, words):
     return " ".join(f"w{random.Random(f'{seed}/{n}').randrange(10**6)}" for n in range(words))
 
 
-def test_overlaps_equal_those_found_by_comparing_every_pair_of_windows():
+def test_overlaps_equal_those_of_every_pair_of_windows():
     """The texts are parts of one text; two of them are equal, share a window, or share fewer than 13 words."""
     rng = random.Random(0)
     whole = [rng.choice("ab") for _ in range(80)]

@@ -1,17 +1,23 @@
-"""The report: numbers of its summary, traces of its charts, and what it shows if files are missing or damaged."""
+"""The report: its summary, its charts, what it shows if files are missing or damaged, of branches, and of a run that
+learns nothing, which the screen and the events say, too."""
 
+import json
 import math
 import re
 
 import pytest
 
 from megarl.errors import UserError
+from megarl.phases.generation import SAME_REWARDS
 from megarl.storage.checked_json import append_json
+from megarl.storage.metrics import UPDATES, LearningWatch, find
+from megarl.storage.run_dir import RunDir
 from megarl.views.report import short_names, summary, write_report
 from megarl.views.report.charts import POINTS, make_charts
 from megarl.views.run_reader import read_run
-from tests.helpers import read_lines
-from tests.views.synthetic_run import change_lines, make_recipe, make_run, write_lines
+from tests.helpers import events, five_letters, read_lines, write_recipe
+from tests.phases.commands import settings, succeed, train
+from tests.views.synthetic_run import change_lines, make_branch, make_recipe, make_run, write_lines
 
 
 @pytest.fixture
@@ -44,21 +50,6 @@ def test_summary(root):
     assert summary(read_run(root, "a"))["Objective"] == "soft.py:SoftPrefix"
 
 
-def test_accuracies_are_drawn_for_the_values_of_a_column(root, tmp_path):
-    """Dashes tell the values apart if colours tell the runs."""
-    values = {"by/level/hard/accuracy": 0.2, "by/level/easy/accuracy": 0.8}
-    other = make_run(tmp_path / "b")
-    for each in (root, other):
-        change_lines(each / "metrics.jsonl", lambda record: record | values)
-    one, both = (charts_of(*chosen)["Training accuracy by level"].traces for chosen in ((root,), (root, other)))
-    looks, of_both = ({(t["line"]["color"], t["line"].get("dash", "solid")) for t in traces} for traces in (one, both))
-    assert {dash for _, dash in looks} == {"solid"} and (len(looks), len(of_both)) == (2, 4)
-    of_evaluations = {"by/level/hard/accuracy": 0.25, "by/level/hard/reward": 0.5}
-    change_lines(root / "events.jsonl", lambda e: e | of_evaluations if e["event"] == "evaluation" else e)
-    (hard,) = charts_of(root)["Held-out accuracy by level"].traces
-    assert (hard["name"], hard["x"], hard["y"]) == ("hard", [0, 96, 192, 288], [0.25] * 4)
-
-
 def test_idle_times_of_a_live_run_are_shown(root):
     recipe = root / "recipe.toml"
     recipe.write_text(recipe.read_text().replace('kind = "staged"', 'kind = "live"'))
@@ -69,16 +60,6 @@ def test_idle_times_of_a_live_run_are_shown(root):
         append_json(root / "events.jsonl", idle)
     row = summary(read_run(root, "a"))
     assert (row["Mean staleness"], row["Trainers idle"], row["Engines idle"]) == ("2.5", "25.0%", "40.0%")
-
-
-def test_reward_is_not_smoothed_over_a_stage_boundary(root):
-    change_lines(root / "metrics.jsonl", lambda line: line | {"reward/mean": float(line["stage"] == 1)})
-    assert charts_of(root)["Training reward"].traces[1]["y"] == [0.0] * 96 + [1.0] * 96 + [0.0] * 96
-    # over 15 updates; over fewer in a short run (Prefix-Ratio GRPO, figure 2)
-    updates = [line | {"reward/mean": 15.0 * (n == 50)} for n, line in enumerate(read_lines(root / "metrics.jsonl"))]
-    for length, window in ((288, 15), (60, 5)):
-        write_lines(root / "metrics.jsonl", updates[:length])
-        assert charts_of(root)["Training reward"].traces[1]["y"][40:60].count(15 / window) == window
 
 
 def test_traces_of_every_chart(root):
@@ -189,3 +170,72 @@ def test_invalid_run_directories_and_outputs_are_refused(root, tmp_path):
     with pytest.raises(UserError, match="is a directory"):
         write_report([root], tmp_path)
     assert not (tmp_path / "r.html").exists()
+
+
+@pytest.mark.parametrize(("stage", "base", "final"), [(0, "0.281", "0.613"), (1, "0.613", "0.815")])
+def test_a_branch_is_finished_after_its_stage(tmp_path, stage, base, final):
+    whole = make_run(tmp_path / "whole")
+    run = read_run(make_branch(tmp_path / "branch", whole, stage), "branch")
+    row = summary(run)
+    assert (run.notes, row["Updates"]) == ([], "96 / 96")
+    assert row["Base accuracy"].startswith(base) and row["Final accuracy"].startswith(final)
+    write_lines(run.root / "metrics.jsonl", run.updates[:-1])
+    assert read_run(run.root, "branch").notes == ["not finished: 95 of 96 updates"]
+
+
+GOOD = {"reward/mean": 0.5, "zero_variance_fraction": 0.5, "grad_norm": 0.1, "entropy": 1.0, "ess": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ({"zero_variance_fraction": 1.0, "reward/mean": 0.0}, "equal_rewards"),
+        ({"grad_norm": 0.0}, "no_gradient"),
+        ({"entropy": 1e-4}, "no_entropy"),
+        ({"ess": 0.01}, "no_sample"),
+    ],
+)
+def test_a_cause_is_found_only_if_every_update_shows_it(values, kind):
+    records = [GOOD | values for _ in range(UPDATES)]
+    assert list(find(records)) == [kind]
+    records = [record | {"reward/mean": 0.1 * n} for n, record in enumerate(records)]
+    assert list(find(records)) == ["no_variance" if kind == "equal_rewards" else kind]
+    for record in (GOOD, {"skipped_update": 1.0}):
+        assert find([*records[1:], record]) == {}
+
+
+def test_a_cause_is_logged_once_per_stage(tmp_path):
+    watch = LearningWatch(tmp_path / "events.jsonl")
+    for update in range(1, 4 * UPDATES + 1):
+        watch.append({"update": update, "stage": (update - 1) // (2 * UPDATES)} | GOOD | {"ess": 0.001})
+    found = [(event["stage"], event["first"], event["update"]) for event in read_lines(tmp_path / "events.jsonl")]
+    assert found == [(0, 1, UPDATES), (1, UPDATES + 2, 2 * UPDATES + 1)]
+
+
+def test_a_run_that_learns_nothing_says_so(tiny_model, tmp_path):
+    """The untrained model never answers with the letter that is asked for."""
+    recipe = write_recipe(tmp_path, tiny_model, five_letters())
+    wanted = (f"schedule.updates_per_stage={UPDATES}", f"schedule.prompts_per_update={SAME_REWARDS // UPDATES}")
+    result = train(recipe, tmp_path / "run", *settings("schedule.stages=1", "eval.every=0", *wanted))
+    run = RunDir.open(tmp_path / "run")
+    said = f"learns nothing, updates 1 to {UPDATES}: the responses to each prompt had equal rewards, 0 on average in"
+    assert said in result.stdout + result.stderr
+    assert [event["kind"] for event in events(run, "learns_nothing")] == ["equal_rewards"]
+    (warning,) = events(run, "equal_rewards")
+    assert warning["groups"] == SAME_REWARDS and warning["warning"] in result.stdout + result.stderr
+    assert "0.000 on average" in warning["warning"]
+    notes = (run.root / "report.html").read_text().partition('<ul class="notes">')[2].partition("</ul>")[0]
+    assert said in notes
+    assert json.dumps(read_run(run.root, "run").notes).count("learns nothing") == 1
+
+
+def test_the_last_line_and_the_report_have_the_paired_interval_of_compare(recipe, tmp_path):
+    root = tmp_path / "run"
+    wanted = ("schedule.stages=1", "schedule.updates_per_stage=4", "optimizer.lr=0.01", "run.seed=1")
+    said = train(recipe, root, *settings(*wanted))
+    (compared,) = json.loads(succeed("compare", f"{root}:0", f"{root}:4", "--json").stdout)
+    estimate = compared["estimates"][0]
+    low, high = estimate["ci95"]
+    text = f"{estimate['mean']:+.3f} [{low:+.3f}, {high:+.3f}]"
+    assert f": {text} (95 %, paired over 16 prompts)" in said.stdout
+    assert text in (root / "report.html").read_text()

@@ -13,7 +13,7 @@ from megarl.errors import UserError
 from megarl.views.responses.select import Filter, decoder, select
 from megarl.views.responses.show import show_samples
 from tests.helpers import megarl, refused
-from tests.views.stored_run import HOSTILE, WORDS, make_stored_run, random_groups, response, two_stages
+from tests.views.synthetic_run import HOSTILE, WORDS, make_stored_run, random_groups, response, two_stages
 
 
 @pytest.fixture(scope="module")
@@ -96,15 +96,6 @@ def test_a_long_text_is_cut_in_its_middle(tmp_path):
     output = shown(root)
     assert "[... 1,807 characters ...]" in output and "answer" in output and output.count("a") < 1300
     assert shown(root, whole=True).count("a") > 3000
-
-
-def test_the_responses_to_a_prompt_are_shown_side_by_side(stored):
-    root, groups = stored
-    lines = shown(root, width=120, wanted=Filter(prompt=7)).splitlines()
-    rewards = [r.reward for stage, group in groups for r in group.responses if group.group_id == 7]
-    first = next(line for line in lines if "─ 0 · reward" in line)
-    for sample, reward in enumerate(rewards[:3]):
-        assert f"{sample} · reward {reward:g} ·" in first, lines
 
 
 def test_options_and_json_of_the_command(stored):

@@ -80,7 +80,6 @@ def not_parquet(pack):
 ROWS = "has no valid rollouts: .*"
 ATTACKS = {
     "a path to the parent directory": (declared("rollouts/../../evil"), "is not the name of a file"),
-    "code": (declared("policy/modeling.py"), "is not the name of a file"),
     "control characters": (declared("rollouts/\x1b[2J"), r"\\x1b"),
     "other bytes": (lambda pack: other_bytes(pack / SHARD), "does not match its checksum"),
     "another manifest": (lambda pack: other_bytes(pack / MANIFEST), "is not the manifest of a packed stage"),

@@ -173,7 +173,7 @@ def test_a_mistake_in_the_sweep_file_is_refused_before_a_run_starts(swept, chang
     assert sorted(output.rglob("*")) == before
 
 
-def test_settings_that_a_run_would_refuse_are_found_before_the_first_run(swept, tmp_path):
+def test_refused_settings_are_found_before_the_first_run(swept, tmp_path):
     wrong = tmp_path / "wrong.toml"
     wrong.write_text(swept[0].read_text().replace("optimizer = {", 'actor = { kernels = "cuda" }, optimizer = {'))
     said = succeed("sweep", wrong, "--output", tmp_path / "new", code=2).stderr

@@ -47,7 +47,7 @@ def held(run):
     return int((run.best / "model.safetensors").read_text())
 
 
-def test_a_resume_after_a_change_of_eval_best_keeps_the_only_copy_of_the_best_policy(settings, tmp_path):
+def test_a_change_of_eval_best_keeps_the_only_copy_of_the_best_policy(settings, tmp_path):
     """By the first suite stage 0's policy is best; by the mean stage 2's, which then exists only in ``best``."""
     run = RunDir.create(tmp_path / "run", settings("eval.best=first"))
     for number in range(2):

@@ -46,7 +46,7 @@ def kept(run):
 
 
 @pytest.mark.parametrize(("keep", "stay"), [(1, [0, 4, 5]), (3, [0, 2, 3, 4, 5]), (None, list(range(STAGES)))])
-def test_the_first_the_current_and_the_last_finished_stages_keep_their_policies(make_run, keep, stay):
+def test_the_first_and_the_last_stages_keep_their_policies(make_run, keep, stay):
     run = make_run(*([] if keep is None else [f"actor.keep_policies={keep}"]))
     remove_policies(run.stage(STAGES - 1))
     assert kept(run) == stay
@@ -89,7 +89,7 @@ def test_policies_that_engines_of_a_live_run_may_load_are_kept(make_run, delay, 
     assert kept(run) == stay
 
 
-def test_policies_behind_links_and_those_without_a_readable_version_are_kept(make_run, tmp_path):
+def test_policies_behind_links_or_without_a_version_are_kept(make_run, tmp_path):
     run, other = make_run("actor.keep_policies=1"), make_run(name="other")
     run.stage(2).policy.rename(tmp_path / "origin")
     run.stage(2).policy.symlink_to(tmp_path / "origin")
@@ -115,7 +115,7 @@ def test_a_damaged_record_is_named(make_run):
         removed(run.stage(3))
 
 
-def test_records_of_stages_whose_rollouts_were_deleted_by_hand_are_ignored(make_run, monkeypatch):
+def test_records_of_stages_without_rollouts_are_ignored(make_run, monkeypatch):
     """Somebody deletes policies and rollouts from stage 2 on, to continue from stage 1, but leaves the records."""
     run = make_run("actor.keep_policies=1")
     remove_policies(run.stage(STAGES - 1))
