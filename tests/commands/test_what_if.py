@@ -1,4 +1,4 @@
-"""`megarl what-if` compares gradients of all objectives on stored batches with each other and with a fresh gradient.
+"""`megarl what-if` compares gradients of all objectives on stored batches, and with a fresh one.
 
 Also `megarl export` and `megarl eval` of a single checkpoint.
 """

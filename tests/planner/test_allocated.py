@@ -1,4 +1,4 @@
-"""Bytes of weights, gradients and optimizer in `megarl plan`, compared with what Megatron-Core allocates for them."""
+"""Bytes of weights, gradients and optimizer in `megarl plan`, compared with those that Megatron-Core allocates."""
 
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor

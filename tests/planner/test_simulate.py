@@ -1,4 +1,4 @@
-"""`megarl simulate`, compared with closed forms, with times of `megarl plan`, and with tables 1 and 2 of mu-GRPO."""
+"""`megarl simulate`, compared with closed forms, `megarl plan`, and tables 1 and 2 of mu-GRPO."""
 
 import math
 from dataclasses import replace

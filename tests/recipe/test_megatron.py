@@ -1,4 +1,4 @@
-"""The tables of a recipe that go to Megatron-Core are checked, against its source too, before anything starts."""
+"""Tables of a recipe for Megatron-Core are checked, against its source too, before anything starts."""
 
 import importlib.util
 

@@ -1,4 +1,4 @@
-"""The recipe of every row of examples/README.md starts on files of the published schema, also with empty answers.
+"""The recipe of every row of examples/README.md starts on files of the published schema.
 
 The files have the columns of the data sets and a few rows; a tokenizer of characters stands in for the models' own.
 """

@@ -30,7 +30,7 @@ FAMILIES = {
 
 
 def toy(tiny, example, divided):
-    """The tiny recipe's tables with the example's, whose data and sizes are the tiny one's and its schedule divided."""
+    """The example's tables with the model, data, reward and sizes of the tiny recipe and a divided schedule."""
     table, theirs = (tomllib.loads(path.read_text()) for path in (tiny, ROOT / f"examples/{example}.toml"))
     table |= {name: theirs[name] for name in ("objective", "schedule", "optimizer", "eval")}
     for key in ("temperature", "responses_per_prompt", "oversample", "require_stop"):

@@ -1,4 +1,4 @@
-"""Groups whose content depends only on their id, and a writer of a stage that can be killed, for tests of the store."""
+"""Groups whose content depends only on their id, and a writer of a stage that can be killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Long runs: numbers with more digits than file names usually have, and work that grows only with what is new."""
+"""Long runs: numbers with more digits than usual, and work that grows only with what is new."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Synthetic run directories, with the recipe, metrics and events that a run of three stages of 96 updates leaves.
+"""Synthetic run directories, with the recipe, metrics and events of a run of three stages of 96 updates.
 
 Also given responses, written by megarl's own writer, and a tokenizer of a few words.
 """

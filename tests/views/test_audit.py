@@ -1,4 +1,4 @@
-"""``megarl audit`` finds no problem in runs of every kind, and finds each planted fault, also where checksums agree."""
+"""``megarl audit`` finds no problem in sound runs, and each planted fault, also where checksums agree."""
 
 import itertools
 import json

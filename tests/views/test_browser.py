@@ -1,4 +1,4 @@
-"""The report in a real browser: its charts are drawn, its tables have the right numbers, and it makes no request."""
+"""The report in a real browser: its charts are drawn, and it makes no request."""
 
 import contextlib
 import http.server

@@ -1,4 +1,4 @@
-"""``megarl sql``: rows equal those of the store, the run may be in progress, and a query can read only the run."""
+"""``megarl sql``: rows equal those of the store, and a query can read only the run."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""``megarl samples --tokens``: its values of single tokens, averaged, equal the metrics that the trainer logged."""
+"""``megarl samples --tokens``: its values of single tokens, averaged, equal the trainer's metrics."""
 
 import json
 

@@ -19,7 +19,7 @@ TEMPLATE = (
 
 
 def write_agent_model(source, path):
-    """Write a copy of the model ``source`` that begins a turn with a tool call or an answer, and then mostly stops."""
+    """Write a copy of ``source`` that begins a turn with a tool call or an answer, and then mostly stops."""
     shutil.copytree(source, path)
     vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?x"))

@@ -1,4 +1,4 @@
-"""Stages made from responses of other systems: stored exactly, merged, masked; a mistake is reported with its row."""
+"""Stages made from responses of other systems; a mistake is reported with its row."""
 
 import json
 import re
@@ -83,7 +83,7 @@ def test_rows_are_stored_exactly(recipe, rows, tmp_path):
 
 
 def test_rewards_from_outside_can_be_repaired_in_a_branch(recipe, rows, tmp_path, monkeypatch):
-    """The function gets what is known of a group: the text of its prompt, of its responses, and their rewards."""
+    """The function gets the text of a prompt, of the responses, and their rewards."""
     rewarded = [row | {"reward": 900.0, "correct": 1} for row in rows]
     run = ingested(recipe, tmp_path / "run", write(tmp_path / "a.jsonl", rewarded))
     (tmp_path / "repair.py").write_text("""

@@ -1,4 +1,4 @@
-"""Packed stages: after unpacking they are optimized to the same bytes, and hostile ones are refused; branches."""
+"""Packed stages are optimized to the same bytes, and hostile ones are refused; branches."""
 
 import json
 import os

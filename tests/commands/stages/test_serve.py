@@ -1,4 +1,4 @@
-"""Agents fill a stage through the real OpenAI client: what the engine sampled is stored, and only that is trained."""
+"""Agents fill a stage through OpenAI's client: what the engine sampled is stored, and only that is trained."""
 
 import contextlib
 import functools

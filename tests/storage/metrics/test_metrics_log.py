@@ -1,4 +1,4 @@
-"""metrics.jsonl: its copy in TensorBoard, and how it is checked against the position that a checkpoint records."""
+"""metrics.jsonl: its copy in TensorBoard, and its check against the position in a checkpoint."""
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
