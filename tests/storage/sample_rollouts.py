@@ -74,7 +74,7 @@ def write_stage(directory: Path, groups: int, chunk: int, acknowledged: Path | N
 
 
 def write_stage_dying_at(call: int, directory: Path, groups: int, chunk: int, acknowledged: Path) -> None:
-    """Like `write_stage`, but this process is killed at its ``call``-th system call that changes or syncs a file.
+    """Like `write_stage`, but killed at its ``call``-th system call that changes or syncs a file.
 
     Calls count from 0. A write is killed after half of its data.
     """

@@ -1,5 +1,5 @@
 """The report: its summary, its charts, what it shows if files are missing or damaged, of branches, and of a run that
-learns nothing, which the screen and the events say, too."""
+learns nothing, which is said on the screen, too."""
 
 import json
 import math
