@@ -92,9 +92,9 @@ def test_several_runs_are_overlaid_and_their_recipes_compared(tmp_path):
     assert len({t["line"]["color"] for t in charts["Entropy"].traces}) == 2
     page = write_report([a, b], tmp_path / "r.html").read_text()
     settings = re.search(r'<table id="settings">.*?</table>', page, re.S)[0]
-    rows = re.findall(r"<tr><th>objective.([^<]*)</th><td>(.*?)</td><td>(.*?)</td></tr>", settings)
-    named = ("name", "&quot;mu_grpo&quot;", "&quot;grpo&quot;")
-    assert rows == [("eps_low", "-", "0.2"), named, ("veto_threshold", "0.001", "-")]
+    rows = re.findall(r"<tr><th>([^<]*)</th><td>(.*?)</td><td>(.*?)</td></tr>", settings)
+    named = ("objective.name", "&quot;mu_grpo&quot;", "&quot;grpo&quot;")
+    assert rows == [("objective.eps_low", "-", "0.2"), named, ("objective.veto_threshold", "0.001", "-")]
 
 
 def test_a_report_stays_small_however_long_the_run(tmp_path):
