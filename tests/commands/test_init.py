@@ -1,4 +1,4 @@
-"""`megarl init`, in a clone and from a wheel."""
+"""`megarl init`, in a clone and from a wheel; tests/wheel has more of wheels."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import pytest
 from megarl.commands.init import init
 from megarl.errors import UserError
 from megarl.recipe.load import load_recipe
-from tests.helpers import ROOT, broken_links, megarl
+from tests.helpers import ROOT, megarl
+from tests.phases.commands import succeed, train
 
 
 def test_it_writes_a_recipe_that_loads_and_lists_all_shipped_ones(tmp_path: Path) -> None:
@@ -25,28 +26,25 @@ def test_it_writes_a_recipe_that_loads_and_lists_all_shipped_ones(tmp_path: Path
         assert str(path.relative_to(ROOT / "examples").with_suffix("")) in said
     assert load_recipe(tmp_path / "starter.toml").objective.name == "minpro"
     assert f"beside  {ROOT}/examples/qwen3_8b " in init("qwen3_8b/m2po", tmp_path)
-    planned = megarl("plan", "qwen3_8b-m2po.toml", cwd=tmp_path)
-    assert planned.returncode == 2 and "put its config.json beside the recipe" in planned.stderr
+    planned = succeed("plan", "qwen3_8b-m2po.toml", cwd=tmp_path, code=2)
+    assert "put its config.json beside the recipe" in planned.stderr
     shipped = (ROOT / "examples/qwen3_8b/m2po.toml").read_text()
     assert (tmp_path / "qwen3_8b-m2po.toml").read_text() == shipped
     init("own_objective", tmp_path)
-    for name in ("starter", "own_objective"):
-        with pytest.raises(UserError, match="exists already"):
-            init(name, tmp_path)
+    with pytest.raises(UserError, match="exists already"):
+        init("own_objective", tmp_path)
     with pytest.raises(UserError, match="did you mean 'qwen3_8b/m2po'"):
         init("qwen3_8b/m2p", tmp_path)
-    refused = megarl("train", tmp_path / "starter.toml", "--run-dir", tmp_path / "run")
-    assert refused.returncode == 2 and "MODEL is not a local directory" in refused.stderr
+    assert "MODEL is not a local directory" in train(tmp_path / "starter.toml", tmp_path / "run", code=2).stderr
 
 
-def test_a_recipe_whose_model_a_script_makes_names_the_script_and_no_plan(tmp_path: Path) -> None:
+def test_a_recipe_names_the_script_that_makes_its_model(tmp_path: Path) -> None:
     said = init("quickstart/recipe", tmp_path)
     assert f"next    python {ROOT}/examples/quickstart/make_base.py\n" in said
     assert "megarl plan" not in said and "megarl plan" in init("starter", tmp_path)
     assert f"python {ROOT}/examples/smollm2/tasks.py\n" in init("smollm2/instructions", tmp_path)
-    assert (
-        load_recipe(tmp_path / "smollm2-instructions.toml").reward.path == f"{ROOT}/examples/smollm2/tasks.py:follows"
-    )
+    recipe = load_recipe(tmp_path / "smollm2-instructions.toml")
+    assert recipe.reward.path == f"{ROOT}/examples/smollm2/tasks.py:follows"
 
 
 def test_the_scripts_of_examples_write_below_the_working_directory(tmp_path: Path) -> None:
@@ -54,9 +52,6 @@ def test_the_scripts_of_examples_write_below_the_working_directory(tmp_path: Pat
     shipped = shutil.copytree(ROOT / "examples/quickstart", tmp_path / "site", ignore=shutil.ignore_patterns("base*"))
     before, work = sorted(shipped.iterdir()), tmp_path / "work"
     work.mkdir()
-    command = [sys.executable, shipped / "run.py", "--help"]
-    said = subprocess.run(command, cwd=work, check=True, capture_output=True, text=True).stdout
-    assert "usage: run.py" in said and not any(work.iterdir())
     run = multiprocessing.get_context("forkserver").Process(target=run_script, args=(shipped / "make_base.py", work))
     run.start()
     run.join()
@@ -72,29 +67,14 @@ def run_script(script: Path, folder: Path) -> None:
 
 
 def test_the_wheel_has_the_recipes_and_the_pages_that_messages_name(tmp_path: Path) -> None:
-    """A wheel without the compiled kernels, which only the build of the whole package makes."""
-    source = f"""
-from pathlib import Path
-from scikit_build_core.build import build_wheel
-build_wheel({str(tmp_path)!r}, {{"wheel.cmake": False}})
-"""
+    """Without the compiled kernels, which only the build of the whole package makes."""
+    source = "from scikit_build_core.build import build_wheel\n"
+    source += f"build_wheel({str(tmp_path)!r}, {{'wheel.cmake': False}})"
     subprocess.run([sys.executable, "-c", source], cwd=ROOT, check=True, capture_output=True)
     with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
         wheel.extractall(tmp_path / "site")
-    command = [sys.executable, "-m", "megarl.cli", "init"]
-    said = subprocess.run(
-        command, cwd=tmp_path, check=True, capture_output=True, text=True, env={"PYTHONPATH": str(tmp_path / "site")}
-    )
-    assert f"docs    {tmp_path}/site/megarl/docs" in said.stdout
-    assert (tmp_path / "site/megarl" / "docs/stages.md").exists() and (tmp_path / "starter.toml").exists()
-    subprocess.run([sys.executable, ROOT / "tools/make_wheel.py", "pages", tmp_path / "site"], check=True)
-    pages = list((tmp_path / "site").rglob("*.md"))
-    assert len(pages) > 15 and broken_links(pages) == []
-    docs = tmp_path / "site/megarl" / "docs"
-    assert "[train.py](../commands/train.py)" in (docs / "architecture.md").read_text()
-    assert "(csrc/sandbox, [sandbox.py](../rewards/sandbox.py))" in (docs / "data_and_rewards.md").read_text()
-
-
-def test_the_links_of_a_clones_pages_lead_somewhere() -> None:
-    names = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    assert broken_links([ROOT / name for name in names.split()]) == []
+    options = dict(cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")}, text=True)
+    said = subprocess.check_output([sys.executable, "-m", "megarl.cli", "init"], **options)
+    docs = tmp_path / "site/megarl/docs"
+    assert f"docs    {docs}" in said
+    assert (docs / "stages.md").exists() and (tmp_path / "starter.toml").exists()

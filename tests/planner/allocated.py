@@ -6,10 +6,10 @@ process but claims to have all ranks.
 This needs a process of its own because it changes what Megatron sees of torch.
 """
 
+import functools
 import tomllib
 import warnings
 import weakref
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -21,11 +21,7 @@ from megarl.actor import cpu_backend, parallel
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.load import override_recipe, parse_recipe
 
-ON_META = (
-    "actor.layers=torch",
-    "megatron.init_model_with_meta_device=true",
-    "megatron.perform_initialization=false",
-)
+ON_META = ("actor.layers=torch", "megatron.init_model_with_meta_device=true", "megatron.perform_initialization=false")
 
 
 class Live(TorchDispatchMode):
@@ -60,8 +56,20 @@ def distinct(tensors):
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
-def allocated(folder, recipe, ranks, rank):
-    """{kind: bytes}; "widened gradients" are the float32 copies that the optimizer makes of bfloat16 gradients."""
+@functools.cache
+def prepare():
+    warnings.filterwarnings("ignore")
+    torch.set_num_threads(1)
+    cpu_backend.install(torch.device("meta"))
+
+
+def allocated(folder, text, ranks, rank):
+    """{kind: bytes}; "widened gradients" are the float32 copies that the optimizer makes of bfloat16 gradients.
+
+    folder: that of config.json. text: of the recipe.
+    """
+    prepare()
+    recipe = override_recipe(parse_recipe(tomllib.loads(text)), ON_META)
     from megatron.core import parallel_state as mpu
 
     from megarl.actor import lora
@@ -111,17 +119,3 @@ def allocated(folder, recipe, ranks, rank):
 
 def _tensors(state):
     return [t for values in state.values() for t in values.values() if isinstance(t, torch.Tensor) and t.dim()]
-
-
-def serve(connection):
-    """Answer questions, ``{"folder": that of config.json, "recipe": TOML, "ranks": number, "rank": number}``."""
-    warnings.filterwarnings("ignore")
-    torch.set_num_threads(1)
-    cpu_backend.install(torch.device("meta"))
-    while True:
-        try:
-            question = connection.recv()
-        except EOFError:
-            return
-        recipe = override_recipe(parse_recipe(tomllib.loads(question["recipe"])), ON_META)
-        connection.send(allocated(Path(question["folder"]), recipe, question["ranks"], question["rank"]))

@@ -1,4 +1,9 @@
-"""Plans whose parameters are not counted by Megatron: for times, the numbers in `PUBLISHED` are enough."""
+"""Plans whose parameters are not counted by Megatron: for times, the numbers in `PUBLISHED` are enough.
+
+Also MinPRO's recipe for Qwen3-30B-A3B as a staged run, in which each phase has the GPUs to itself.
+"""
+
+from pathlib import Path
 
 from megarl.models.hf_config import read_hf_config
 from megarl.planner.assumptions import Assumptions
@@ -6,7 +11,11 @@ from megarl.planner.parameter_counts import StageParameters
 from megarl.planner.plan import Plan
 from megarl.recipe.layout import Layout
 from megarl.recipe.load import load_recipe, override_recipe
-from tests.planner.moe import EXAMPLES
+from megarl.recipe.tables import Recipe, ScheduleTable
+from tests.helpers import ROOT
+
+EXAMPLES = ROOT / "examples"
+MOE = EXAMPLES / "qwen3_30b_a3b/minpro.toml"
 
 GPT_OSS_ATTENTION = 2 * 2880 * 4096 + 2 * 2880 * 512 + 4096 + 2 * 512 + 2880 + 64
 GPT_OSS_EXPERT = 2880 * 5760 + 5760 + 2880 * 2880 + 2880 + 2880 + 1  # and its row of the router
@@ -16,13 +25,9 @@ PUBLISHED = {  # parameters in the models' safetensors files, or counted by hand
     "qwen3_4b": 4_022_468_096,
     "qwen3_8b": 8_190_735_360,
     "qwen3_14b": 14_768_307_200,
-    "qwen2_5_math_7b": 7_615_616_512,
-    "qwen2_5_coder_7b": 7_615_616_512,
-    "qwen2_5_32b": 32_763_876_352,
-    "deepseek_7b": 7_615_616_512,
-    "deepseek_32b": 32_763_876_352,
-    "llama3_2_3b": 3_212_749_824,
-    "octothinker_3b": 3_212_749_824,
+    **dict.fromkeys(("qwen2_5_math_7b", "qwen2_5_coder_7b", "deepseek_7b"), 7_615_616_512),
+    **dict.fromkeys(("qwen2_5_32b", "deepseek_32b"), 32_763_876_352),
+    **dict.fromkeys(("llama3_2_3b", "octothinker_3b"), 3_212_749_824),
     # by hand, without the multi-token prediction layer: embedding and head; attention with biases and two norms
     # in 46 layers; one dense layer; a shared expert, 128 others and their router in the rest; final norm
     "glm_4_5_air": 2 * 151_552 * 4096
@@ -74,3 +79,12 @@ def plan_of(
     stage = StageParameters(hf["num_hidden_layers"] // pipeline, dense, experts // split // pipeline)
     whole = StageParameters(hf["num_hidden_layers"], total - experts, experts)
     return Plan(recipe, hf, nodes, gpu, layout, whole, [stage] * pipeline, assume or Assumptions())
+
+
+def staged(path: Path = MOE) -> Recipe:
+    """The recipe with 40 stages of 48 updates, a checkpoint per stage, and the engine's defaults."""
+    recipe = load_recipe(path)
+    schedule = ScheduleTable(stages=40, updates_per_stage=48, prompts_per_update=recipe.schedule.prompts_per_update)
+    rollout = recipe.rollout.model_copy(update={"memory_fraction": None, "groups_per_chunk": 128})
+    actor = recipe.actor.model_copy(update={"checkpoint_every": 48})
+    return recipe.model_copy(update={"schedule": schedule, "rollout": rollout, "actor": actor})

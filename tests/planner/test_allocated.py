@@ -1,26 +1,22 @@
-"""Bytes of weights, gradients and optimizer in `megarl plan`, compared with what Megatron-Core allocates for them."""
+"""Bytes of weights, gradients and optimizer in `megarl plan`, compared with those that Megatron-Core allocates."""
 
 import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 
 from megarl.models.hf_config import read_hf_config
 from megarl.planner.plan import Plan
 from megarl.recipe.load import dump_recipe, load_recipe
-from tests.planner.moe import EXAMPLES
+from tests.planner.simulated import EXAMPLES
 
 MOE = "qwen3_30b_a3b/mu_grpo.toml"
+NARROW = "megatron_ddp.grad_reduce_in_fp32=false"
 CASES = {  # recipe, nodes of 8 GPUs, changes of the recipe
     "experts and data parallel": (MOE, 4, ["actor.tensor_parallel=4", "actor.expert_parallel=8"]),
     "pipeline, bf16 gradients": (
-        MOE,
-        4,
-        [
-            "actor.tensor_parallel=2",
-            "actor.pipeline_parallel=2",
-            "actor.expert_parallel=4",
-            "megatron_ddp.grad_reduce_in_fp32=false",
-        ],
+        *(MOE, 4),
+        ["actor.tensor_parallel=2", "actor.pipeline_parallel=2", "actor.expert_parallel=4", NARROW],
     ),
     "adapters": ("qwen3_30b_a3b/mu_grpo-lora.toml", 1, []),
     "tied embeddings": ("qwen3_1_7b/mu_grpo.toml", 1, ["actor.pipeline_parallel=2"]),
@@ -29,30 +25,19 @@ CASES = {  # recipe, nodes of 8 GPUs, changes of the recipe
 
 
 @pytest.fixture(scope="module")
-def ask():
-    """A function that asks `tests.planner.allocated` a question and returns its answer."""
-    ours, theirs = multiprocessing.Pipe()
-    process = multiprocessing.get_context("forkserver").Process(target=serve, args=(theirs,))
-    process.start()
-    theirs.close()
-
-    def answer(**question):
-        ours.send(question)
-        return ours.recv()
-
-    yield answer
-    ours.close()
-    process.join()
+def pool():
+    with ProcessPoolExecutor(1, multiprocessing.get_context("forkserver")) as pool:
+        yield pool
 
 
-def serve(connection):
-    from tests.planner import allocated  # Megatron, for this process alone
+def allocated(*question):
+    from tests.planner import allocated  # Megatron, for the process of the pool alone
 
-    allocated.serve(connection)
+    return allocated.allocated(*question)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_planned_bytes_equal_those_that_megatron_allocates(ask, counter, name):
+def test_planned_bytes_equal_those_that_megatron_allocates(pool, counter, name):
     """On the first and the last pipeline stage, within 0.1 % because Megatron pads its buffers.
 
     Activations are compared in `tests/rehearsal/on_device/test_memory.py`.
@@ -63,7 +48,7 @@ def test_planned_bytes_equal_those_that_megatron_allocates(ask, counter, name):
     plan = Plan.of(recipe, read_hf_config(folder), nodes, "h100", counter)
     for stage in sorted({0, len(plan.stages) - 1}):
         rank = ranks // len(plan.stages) * stage
-        found = ask(folder=str(folder), recipe=dump_recipe(recipe), ranks=ranks, rank=rank)
+        found = pool.submit(allocated, folder, dump_recipe(recipe), ranks, rank).result()
         items = plan.optimize_stage(stage)
         (gradients,) = (size for name, size in items.items() if name.startswith("gradients, "))
         said = {

@@ -9,27 +9,22 @@ from megarl.cli import main
 from megarl.errors import UserError
 from megarl.planner.assumptions import GIB, OPTIONS, Assumptions, assume
 from tests.helpers import refused
-from tests.planner.moe import EXAMPLES
+from tests.planner.simulated import EXAMPLES
 
 SMALL = str(EXAMPLES / "llama3_2_3b/mu_grpo.toml")
 
 
-def test_every_assumption_has_an_option():
+def test_every_assumption_has_an_option_in_units_of_its_own():
     set_by_options = [name for names in OPTIONS.values() for name in names]
     assert sorted(set_by_options) == sorted(field.name for field in fields(Assumptions))
-
-
-def test_options_are_converted_to_the_units_of_assumptions():
     found = assume({"mfu": 0.4, "storage": 5, "runtime_memory": 3, "engine_memory": None})
-    expected = dict(mfu_dense=0.4, mfu_experts=0.4, storage=5e9, runtime_bytes=3 * GIB)
-    assert found == Assumptions(**expected)
+    assert found == Assumptions(mfu_dense=0.4, mfu_experts=0.4, storage=5e9, runtime_bytes=3 * GIB)
 
 
 @pytest.mark.parametrize(
     ("option", "value", "message"),
     [
         ("mfu", 1.5, "--mfu 1.5: of the GPU's bf16 peak, in an update of a dense model; above 0 and up to 1"),
-        ("storage", -2.0, "--storage -2 GB/s: bytes a second to shared storage, all nodes together; above 0"),
         ("expert_imbalance", 0.9, "--expert-imbalance 0.9: tokens of the fullest expert .*; at least 1"),
         ("engine_start", float("nan"), "--engine-start nan: .* above 0"),
     ],

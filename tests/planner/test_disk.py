@@ -9,7 +9,7 @@ from megarl.models.hf_config import read_hf_config
 from megarl.planner.assumptions import Assumptions
 from megarl.planner.disk import disk_bytes
 from megarl.recipe.load import load_recipe, override_recipe
-from tests.planner.moe import MOE, staged
+from tests.planner.simulated import MOE, staged
 
 HF = read_hf_config(MOE.parent)
 RECIPE = staged()
@@ -20,8 +20,8 @@ RESPONSE = (2048 + 20480) * 4 + 20480 * 4
 ANSWERS = (30 + 30 + 40) * 128 + (500 + 674 + 272 + 1319) * 2  # responses to all suites, in one evaluation
 
 
-def disk(*settings, recipe=RECIPE):
-    return disk_bytes(HF, override_recipe(recipe, list(settings)), PARAMETERS, FULL)
+def disk(*settings, recipe=RECIPE, hf=HF):
+    return disk_bytes(hf, override_recipe(recipe, list(settings)), PARAMETERS, FULL)
 
 
 def test_sizes_of_stored_responses():
@@ -30,10 +30,9 @@ def test_sizes_of_stored_responses():
     assert parts["responses to evaluations"] == 41 * ANSWERS * RESPONSE
     assert "responses to evaluations" not in disk("eval.every=0")
     experts = 40 * 48 * 32 * 8 * (2048 + 20480) * 48 * 8  # a byte for each of 128 experts
-    replayed = override_recipe(RECIPE, ["actor.routing_replay=engine"])
     for hf, width in ((HF, 1), (HF | {"num_experts": 129}, 2)):
-        with_experts = disk_bytes(hf, replayed, PARAMETERS, FULL)
-        assert with_experts["rollout store of all stages"] == parts["rollout store of all stages"] + experts * width
+        replayed = disk("actor.routing_replay=engine", hf=hf)["rollout store of all stages"]
+        assert replayed == parts["rollout store of all stages"] + experts * width
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import math
 import re
 import shlex
 from dataclasses import replace
@@ -19,8 +18,7 @@ from megarl.planner.sizes import GPUS
 from megarl.planner.table import memory, table
 from megarl.recipe.load import load_recipe, override_recipe
 from tests.helpers import ROOT, refused
-from tests.planner.moe import EXAMPLES, MOE, staged
-from tests.planner.simulated import PUBLISHED
+from tests.planner.simulated import EXAMPLES, MOE, PUBLISHED, staged
 from tests.recipe.test_examples import TRAINED
 
 FUSED = ["actor.layers=transformer_engine"]
@@ -56,7 +54,7 @@ def moe_plan(plan_of):
     return lambda nodes=1, gpu="h200", changes=(), path=MOE: plan_of(path, nodes, gpu, changes, staged)
 
 
-def test_a_layout_that_cannot_be_built_is_reported_and_the_next_one_counted(counter):
+def test_a_layout_that_cannot_be_built_is_reported(counter):
     hf, recipe = read_hf_config(MOE.parent), staged()
     with pytest.raises(UserError, match=r"^\[megatron\] moe_apply_probs_on_input: the experts of layers"):
         counter.count(hf, override_recipe(recipe, ["megatron.moe_apply_probs_on_input=true"]), 32)
@@ -88,15 +86,8 @@ def test_only_adapters_have_optimizer_state_and_checkpoints(moe_plan, plan_of):
     assert f"| {total:.1f} of 75.1 |" in (EXAMPLES.parent / "docs/scale.md").read_text()
 
 
-def test_every_model_has_an_example_and_the_30b_model_one_per_objective():
-    names = {str(path.relative_to(EXAMPLES)) for path in RECIPES}
-    objectives = ("mu_grpo", "m2po", "minpro", "bapo", "prefix_ratio_grpo", "grpo")
-    assert {f"qwen3_30b_a3b/{name}.toml" for name in objectives} <= names
-    assert {path.parent.name for path in RECIPES} == set(PUBLISHED)
-
-
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_examples_have_the_published_parameters_and_fit_the_gpus_of_examples_readme(plan_of, path):
+def test_examples_have_the_published_parameters_and_fit_their_gpus(plan_of, path):
     nodes, gpus, gpu = nodes_of(path)
     plan = plan_of(path, nodes, gpu)
     assert plan.recipe.objective.name == path.stem.partition("-")[0]
@@ -110,7 +101,6 @@ def test_examples_have_the_published_parameters_and_fit_the_gpus_of_examples_rea
 
 
 def test_rows_fit_the_gpus_of_examples_readme(plan_of):
-    """Rows that change lengths, batches or schedules, too."""
     misfits = {}
     for _, command in TRAINED:
         words = shlex.split(command)
@@ -134,7 +124,7 @@ def test_the_first_misfit_is_named(moe_plan, changes, gpu, first):
     assert first in str(moe_plan(2, gpu, changes).misfit())
 
 
-def test_more_groups_than_the_kv_cache_holds_are_a_warning_that_names_a_number_that_fits(moe_plan):
+def test_a_warning_names_as_many_groups_as_the_kv_cache_holds(moe_plan):
     def said(groups):
         engines = ["rollout.tensor_parallel=2", "rollout.workers=4"]
         plan = moe_plan(4, "h100", [f"rollout.groups_per_chunk={groups}", *engines])
@@ -150,18 +140,8 @@ def test_more_groups_than_the_kv_cache_holds_are_a_warning_that_names_a_number_t
     assert fitting.rollout_seconds <= plan.rollout_seconds  # logits of fewer responses leave more room to the cache
 
 
-def test_alternatives_begin_with_the_least_divided_layouts(counter, moe_plan):
-    plan = moe_plan(changes=["actor.expert_parallel=2"])
-    assert plan.misfit().startswith("optimize phase, backward pass of a layer, or of log-probs: 6.2 GiB on a GPU, but")
-    plain = ["actor.tensor_parallel=1", "actor.pipeline_parallel=1"]
-    assert list(itertools.islice(alternatives(plan, counter), 2)) == [
-        [*plain, "actor.expert_parallel=4", "actor.expert_tensor_parallel=1"],
-        [*plain, "actor.expert_parallel=8", "actor.expert_tensor_parallel=1"],
-    ]
-
-
 def test_parts_of_layers_are_recomputed_before_whole_ones(counter, moe_plan):
-    """With two nodes of 80 GB GPUs no layout fits without recompute; with experts and norms recomputed some do."""
+    """On two nodes of 80 GB GPUs no layout fits without recompute."""
     plan = moe_plan(2, "h100", ["actor.recompute=none"])
     found = list(itertools.islice(alternatives(plan, counter), 2))
     assert [changes[-1] for changes in found] == ['actor.recompute=["layernorm", "moe"]'] * 2
@@ -188,7 +168,7 @@ def test_alternatives_divide_a_prime_number_of_layers_into_unequal_stages(counte
 
 
 def test_deepseek_v3_does_not_fit_on_gpus_of_80_gb(counter, plan_of):
-    """Its trainers fit, but engines do not even with 8-bit weights; recipe and examples/README.md give the sizes."""
+    """Its trainers fit, but engines do not even with 8-bit weights."""
     plan = plan_of(DEEPSEEK, 32, "h100", ["actor.recompute=full"])
     assert plan.optimize_misfit() is None and plan.misfit().startswith("weights of a rollout engine: ")
     assert list(alternatives(plan, counter)) == []
@@ -197,24 +177,20 @@ def test_deepseek_v3_does_not_fit_on_gpus_of_80_gb(counter, plan_of):
     assert plan.optimize == plan.optimize_stage(most)
     wide = override_recipe(plan.recipe, ["rollout.vllm={}"])
     said = [replace(plan, recipe=r).engine_weights(plan.parameters) / GIB for r in (wide, plan.recipe)]
-    said += [8 * GPUS[gpu].memory / GIB for gpu in ("h100", "h200")]
-    assert [round(size) for size in said] == [1250, 627, 633, 1118]
+    said.append(8 * GPUS["h100"].memory / GIB)
     for text in (DEEPSEEK.read_text(), (EXAMPLES / "README.md").read_text()):
-        assert all(f"{round(size)} GiB" in text.replace("\n# ", " ").replace("\n", " ") for size in said[:3])
+        assert all(f"{round(size)} GiB" in text.replace("\n# ", " ").replace("\n", " ") for size in said)
     assert plan_of(DEEPSEEK, 32, "h200", ["rollout.vllm={}"]).rollout_misfit() is not None
 
 
-def test_the_optimizer_on_the_host_and_bf16_gradients_are_the_last_alternatives(counter, moe_plan):
-    """30 B parameters on four GPUs: with 80 GB each the optimizer goes to the host, with 52 GiB gradients shrink."""
+def test_the_optimizer_on_the_host_is_the_last_alternative(counter, moe_plan):
+    """30 B parameters on four GPUs; with 52 GiB each, gradients shrink, too."""
     few = ["actor.processes_per_node=4", "rollout.workers=2", "actor.expert_parallel=4"]
     plan = moe_plan(gpu="a100", changes=few)
     assert "optimizer, fp32 master and two moments: 85.4 GiB" in plan.misfit()
     first = next(iter(alternatives(plan, counter)))
-    assert first[-3:] == [
-        "megatron_optimizer.use_precision_aware_optimizer=true",
-        "megatron_optimizer.optimizer_cpu_offload=true",
-        "megatron_optimizer.optimizer_offload_fraction=1.0",
-    ]
+    own = ("use_precision_aware_optimizer=true", "optimizer_cpu_offload=true", "optimizer_offload_fraction=1.0")
+    assert first[-3:] == [f"megatron_optimizer.{setting}" for setting in own]
     again = moe_plan(gpu="a100", changes=[*few, *first])
     assert again.misfit() is None and again.host["optimizer"] > 450 * GIB
     # where even that is too much, gradients become bfloat16
@@ -223,10 +199,9 @@ def test_the_optimizer_on_the_host_and_bf16_gradients_are_the_last_alternatives(
     assert found[-4:] == [*first[-3:], "megatron_ddp.grad_reduce_in_fp32=false"]
     less = replace(moe_plan(gpu="a100", changes=[*few, *found]), hbm=52 * GIB)
     assert less.misfit() is None
-    # a setting that the recipe has itself is not proposed, and nothing is where nothing would help
+    # a setting that the recipe has itself is not proposed
     decided = [*few, "megatron_optimizer.use_precision_aware_optimizer=false"]
     assert list(alternatives(moe_plan(gpu="a100", changes=decided), counter)) == []
-    assert list(alternatives(replace(plan, hbm=20 * GIB), counter)) == []
 
 
 def test_figures_of_scale_md_on_memory_recomputation_and_fp8(moe_plan):
@@ -247,7 +222,6 @@ def test_figures_of_scale_md_on_memory_recomputation_and_fp8(moe_plan):
 
 
 def test_objective_and_nodes_change_memory_and_passes(moe_plan):
-    """A KL reference is a second model; more nodes share the optimizer; exact statistics cost a forward pass."""
     plain = moe_plan()
     reference = moe_plan(changes=["objective.kl.coefficient=0.1"])
     assert (plain.frozen, reference.frozen) == (0, 1)
@@ -258,20 +232,6 @@ def test_objective_and_nodes_change_memory_and_passes(moe_plan):
     four = moe_plan(nodes=4)
     name = "optimizer, fp32 master and two moments"
     assert four.optimize[name] == plain.optimize[name] / 4
-
-
-def test_table(moe_plan):
-    text = table(moe_plan(nodes=4))
-    for expected in (
-        "qwen3_moe, 30.53 B parameters, 3.0 B active; 4 x 8 h200",
-        "tensor 4, pipeline 1, context 1, expert 8 x 1, data 8 (experts 4); recompute full",
-        "48 layers, 4018.7 M parameters a rank, 3623.9 M of them experts",
-    ):
-        assert expected in text
-    assert re.search(r"gradients, fp32 +14\.97\n", text)
-    assert re.search(r"one export +56\.87\n", text)
-    assert re.search(r"mfu experts +0\.15  of the GPU's bf16 peak, in an update of a model with experts", text)
-    assert "  360 responses decode together, on average; groups_per_chunk allows 1,024\n" in text
 
 
 @pytest.mark.usefixtures("shared_counter")
@@ -286,23 +246,15 @@ def test_command_line(capsys):
 
 
 @pytest.mark.usefixtures("shared_counter")
-def test_json_has_the_numbers_of_the_text(plan_of, capsys):
-    plan = plan_of(MOE)
-    found = json.loads(Fit("", plan, []).as_json())
-    assert found["parameters"] == PUBLISHED["qwen3_30b_a3b"] and found["gpu"] == plan.gpu
-    assert found["optimize"]["bytes"] == plan.optimize and found["rollout"]["bytes"] == plan.rollout
-    assert found["run_seconds"] == plan.stage_seconds * plan.recipe.schedule.stages
-    assert (found["misfit"], found["alternatives"]) == (None, [])
-    with pytest.raises(SystemExit) as end:
-        main(["plan", str(EXAMPLES / "llama3_2_3b/mu_grpo.toml"), "--json", "--set", "rollout.workers=16"])
-    assert end.value.code == 2
+def test_json_has_misfits_and_alternatives(capsys):
+    refused("plan", EXAMPLES / "llama3_2_3b/mu_grpo.toml", "--json", "--set", "rollout.workers=16")
     found = json.loads(capsys.readouterr().out)
+    assert found["parameters"] == PUBLISHED["llama3_2_3b"]
     assert found["misfit"].startswith("rollout.workers * rollout.tensor_parallel = 16 GPUs a node")
     assert found["alternatives"] == [["rollout.tensor_parallel=1", "rollout.workers=8"]]
 
 
 def test_devices_that_trainers_and_engines_share(counter, plan_of):
-    """In a live run with shared GPUs, an engine must fit beside the trainers; without, it has GPUs of its own."""
     shared = plan_of(MOE)
     assert shared.misfit() is None and not shared.overlaps
     assert shared.left_to_engines == shared.usable - sum(shared.optimize.values())
@@ -318,7 +270,6 @@ def test_devices_that_trainers_and_engines_share(counter, plan_of):
 
 
 def test_time_of_a_live_stage(moe_plan, plan_of):
-    """On different GPUs the slower of engines and trainers counts; in turns, or in lock-step, both add up."""
     apart = ["schedule.colocate=false"]
     both_wait = [*apart, "schedule.delay=0", "schedule.lockstep=true"]
     turns, beside, lockstep = (plan_of(MOE, 4, changes=changes) for changes in ([], apart, both_wait))
@@ -344,7 +295,6 @@ def test_time_of_a_live_stage(moe_plan, plan_of):
         (MOE, 1, "a100", FP8, "--gpu a100 cannot multiply in 8 bits"),
         (MOE, 1, "h200", FP8, "'mxfp8' needs a GPU from Blackwell on"),
         (DEEPSEEK, 32, "h200", ['actor.recompute=["mla_up_proj"]'], "'mla_up_proj': latent attention is megarl's own"),
-        (MOE, 1, "h200", ["actor.tensor_parallel=3"], "tensor_parallel = 3"),
         (QUICKSTART, 1, "h200", ["actor.backend=cuda", "model.path=/none"], r"put its config\.json beside the recipe"),
     ],
 )
@@ -354,53 +304,24 @@ def test_wrong_options_and_settings_are_refused(path, nodes, gpu, changes, messa
 
 
 def test_30b_on_one_node_of_80_gb_with_its_optimizer_on_the_host(plan_of):
-    """Counted by hand: the optimizer state of a rank.
-
-    It is that of all 3,623,878,656 parameters of the rank's experts, and of half of its 394,868,736 others, which one
-    other rank has too.
-    """
+    """Of all 3,623,878,656 parameters of a rank's experts, and of half of its others, which one other rank has too."""
     path = MOE.parent / "mu_grpo-one_node.toml"
     plan = plan_of(path, gpu="h100")
     assert plan.misfit() is None
     owned = 3_623_878_656 + 394_868_736 / 2
     name = "optimizer, fp32 master and two moments"
-    assert plan.optimize[name] == 0 and plan.host["optimizer"] == 16 * owned * 8  # master, moments and gradient
-    # processes that write a checkpoint keep master weights and moments as they were; weights alone are pinned
-    assert plan.host["optimizer, as it is written"] == 12 * owned * 8
-    assert re.search(
-        r"host memory\n  optimizer +455\.54\n  checkpoint, pinned +113\.74\n  optimizer, as it is written +341\.65\n",
-        table(plan),
-    )
+    # master weights, moments and gradients; a process that writes a checkpoint keeps the first two as they were
+    host = {"optimizer": 16 * owned * 8, "optimizer, as it is written": 12 * owned * 8}
+    host["checkpoint, pinned"] = 4 * PUBLISHED["qwen3_30b_a3b"]  # weights alone, at most doubled
+    assert plan.optimize[name] == 0 and plan.host == host
+    assert re.search(r"host memory\n  optimizer +455\.54\n  checkpoint, pinned +113\.74\n", table(plan))
     half = plan_of(path, gpu="h100", changes=["megatron_optimizer.optimizer_offload_fraction=0.5"])
     assert half.optimize[name] == 0.5 * 12 * owned and half.host["optimizer"] == 0.5 * 16 * owned * 8
-    changes = [f"megatron_optimizer.{moment}_dtype='bfloat16'" for moment in ("exp_avg", "exp_avg_sq")]
-    changes += ["megatron_optimizer.optimizer_cpu_offload=false"]
-    aware = plan_of(path, gpu="h100", changes=changes)
+    narrow = [f"megatron_optimizer.{moment}_dtype='bfloat16'" for moment in ("exp_avg", "exp_avg_sq")]
+    aware = plan_of(path, gpu="h100", changes=[*narrow, "megatron_optimizer.optimizer_cpu_offload=false"])
     assert aware.optimize[name] == 8 * owned and aware.host["optimizer"] == 0
     plain = plan_of(MOE.parent / "mu_grpo.toml", gpu="h100")
     assert plain.usable - sum(plain.optimize.values()) < GIB < 0.05 * (plan.usable - sum(plan.optimize.values()))
-
-
-def test_a_checkpoint_is_staged_in_pinned_memory(moe_plan):
-    """By hand, on one node: 14 bytes of each parameter, 398 GiB, at most doubled in blocks of powers of two."""
-    plan = moe_plan()
-    state = 2 * PUBLISHED["qwen3_30b_a3b"] + 12 * 8 * (3_623_878_656 + 394_868_736 / 2)
-    assert plan.host == {"optimizer": 0, "checkpoint, pinned": 2 * state, "optimizer, as it is written": 0}
-    assert 398 < state / GIB < 400
-
-
-def test_an_update_takes_longer_by_the_time_of_adam_on_the_host(plan_of):
-    few = ["actor.processes_per_node=1", "actor.tensor_parallel=1", "actor.expert_parallel=1", "rollout.workers=1"]
-    path, host = EXAMPLES / "llama3_2_3b/mu_grpo.toml", MOE.parent / "mu_grpo-one_node.toml"
-    offload = [f"megatron_optimizer.{k}={json.dumps(v)}" for k, v in load_recipe(host).megatron_optimizer.items()]
-    without = plan_of(path, 64, changes=few)
-    plan = plan_of(path, 64, changes=[*few, *offload])
-    plan = replace(plan, assume=replace(plan.assume, host_bandwidth=1e10, link=1e15))
-    owned = math.ceil(PUBLISHED["llama3_2_3b"] / 64)
-    adam = 4 * (4 + 3)  # reads gradient, weight and two moments in float32, and writes all but the gradient
-    assert plan.update_seconds - without.update_seconds == pytest.approx(adam * owned / 1e10, rel=1e-3)
-    slow = replace(plan, assume=replace(plan.assume, link=1e9))  # gradients in float32, weights in bfloat16
-    assert slow.update_seconds - plan.update_seconds == pytest.approx(6 * owned / 1e9, rel=1e-3)
 
 
 def test_less_than_three_hundredths_of_memory_are_a_warning(moe_plan):

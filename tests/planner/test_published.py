@@ -9,8 +9,7 @@ import pytest
 from megarl.planner import sizes
 from megarl.planner.assumptions import Assumptions
 from megarl.planner.simulate import Scenario, Simulation
-from tests.planner.moe import EXAMPLES
-from tests.planner.simulated import plan_of
+from tests.planner.simulated import EXAMPLES, plan_of
 
 RECIPE = "qwen3_30b_a3b/mu_grpo.toml"
 DOCUMENT = (EXAMPLES.parent / "docs/scale.md").read_text()

@@ -1,5 +1,7 @@
 """Parallel layouts that cannot work are refused, with the reason."""
 
+import re
+
 import pytest
 
 from megarl.errors import UserError
@@ -23,76 +25,42 @@ def check(hf, settings=""):
     check_layout(override_recipe(make_recipe(), full), hf)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        "",
-        "processes_per_node=8 tensor_parallel=4 expert_parallel=8 expert_tensor_parallel=1",
-        "processes_per_node=8 tensor_parallel=2 pipeline_parallel=2 context_parallel=2",
-    ],
-)
-def test_sensible_layouts_pass(settings):
-    check(MOE, settings)
+def test_sensible_layouts_pass():
+    check(MOE, "processes_per_node=8 tensor_parallel=4 expert_parallel=8 expert_tensor_parallel=1")
+    check(MOE, "processes_per_node=8 tensor_parallel=2 pipeline_parallel=2 context_parallel=2")
+    check(DENSE, "processes_per_node=8 tensor_parallel=4")
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         # Megatron runs this one and leaves expert gradients unreduced
-        ("processes_per_node=2 tensor_parallel=2 expert_tensor_parallel=1", ["unreduced", "the two must be equal"]),
-        ("processes_per_node=8 tensor_parallel=8", ["does not divide the model's num_key_value_heads = 4"]),
-        ("processes_per_node=8 tensor_parallel=4 context_parallel=4", ["not a multiple", "= 16"]),
-        (
-            "processes_per_node=5 pipeline_parallel=5",
-            ["num_hidden_layers = 48; set [megatron] num_layers_in_first_pipeline_stage = 9 and num_layers_in_last"],
-        ),
-        ("processes_per_node=3 expert_parallel=3", ["expert_parallel = 3 does not divide the model's 128 experts"]),
-        (
-            f"processes_per_node=4 pipeline_parallel=4 {VIRTUAL}=5",
-            ["= 20", "num_hidden_layers = 48"],
-        ),
-        (f"processes_per_node=2 {VIRTUAL}=2", ["needs pipeline_parallel > 1"]),
-        ("megatron.tensor_model_parallel_size=2", ["tensor_model_parallel_size", "[actor] tensor_parallel"]),
-        (f"{FIRST}=3", ["= 3: pipeline_parallel = 1 makes only one stage"]),
-        (f"{LAST}=0", ["num_layers_in_last_pipeline_stage = 0: must be at least 1"]),
-        (
-            f"processes_per_node=4 pipeline_parallel=4 {FIRST}=10",
-            ["= 10: the other 3 pipeline stages cannot share", "num_hidden_layers = 48 evenly"],
-        ),
-        (
-            f"processes_per_node=4 pipeline_parallel=4 {FIRST}=6 {VIRTUAL}=4",
-            ["= 4 does not divide the layers of every pipeline stage, 6, 14, 14, 14"],
-        ),
-        (
-            f"processes_per_node=2 pipeline_parallel=2 {FIRST}=20 {LAST}=28 {VIRTUAL}=4",
-            ["with virtual stages on two pipeline ranks set only num_layers_in_first_pipeline_stage"],
-        ),
-        ("megatron.pipeline_model_parallel_layout=Et|tL", ["use num_layers_in_first_pipeline_stage and"]),
-        ("megatron.account_for_loss_in_pipeline_split=true", ["use num_layers_in_first_pipeline_stage and"]),
-        ("megatron.calculate_per_token_loss=false", ["calculate_per_token_loss", "wrong weights"]),
-        ("megatron.batch_p2p_comm=true", ["batch_p2p_comm", "each other's messages"]),
+        ("2 tensor_parallel=2 expert_tensor_parallel=1", "unreduced"),
+        ("8 tensor_parallel=8", "does not divide the model's num_key_value_heads = 4"),
+        ("8 tensor_parallel=4 context_parallel=4", "= 16"),
+        ("5 pipeline_parallel=5", "= 48; set [megatron] num_layers_in_first_pipeline_stage = 9 and num_layers_in_last"),
+        ("3 expert_parallel=3", "expert_parallel = 3 does not divide the model's 128 experts"),
+        (f"4 pipeline_parallel=4 {VIRTUAL}=5", "= 20"),
+        (f"2 {VIRTUAL}=2", "needs pipeline_parallel > 1"),
+        (f"1 {FIRST}=3", "= 3: pipeline_parallel = 1 makes only one stage"),
+        (f"1 {LAST}=0", "num_layers_in_last_pipeline_stage = 0: must be at least 1"),
+        (f"4 pipeline_parallel=4 {FIRST}=10", "= 10: the other 3 pipeline stages cannot share"),
+        (f"4 pipeline_parallel=4 {FIRST}=6 {VIRTUAL}=4", "= 4 does not divide the layers of every pipeline stage, 6"),
+        (f"2 pipeline_parallel=2 {FIRST}=20 {LAST}=28 {VIRTUAL}=4", "with virtual stages on two pipeline ranks set"),
+        ("1 megatron.tensor_model_parallel_size=2", "[actor] tensor_parallel"),
+        ("1 megatron.pipeline_model_parallel_layout=Et|tL", "use num_layers_in_first_pipeline_stage and"),
+        ("1 megatron.calculate_per_token_loss=false", "wrong weights"),
     ],
 )
 def test_layouts_that_cannot_work_are_refused_with_the_reason(settings, words):
-    with pytest.raises(UserError) as error:
-        check(MOE, settings)
-    for word in words:
-        assert word in str(error.value)
-
-
-def test_expert_parallelism_of_a_dense_model_is_refused():
-    check(DENSE, "processes_per_node=8 tensor_parallel=4")
-    with pytest.raises(UserError, match="no experts"):
-        check(DENSE, "processes_per_node=2 expert_parallel=2")
+    """settings: processes a node, and others as above."""
+    with pytest.raises(UserError, match=re.escape(words)):
+        check(MOE, f"processes_per_node={settings}")
 
 
 @pytest.mark.parametrize(
     ("stages", "ends", "expected"),
-    [
-        (1, (0, 0), [61]),
-        (8, (6, 7), [6, *[8] * 6, 7]),
-        (16, (0, 1), [*[4] * 15, 1]),
-    ],
+    [(1, (0, 0), [61]), (8, (6, 7), [6, *[8] * 6, 7]), (16, (0, 1), [*[4] * 15, 1])],
 )
 def test_pipeline_stages_get_the_layers_that_the_settings_say(stages, ends, expected):
     layout = Layout(stages, pipeline_parallel=stages, first_layers=ends[0], last_layers=ends[1])
@@ -105,18 +73,9 @@ def test_pipeline_stages_get_the_layers_that_the_settings_say(stages, ends, expe
 
 
 def test_virtual_stages_get_their_layers_in_megatrons_order():
-    """In Megatron's order: the first chunk of each pipeline rank, then the second chunk of each."""
     layout = Layout(4, pipeline_parallel=4, virtual_stages=2, first_layers=6)
     assert list(layout.problems(MOE)) == []
     assert [len(chunk) for chunk in layout.chunks(48)] == [3, 7, 7, 7] * 2
-
-
-def test_stages_that_cannot_be_balanced_are_left_to_problems():
-    """36 layers in 16 stages: with 3 in each of the middle stages none would remain for the first and the last."""
-    uneven = Layout(16, pipeline_parallel=16).balanced(36)
-    assert (uneven.first_layers, uneven.last_layers) == (0, 0)
-    (problem,) = uneven.problems(MOE | {"num_hidden_layers": 36})
-    assert problem.endswith("does not divide the model's num_hidden_layers = 36")
 
 
 def test_ranks_of_all_nodes_count_unless_the_number_of_nodes_is_unknown():

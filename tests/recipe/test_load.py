@@ -55,9 +55,7 @@ FILES = [
 
 
 @pytest.mark.parametrize(("name", "setting", "more"), FILES, ids=[f"{s.partition('=')[0]}-{n}" for n, s, _ in FILES])
-def test_a_file_behind_a_link_keeps_its_name_and_is_found_from_any_directory(
-    tmp_path, monkeypatch, name, setting, more
-):
+def test_a_file_behind_a_link_is_found_from_any_directory(tmp_path, monkeypatch, name, setting, more):
     """In a cache of Hugging Face every file is a link to blobs/HASH, whose name has no suffix."""
     (tmp_path / "blobs").mkdir()
     (tmp_path / "hub").mkdir()
@@ -73,7 +71,7 @@ def test_a_file_behind_a_link_keeps_its_name_and_is_found_from_any_directory(
     assert dump_recipe(load_recipe(tmp_path / "again.toml")) == text
 
 
-def test_files_that_begin_with_a_mark_of_the_byte_order_are_read_without_it(tmp_path):
+def test_files_are_read_without_a_mark_of_the_byte_order(tmp_path):
     """As Notepad and PowerShell write them (OpenViking issue 499)."""
     (tmp_path / "r.toml").write_bytes(b"\xef\xbb\xbf" + SHORT.replace("SOURCE", ONE).replace("\n", "\r\n").encode())
     assert load_recipe(tmp_path / "r.toml").reward.kind == "exact"

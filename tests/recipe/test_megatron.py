@@ -1,10 +1,14 @@
-"""The tables of a recipe that go to Megatron-Core are checked against its source before anything starts."""
+"""Tables of a recipe for Megatron-Core are checked, against its source too, before anything starts."""
+
+import importlib.util
 
 import pytest
 
 from megarl.errors import UserError
 from megarl.recipe.load import load_recipe
 from megarl.recipe.megatron import CONFIGS, fields
+from megarl.recipe.optimizer import check_optimizer
+from tests.actor.conftest import make_recipe
 
 
 @pytest.mark.parametrize(
@@ -13,10 +17,7 @@ from megarl.recipe.megatron import CONFIGS, fields
         ("megatron.moe_router_topk_scaling_facto=1.0", "did you mean 'moe_router_topk_scaling_factor'"),
         ("megatron_ddp.overlap_grad_reduce=1", "overlap_grad_reduce = 1: Megatron-Core expects a value of type bool"),
         ("megatron_ddp.bucket_size=true", r"bucket_size = True: Megatron-Core expects a value of type Optional\[int\]"),
-        (
-            "megatron_optimizer.exp_avg_dtype=bf16",
-            "exp_avg_dtype = 'bf16': Megatron-Core expects a value of type torch.dtype",
-        ),
+        ("megatron_optimizer.exp_avg_dtype=bf16", "exp_avg_dtype = 'bf16': Megatron-Core expects a value of type"),
     ],
 )
 def test_unknown_fields_and_values_of_wrong_types_are_named(recipe, setting, message):
@@ -25,18 +26,11 @@ def test_unknown_fields_and_values_of_wrong_types_are_named(recipe, setting, mes
 
 
 def test_known_fields_with_values_of_the_right_types_are_accepted(recipe):
-    loaded = load_recipe(
-        recipe,
-        [
-            "megatron.recompute_modules=['core_attn']",
-            "megatron.moe_router_topk_scaling_factor=2",
-            "megatron_ddp.bucket_size=1000",
-            "megatron_optimizer.exp_avg_dtype=bfloat16",
-            "megatron_optimizer.optimizer_offload_fraction=0.5",
-        ],
-    )
+    given = ["megatron.recompute_modules=['core_attn']", "megatron.moe_router_topk_scaling_factor=2"]
+    given += ["megatron_ddp.bucket_size=1000", "megatron_optimizer.exp_avg_dtype=bfloat16"]
+    loaded = load_recipe(recipe, given)
     assert loaded.megatron_ddp == {"bucket_size": 1000}
-    assert loaded.megatron_optimizer == {"exp_avg_dtype": "bfloat16", "optimizer_offload_fraction": 0.5}
+    assert loaded.megatron_optimizer == {"exp_avg_dtype": "bfloat16"}
 
 
 def test_the_known_fields_are_those_of_megatrons_dataclasses():
@@ -47,3 +41,39 @@ def test_the_known_fields_are_those_of_megatrons_dataclasses():
     classes = (TransformerConfig, DistributedDataParallelConfig, OptimizerConfig)
     for table, config in zip(CONFIGS, classes, strict=True):
         assert set(fields(table)) == set(config.__dataclass_fields__)
+
+
+AWARE = {"use_precision_aware_optimizer": True}
+HOST = AWARE | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ({"main_params_dtype": "float16"}, "main_params_dtype = float16: megarl keeps master weights in float32"),
+        (AWARE | {"store_param_remainders": True}, "checkpoints hold whole master weights"),
+        (AWARE | {"exp_avg_dtype": "uint8"}, "exp_avg_dtype = uint8: checkpoints do not hold the scaling factors"),
+        ({"exp_avg_sq_dtype": "bfloat16"}, "= bfloat16: it needs use_precision_aware_optimizer"),
+        (HOST | {"exp_avg_dtype": "bfloat16"}, "the optimizer on the host keeps float32; leave it out"),
+        ({"optimizer_cpu_offload": True}, "without use_precision_aware_optimizer = true master weights would stay"),
+        (HOST | {"optimizer_offload_fraction": 0.0}, "set optimizer_offload_fraction, the share"),
+        (AWARE, "it needs Transformer Engine, which is not installed; optimizer_cpu_offload = true works without it"),
+    ],
+)
+def test_settings_that_megarl_does_not_support_are_refused(table, message):
+    with pytest.raises(UserError, match=message):
+        check_optimizer(make_recipe(megatron_optimizer=table, actor={"backend": "cuda"}))
+
+
+def test_the_cpu_has_no_other_memory_for_the_optimizer():
+    with pytest.raises(UserError, match=r'optimizer_cpu_offload = true: needs \[actor\] backend = "cuda"'):
+        check_optimizer(make_recipe(megatron_optimizer=HOST))
+
+
+def test_settings_that_megarl_supports_pass(monkeypatch):
+    check_optimizer(make_recipe(megatron_optimizer=HOST, actor={"backend": "cuda"}))
+    narrow = AWARE | {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
+    recipe = make_recipe(megatron_optimizer=narrow, actor={"backend": "cuda"})
+    check_optimizer(recipe, here=False)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    check_optimizer(recipe)

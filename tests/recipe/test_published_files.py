@@ -1,4 +1,4 @@
-"""The recipe of every row of examples/README.md starts on files of the published schema, also with empty answers.
+"""The recipe of every row of examples/README.md starts on files of the published schema.
 
 The files have the columns of the data sets and a few rows; a tokenizer of characters stands in for the models' own.
 """
@@ -12,9 +12,7 @@ import pytest
 
 from megarl.data.prompts import build_prompts, check_data
 from megarl.data.tokenizer import load_tokenizer
-from megarl.recipe.load import load_recipe
-from megarl.rewards.parts import build_verifier, check_reward
-from megarl.rewards.pool import Limits, VerifierPool
+from megarl.rewards.parts import check_reward
 from tests.data.prompt_sources import char_tokenizer
 from tests.data.test_formats import DAPO, SKYWORK, chat, write
 from tests.helpers import ROOT
@@ -116,28 +114,9 @@ def test_a_row_starts_on_files_of_the_published_schema(folder, monkeypatch, comm
         check_reward(recipe)
         prompts = build_prompts(recipe, load_tokenizer(recipe.model.tokenizer_path))
     unread = [str(one.message) for one in said if "cannot be read" in str(one.message)]
-    programs = recipe.reward.kind == "code"
     readable = {"math": ("gsm8k",), "dapo": ("gsm8k",), "code": ("livecodebench",)}[recipe.reward.kind]
     assert len(unread) == len([suite for suite in recipe.suites if suite.name not in readable])
     assert any("Answer:" in prompts.train(n).text for n in range(3)) == (recipe.reward.kind == "dapo")
-    if not programs:
-        asked = {"Answer:" if recipe.reward.kind == "dapo" else "\\boxed{"}
-        assert all(mark in prompt.text for mark in asked for prompt in prompts.heldout())
-
-
-def test_responses_to_questions_without_an_answer_are_wrong(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-    recipe = load_recipe(ROOT / "examples/qwen3_8b/m2po.toml")
-    model_of(recipe, folder, ROOT / "examples/qwen3_8b/config.json")
-    prompts = build_prompts(recipe, load_tokenizer(recipe.model.tokenizer_path))
-    verifiers = VerifierPool(lambda: build_verifier(recipe, prompts), Limits.of_this_process(recipe))
-    try:
-        exam = prompts.heldout("gaokao")
-        numbers = [verifiers.ask(prompt, f"\\boxed{{{prompt.answer}}}") for prompt in exam]
-        found = {}
-        while len(found) < len(numbers):
-            found |= dict(verifiers.verdicts(wait=True))
-    finally:
-        verifiers.close()
-    assert [found[number].value for number in numbers] == [float(prompt.answer.isdigit()) for prompt in exam]
-    assert sorted(prompt.answer for prompt in exam)[:2] == ["", "$$"]
+    if recipe.reward.kind != "code":
+        asked = "Answer:" if recipe.reward.kind == "dapo" else "\\boxed{"
+        assert all(asked in prompt.text for prompt in prompts.heldout())

@@ -1,8 +1,4 @@
-"""A whole run of every kind of example recipe, scaled down to the size of a test.
-
-Model, data, reward and sizes are those of the tiny recipe. Objective, kind of schedule and what follows from it, parts
-of the optimizer, and evaluations are the example's, with a scaled-down schedule.
-"""
+"""A whole run of every kind of example recipe, scaled down to the size of a test: see `toy`."""
 
 import itertools
 import tomllib
@@ -12,7 +8,8 @@ import tomli_w
 
 from megarl.storage.run_dir import RunDir
 from tests.extent import few
-from tests.helpers import ROOT, events, megarl, metrics
+from tests.helpers import ROOT, events, metrics
+from tests.phases.commands import succeed, train
 
 # example: its settings that are scaled down, and the lags that follow: of every update, or an int, the largest one
 FAMILIES = {
@@ -21,10 +18,7 @@ FAMILIES = {
     # four stages of frozen rollouts
     "qwen3_8b/mu_grpo": ({"updates_per_stage": 8, "every_updates": 12}, [*range(8)] * 4),
     # n = 2: in the paper lags 32 to 47, after 32 updates
-    "qwen3_8b/minpro": (
-        {"stages": 2, "updates_per_stage": 16, "sync_every": 4},
-        [*range(8), *[8, 9, 10, 11] * 6],
-    ),
+    "qwen3_8b/minpro": ({"stages": 2, "updates_per_stage": 16, "sync_every": 4}, [*range(8), *[8, 9, 10, 11] * 6]),
     # engines are at most S = 11 updates behind, and get a new policy every kappa = 10 updates; in the paper 60 or 12
     "qwen3_8b/prefix_ratio_grpo": ({"updates_per_stage": 26}, [*range(12), *range(2, 12), *range(2, 6)]),
     # every batch is trained twice
@@ -36,7 +30,7 @@ FAMILIES = {
 
 
 def toy(tiny, example, divided):
-    """The tiny recipe's tables with the example's, whose data and sizes are the tiny one's and its schedule divided."""
+    """The example's tables with the model, data, reward and sizes of the tiny recipe and a divided schedule."""
     table, theirs = (tomllib.loads(path.read_text()) for path in (tiny, ROOT / f"examples/{example}.toml"))
     table |= {name: theirs[name] for name in ("objective", "schedule", "optimizer", "eval")}
     for key in ("temperature", "responses_per_prompt", "oversample", "require_stop"):
@@ -61,8 +55,7 @@ def test_a_scaled_down_example_has_the_lags_and_evaluations_of_its_schedule(exam
     divided, lags = FAMILIES[example]
     table, path = toy(recipe, example, divided), tmp_path / "run"
     (tmp_path / "recipe.toml").write_text(tomli_w.dumps(table))
-    trained = megarl("train", tmp_path / "recipe.toml", "--run-dir", path)
-    assert trained.returncode == 0, trained.stderr
+    train(tmp_path / "recipe.toml", path)
     run = RunDir.open(path)
     schedule, updates = run.recipe.schedule, metrics(run)
     assert [update["update"] for update in updates] == list(range(1, schedule.total_updates + 1))
@@ -77,5 +70,4 @@ def test_a_scaled_down_example_has_the_lags_and_evaluations_of_its_schedule(exam
     assert occasions == [n for n in range(schedule.total_updates + 1) if run.recipe.is_evaluated(n)]
     assert len(occasions) > 2 or schedule.stages == 1
     assert (path / "final/config.json").exists()
-    audited = megarl("audit", path)
-    assert audited.returncode == 0, audited.stdout
+    succeed("audit", path)

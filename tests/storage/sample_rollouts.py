@@ -1,4 +1,4 @@
-"""Groups whose content depends only on their id, and a writer of a stage that can be killed, for tests of the store."""
+"""Groups whose content depends only on their id, and a writer of a stage that can be killed."""
 
 from __future__ import annotations
 
@@ -19,11 +19,9 @@ def make_group(group_id: int, responses: int = 4, longest: int = 10) -> Group:
 
     def response() -> Response:
         n = int(rng.integers(1, longest + 1))
-        tokens = rng.integers(0, 39, n).astype(np.int32)
-        logprobs = -rng.exponential(1.0, n).astype(np.float32)
-        return Response(
-            tokens, logprobs, float(rng.random()), str(rng.choice(["stop", "length"])), int(rng.integers(3))
-        )
+        tokens, logprobs = rng.integers(0, 39, n).astype(np.int32), -rng.exponential(1.0, n).astype(np.float32)
+        reward, reason = float(rng.random()), str(rng.choice(["stop", "length"]))
+        return Response(tokens, logprobs, reward, reason, int(rng.integers(3)))
 
     prompt = rng.integers(0, 39, rng.integers(1, 9)).astype(np.int32)
     return Group(group_id, prompt, tuple(response() for _ in range(responses)))
@@ -64,11 +62,11 @@ def write_stage(directory: Path, groups: int, chunk: int, acknowledged: Path | N
         return
     with RolloutWriter(directory, **POLICY) as even, RolloutWriter(directory, **POLICY, writer=1) as odd:
         for start in RolloutStore(directory).missing(range(groups))[::chunk]:
-            groups_of_chunk = [make_group(i) for i in range(start, start + chunk)]
+            made = [make_group(i) for i in range(start, start + chunk)]
             if start // chunk % 2:
-                odd.append([with_experts(group) for group in groups_of_chunk])
+                odd.append(list(map(with_experts, made)))
             else:
-                even.append(groups_of_chunk)
+                even.append(made)
             if acknowledged:
                 with open(acknowledged, "a") as file:
                     file.write(f"{start}\n")
@@ -76,7 +74,7 @@ def write_stage(directory: Path, groups: int, chunk: int, acknowledged: Path | N
 
 
 def write_stage_dying_at(call: int, directory: Path, groups: int, chunk: int, acknowledged: Path) -> None:
-    """Like `write_stage`, but this process is killed at its ``call``-th system call that changes or syncs a file.
+    """Like `write_stage`, but killed at its ``call``-th system call that changes or syncs a file.
 
     Calls count from 0. A write is killed after half of its data.
     """

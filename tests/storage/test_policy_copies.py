@@ -36,14 +36,9 @@ def models(tmp_path_factory):
 
 def rendered(model):
     tokenizer = load_tokenizer(model)
-    names = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else [None]
-    return {
-        (name, bool(tools)): tokenizer.apply_chat_template(
-            [{"role": "user", "content": "hi"}], tools=tools, chat_template=name, tokenize=False
-        )
-        for name in (None, *names)
-        for tools in (None, TOOLS)
-    }
+    names = tokenizer.chat_template if isinstance(tokenizer.chat_template, dict) else []
+    said, render = [{"role": "user", "content": "hi"}], tokenizer.apply_chat_template
+    return [render(said, tools=t, chat_template=n, tokenize=False) for n in (None, *names) for t in (None, TOOLS)]
 
 
 @pytest.mark.parametrize(("model", "tokenizer"), [("one", "one"), ("two", "two"), ("one", "three"), ("three", "one")])
@@ -109,9 +104,8 @@ def test_a_tokenizer_that_is_read_otherwise_beside_the_model_is_refused(models, 
     shutil.copy(tmp_path / "one" / "config.json", tmp_path / "beside")
     beside = load_tokenizer(tmp_path / "beside")
     if alone.encode(text) != beside.encode(text):
-        with pytest.raises(
-            UserError, match=f"reads it as {type(beside).__name__}, and alone as {type(alone).__name__}"
-        ):
+        said = f"reads it as {type(beside).__name__}, and alone as {type(alone).__name__}"
+        with pytest.raises(UserError, match=said):
             copy_policy(tmp_path / "one", tmp_path / "two", tmp_path / "policy")
         assert not (tmp_path / "policy").exists()
         shutil.copy(tmp_path / "one" / "config.json", tmp_path / "two")  # the remedy

@@ -20,6 +20,10 @@ def write(directory, *chunks, writer=0, **policy):
             rollouts.append([make_group(i) for i in chunk])
 
 
+def read_arrow(path):
+    return pa.ipc.open_file(pa.memory_map(str(path))).read_all()
+
+
 def test_groups_of_extreme_values_come_back_bit_for_bit(tmp_path):
     tokens, logprobs = np.array([0, 2**31 - 1], np.int32), np.array([-(2.0**100), -0.0], np.float32)
     low, high = Response(tokens, logprobs, -1e6, "stop", 0), Response(tokens[1:], logprobs[1:], 1e6, "length", 2**40)
@@ -48,7 +52,7 @@ def test_a_store_reports_its_groups_missing_groups_and_entries(tmp_path):
 
 def test_the_file_on_disk_is_plain_arrow_with_the_documented_columns(tmp_path):
     write(tmp_path, [0, 1])
-    table = pa.ipc.open_file(pa.memory_map(str(next(tmp_path.glob("*.arrow"))))).read_all()
+    table = read_arrow(next(tmp_path.glob("*.arrow")))
     tokens = ["prompt_tokens", "response_tokens", "rollout_logprobs"]
     policy = ["policy_version", "logprob_mode", "weights_hash"]
     assert table.column_names == ["group_id", "sample", *tokens, "reward", "finish_reason", *policy]
@@ -78,7 +82,7 @@ def test_reading_opens_no_other_shard_and_keeps_few_mapped(tmp_path):
         views.responses[0].rollout_logprobs[0] = 0.0
 
 
-def test_sealing_merges_the_ledgers_of_several_writers(tmp_path):
+def test_sealing_merges_the_ledgers_of_several_writers_and_may_be_repeated(tmp_path):
     write(tmp_path, [4, 5], writer=2)
     write(tmp_path, [0, 1])
     write(tmp_path, [2, 3], [6, 7], writer=1)
@@ -92,19 +96,8 @@ def test_sealing_merges_the_ledgers_of_several_writers(tmp_path):
     assert after.entries == before.entries
     assert [entry.groups[0] for entry in after.entries] == [0, 2, 4, 6]
     assert [as_bytes(group) for group in after.read(range(8))] == [as_bytes(make_group(i)) for i in range(8)]
-
-
-def test_seal_requires_exactly_the_expected_groups_and_may_be_repeated(tmp_path):
-    write(tmp_path, [0, 1], [3])
-    with pytest.raises(UserError, match=r"lacks 1 of 4 groups \(the first is 2\)"):
-        seal(tmp_path, range(4))
-    write(tmp_path, [2])
-    with pytest.raises(UserError, match="1 groups outside"):
-        seal(tmp_path, range(3))
-    assert not is_sealed(tmp_path)
-    seal(tmp_path, range(4))
     sealed = contents(tmp_path)
-    seal(tmp_path, range(4))
+    seal(tmp_path, range(8))
     for number in (0, 1):
         with pytest.raises(UserError, match="no rollouts can be added to a sealed stage"):
             RolloutWriter(tmp_path, **POLICY, writer=number)
@@ -113,13 +106,14 @@ def test_seal_requires_exactly_the_expected_groups_and_may_be_repeated(tmp_path)
         seal(tmp_path / "absent", range(4))
 
 
-def test_seal_records_the_chosen_groups_and_keeps_the_others(tmp_path):
+def test_seal_requires_the_expected_groups_and_records_the_chosen_ones(tmp_path):
     write(tmp_path, [0, 1], [3, 5])
     assert RolloutStore(tmp_path).chosen == [0, 1, 3, 5]
     with pytest.raises(UserError, match=r"lacks 1 of 2 groups \(the first is 2\)"):
         seal(tmp_path, range(6), [1, 2])
     with pytest.raises(UserError, match="1 groups outside"):
         seal(tmp_path, range(5), [1, 3])
+    assert not is_sealed(tmp_path)
     seal(tmp_path, range(6), [1, 3])
     sealed = RolloutStore(tmp_path)
     assert (sealed.chosen, sealed.group_ids) == ([1, 3], [0, 1, 3, 5])
@@ -152,7 +146,6 @@ def test_a_group_is_written_once_and_a_stage_has_one_behaviour_policy(tmp_path):
 
 
 def test_routed_experts_come_back_bit_for_bit_without_copies(tmp_path):
-    """They are views of the memory-mapped file."""
     recorded = [with_experts(make_group(0), (3, 2), np.int8), with_experts(make_group(1), (1, 1), np.int16)]
     recorded.append(with_experts(make_group(2, longest=100), (64, 1024)))
     with RolloutWriter(tmp_path, **POLICY) as writer:
@@ -160,7 +153,7 @@ def test_routed_experts_come_back_bit_for_bit_without_copies(tmp_path):
             writer.append([group])
     store = RolloutStore(tmp_path)
     assert [as_bytes(group) for group in store.read([0, 1, 9])] == [as_bytes(g) for g in (*recorded[:2], make_group(9))]
-    table = pa.ipc.open_file(pa.memory_map(str(tmp_path / store.entries[0].shard))).read_all()
+    table = read_arrow(tmp_path / store.entries[0].shard)
     assert table.schema.field("routed_experts").type == pa.list_(pa.list_(pa.list_(pa.int8(), 2), 3))
     assert table["routed_experts"][1].as_py() == recorded[0].responses[1].routed_experts.tolist()
     store.verify(store.entries[2])
@@ -180,21 +173,16 @@ GOOD, RECORDED = make_group(7), with_experts(make_group(7))
 ONE, EXPERTS = GOOD.responses[1], RECORDED.responses[1].routed_experts
 BAD_RESPONSES = (
     ({"tokens": ONE.tokens[:0], "rollout_logprobs": ONE.rollout_logprobs[:0]}, "at least one token"),
-    ({"tokens": ONE.tokens.astype(np.int64)}, "int32"),
     ({"tokens": ONE.tokens - 40}, "is negative"),
     ({"rollout_logprobs": ONE.rollout_logprobs[:-1]}, "float32 .* like its tokens"),
-    ({"rollout_logprobs": ONE.rollout_logprobs.astype(np.float64)}, "float32"),
     ({"rollout_logprobs": np.full_like(ONE.rollout_logprobs, np.nan)}, "finite and <= 0"),
-    ({"rollout_logprobs": np.full_like(ONE.rollout_logprobs, -np.inf)}, "finite and <= 0"),
     ({"rollout_logprobs": -ONE.rollout_logprobs}, "finite and <= 0"),
-    ({"reward": float("nan")}, "reward is nan"),
     ({"reward": 1e308}, "reward is 1e.308, expected a finite number of at most 1,000,000"),
     ({"finish_reason": "eos"}, "finish_reason is 'eos'"),
 )
 BAD_EXPERTS = (
     (EXPERTS[1:], r"routed_experts must be int8 or int16 \[.*, layers, top_k\]"),
     (EXPERTS.astype(np.int16), "differ in dtype or shape"),
-    (EXPERTS[:, :2], "differ in dtype or shape"),
     (None, "differ in dtype or shape"),
     (EXPERTS - np.int8(2), "-[23] in routed_experts is neither an expert nor -1"),
 )

@@ -1,4 +1,4 @@
-"""SIGKILL and full disks at every point: acknowledged groups survive; the finished stage equals an undisturbed one."""
+"""SIGKILL and full disks at every point: acknowledged groups survive, and a stage ends as an undisturbed one."""
 
 import contextlib
 import itertools
@@ -12,14 +12,7 @@ import pytest
 from megarl.errors import UserError
 from megarl.storage.rollouts import RolloutStore, RolloutWriter, is_sealed, seal
 from tests.helpers import mount_tmpfs
-from tests.storage.sample_rollouts import (
-    POLICY,
-    as_bytes,
-    contents,
-    make_group,
-    write_stage,
-    write_stage_dying_at,
-)
+from tests.storage.sample_rollouts import POLICY, as_bytes, contents, make_group, write_stage, write_stage_dying_at
 
 processes = multiprocessing.get_context("forkserver")
 processes.set_forkserver_preload(["pytest", "pyarrow", "megarl.storage.rollouts"])
@@ -96,16 +89,15 @@ def test_full_disk_at_every_point_of_an_append(small_disk):
     assert len(messages) > 10
     assert all("no space left while writing" in m and "start the same command again" in m for m in messages)
     assert torn > 0  # some shards were complete but had no room for their ledger line
-    assert [as_bytes(g) for g in RolloutStore(directory).read(range(2, 62))] == [
-        as_bytes(make_group(i, responses=1)) for i in range(2, 62)
-    ]
+    stored = RolloutStore(directory).read(range(2, 62))
+    assert list(map(as_bytes, stored)) == [as_bytes(make_group(i, responses=1)) for i in range(2, 62)]
 
 
 def test_full_disk_while_sealing_or_starting(small_disk):
-    directory = small_disk / "rollouts"
+    directory, groups = small_disk / "rollouts", list(map(make_group, range(30)))
     with RolloutWriter(directory, **POLICY) as writer:
-        for group in range(30):
-            writer.append([make_group(group)])
+        for group in groups:
+            writer.append([group])
     for blocks in range(4):
         ballast = leave_free(small_disk, blocks)
         with pytest.raises(UserError, match="no space left"):
@@ -121,6 +113,4 @@ def test_full_disk_while_sealing_or_starting(small_disk):
     for name in ("0", "1"):  # of the ledger and of SEALED
         (small_disk / name).unlink()
     seal(directory, range(30))
-    assert [as_bytes(g) for g in RolloutStore(directory).read(range(30))] == [
-        as_bytes(make_group(i)) for i in range(30)
-    ]
+    assert [as_bytes(g) for g in RolloutStore(directory).read(range(30))] == list(map(as_bytes, groups))

@@ -46,7 +46,7 @@ def test_leftovers_are_removed_by_their_own_writer_and_by_sealing(stage):
     assert len(list(stage.iterdir())) == 3 + 2
 
 
-def test_a_damaged_ledger_line_before_the_last_is_named_and_nothing_is_deleted(stage):
+def test_a_damaged_ledger_line_is_named_and_nothing_is_deleted(stage):
     first, second, third = lines(stage)
     (stage / "ledger.jsonl").write_bytes(first + second.replace(b'"responses": 8', b'"responses": 9') + third)
     before = contents(stage)
@@ -72,19 +72,16 @@ def test_a_damaged_or_missing_shard_is_named_only_when_it_is_read(stage, sealed)
     before = contents(stage)
     store = RolloutStore(stage)
     assert as_bytes(store.read([5])[0]) == as_bytes(make_group(5))
-    with pytest.raises(
-        UserError, match=rf"{path.name} does not match the checksum.*delete {'SEALED, ' if sealed else 'the shard'}"
-    ):
+    remedy = "delete SEALED, " if sealed else "delete the shard"
+    with pytest.raises(UserError, match=rf"{path.name} does not match the checksum.*{remedy}"):
         store.read([5, 3])
     path.write_bytes(payload[:-8])
     with pytest.raises(UserError, match=f"{path.name} has {len(payload) - 8} bytes, not {len(payload)}"):
         store.read([3])
     path.unlink()
-    with pytest.raises(UserError, match=f"{path.name} is gone"):
-        store.read([3])
-    if not sealed:
+    for attempt in (store.read, *([] if sealed else [lambda _: seal(stage, range(6))])):
         with pytest.raises(UserError, match=f"{path.name} is gone"):
-            seal(stage, range(6))
+            attempt([3])
     assert contents(stage) == {name: data for name, data in before.items() if name != path.name}
 
 
@@ -109,19 +106,13 @@ def test_a_damaged_seal_is_named_and_can_be_made_again(stage):
         with pytest.raises(UserError, match=r"SEALED is damaged: .* delete it and start again"):
             RolloutStore(stage)
     path.unlink()
-    path.mkdir()
-    with pytest.raises(UserError, match="SEALED is damaged"):
-        RolloutStore(stage)
-    path.rmdir()
     seal(stage, range(6))
     assert path.read_bytes() == mark
 
 
 def test_a_group_in_two_shards_is_named(stage, tmp_path):
-    elsewhere = tmp_path / "elsewhere"
-    with RolloutWriter(elsewhere, **POLICY, writer=1) as writer:
+    with RolloutWriter(tmp_path / "elsewhere", **POLICY, writer=1) as writer:
         writer.append([make_group(3)])
-    for path in elsewhere.iterdir():
-        shutil.move(path, stage)
+    shutil.copytree(tmp_path / "elsewhere", stage, dirs_exist_ok=True)
     with pytest.raises(UserError, match=r"group 3 in .* is both in w00001_00000003.arrow and in w00000_00000002.arrow"):
         RolloutStore(stage)

@@ -5,7 +5,6 @@ update the checksums in ledger and seal, so that only a comparison of contents c
 """
 
 import hashlib
-import json
 import shutil
 from dataclasses import replace
 
@@ -15,20 +14,20 @@ from megarl.storage.checked_json import append_json, decode, write_checked
 from megarl.storage.ledger import LEDGER, SEALED, parse, to_line
 from megarl.storage.rollouts import RolloutWriter, seal
 from megarl.storage.shards import Shard
+from tests.helpers import read_lines
+from tests.views.synthetic_run import write_lines
 
 
-def lines(run):
-    return (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+def change_metrics(run, change):
+    """Write metrics.jsonl again, with ``change(records)`` as its lines."""
+    write_lines(run / "metrics.jsonl", change(read_lines(run / "metrics.jsonl")))
 
 
-def write_lines(run, text):
-    (run / "metrics.jsonl").write_text("".join(text))
-
-
-def change_line(run, number, values):
-    text = lines(run)
-    text[number] = json.dumps(json.loads(text[number]) | values) + "\n"
-    write_lines(run, text)
+def with_values(records, values):
+    """The records, some of them with other values: {position: values}."""
+    for number, others in values.items():
+        records[number] |= others
+    return records
 
 
 def reseal(run, stage, entries):
@@ -60,41 +59,37 @@ def rewrite(run, change, stage=0):
 
 
 def other_values_in_the_metrics(run):
-    change_line(run, 1, {"reward/mean": 1.0, "response_tokens/mean": 1.0})
-    change_line(run, 3, {"staleness": 0})
-    change_line(run, 7, {"tokens": 10**6, "trained_tokens": 1})
+    values = {1: {"reward/mean": 1.0, "response_tokens/mean": 1.0}, 3: {"staleness": 0}}
+    values[7] = {"tokens": 10**6, "trained_tokens": 1}
+    change_metrics(run, lambda records: with_values(records, values))
 
 
 def updates_in_disorder(run):
     """The first two change places, the third is there twice, the fifth and the last are missing."""
-    text = lines(run)
-    write_lines(run, [text[1], text[0], text[2], text[2], text[3], *text[5:-1]])
+    change_metrics(run, lambda r: [r[1], r[0], r[2], r[2], r[3], *r[5:-1]])
 
 
 def updates_of_another_stage(run):
-    write_lines(run, [*lines(run), lines(run)[-1]])
-    change_line(run, 2, {"stage": 1})
-    change_line(run, -1, {"update": 9})
+    change_metrics(run, lambda r: with_values([*r, dict(r[-1])], {2: {"stage": 1}, -1: {"update": 9}}))
 
 
 def rewards_change_places(run):
     """They rotate within a group, so that its mean and all metrics stay the same."""
 
-    def groups(before):
-        at = next(i for i, g in enumerate(before) if len({r.reward for r in g.responses}) > 1)
-        rewards = [response.reward for response in before[at].responses]
-        moved = [replace(r, reward=x) for r, x in zip(before[at].responses, rewards[1:] + rewards[:1], strict=True)]
-        return [*before[:at], replace(before[at], responses=tuple(moved)), *before[at + 1 :]]
+    def rotated(group):
+        first, *others = (response.reward for response in group.responses)
+        moved = zip(group.responses, [*others, first], strict=True)
+        return replace(group, responses=tuple(replace(response, reward=reward) for response, reward in moved))
 
-    rewrite(run, groups)
+    rewrite(run, lambda groups: list(map(rotated, groups)))
 
 
 def groups_change_places(run):
-    def groups(before):
-        one, two, *others = before
-        return [replace(one, group_id=two.group_id), replace(two, group_id=one.group_id), *others]
+    def swapped(groups):
+        one, two, *others = groups
+        return [replace(two, group_id=one.group_id), replace(one, group_id=two.group_id), *others]
 
-    rewrite(run, lambda before: sorted(groups(before), key=lambda group: group.group_id))
+    rewrite(run, swapped)
 
 
 def responses_and_groups_that_cannot_be(run):
@@ -104,13 +99,8 @@ def responses_and_groups_that_cannot_be(run):
 
     def groups(before):
         first, second, *others, last = before
-        second = replace(second, responses=second.responses[:-1])
-        return [
-            replace(first, responses=tuple(map(longer, first.responses))),
-            second,
-            *others,
-            replace(last, group_id=99),
-        ]
+        first = replace(first, responses=tuple(map(longer, first.responses)))
+        return [first, replace(second, responses=second.responses[:-1]), *others, replace(last, group_id=99)]
 
     rewrite(run, groups)
     rewrite(run, lambda before: [of_version(before[0], 0), *before[1:-1]], stage=1)
@@ -121,7 +111,7 @@ def of_version(group, version):
 
 
 def a_shard_is_gone_and_a_wrong_sum_in_the_ledger(run):
-    """The ledger states one token too many of a shard; the line's own checksum and the seal agree with it."""
+    """The ledger states one token too many of a shard; all checksums agree."""
     next((run / "stages/000/rollouts").glob("*.arrow")).unlink()
     first, *others = entries_of(run, 1)
     reseal(run, 1, [replace(first, tokens=first.tokens + 1), *others])
@@ -139,11 +129,11 @@ def the_policy_before(run):
 
 
 def checkpoints_and_events(run):
-    folder = run / "stages/001/checkpoints"
+    folder, events = run / "stages/001/checkpoints", run / "events.jsonl"
     (folder / "update_000002").rename(folder / "update_000003")
-    events = [line for line in (run / "events.jsonl").read_text().splitlines() if '"weight_drift"' not in line]
-    (run / "events.jsonl").write_text("".join(f"{line}\n" for line in events))
-    append_json(run / "events.jsonl", {"time": 0, "event": "phase_end"})
+    kept = [line for line in events.read_text().splitlines(keepends=True) if '"weight_drift"' not in line]
+    events.write_text("".join(kept))
+    append_json(events, {"time": 0, "event": "phase_end"})
 
 
 FAULTS = {
@@ -173,10 +163,7 @@ FAULTS = {
         "stage 1 is sealed with",
     ),
     a_shard_is_gone_and_a_wrong_sum_in_the_ledger: ("is gone", "but its line in the ledger says"),
-    a_line_of_one_ledger_is_gone_and_another_policys_hash: (
-        "does not agree with",
-        "was generated by weights 000000000000",
-    ),
+    a_line_of_one_ledger_is_gone_and_another_policys_hash: ("does not agree with", "was generated by weights 00000000"),
     the_policy_before: ("has had 0 updates",),
     checkpoints_and_events: ("belongs to update 2", "has no weight_drift of stage 0"),
 }

@@ -1,4 +1,7 @@
-"""Synthetic run directories, with the recipe, metrics and events that a run of three stages of 96 updates leaves."""
+"""Synthetic run directories, with the recipe, metrics and events of a run of three stages of 96 updates.
+
+Also given responses, written by megarl's own writer, and a tokenizer of a few words.
+"""
 
 import json
 import math
@@ -7,12 +10,27 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from tokenizers import Tokenizer, decoders, models
+
 from megarl.recipe.load import dump_recipe
 from megarl.recipe.tables import Recipe
+from megarl.storage.rollouts import Group, Response, RolloutWriter, seal
 from tests.helpers import read_lines
 
 START = 1_700_000_000.0
 ACCURACY = (0.281, 0.613, 0.815, 0.902)
+HOSTILE = (
+    "\x1b[2J\x1b]0;owned\x07",  # clears a terminal and names its window
+    "\x9b31m",  # the same kind of sequence in one character
+    "\rhidden\b\x7f\x00",
+    "\u202eesrever\u2028",
+    "\nstage 9 · prompt 9 · sample 9 · reward 1 · 1 tokens · stop · policy 9",
+    "<img src=http://example.com/x.png onerror=alert(1)>",
+    "</pre></template></details><script>alert(2)</script><!--",
+    "[bold red]:smile:[/bold red]",
+)
+WORDS = ("<eos>", "a", " b", " c", " answer", "\n", *HOSTILE)
 
 
 def make_recipe(schedule: dict[str, int] | None = None, **objective: Any) -> Recipe:
@@ -28,22 +46,18 @@ def make_recipe(schedule: dict[str, int] | None = None, **objective: Any) -> Rec
     )
 
 
-def detail(age: float) -> dict[str, Any]:
-    """Metrics that ``metrics.detail = 48`` adds; ``age``: staleness as a share of the updates in a stage."""
-    return {
+def update_record(number: int, size: int, noise: random.Random) -> dict[str, Any]:
+    stage, staleness = divmod(number - 1, size)
+    age, progress = staleness / size, number / (3 * size)  # the share of a stage, and of the run
+    spread = 0.02 + 0.5 * age
+    reward = 0.28 + 0.62 * (1 - math.exp(-stage)) + noise.gauss(0, 0.03)
+    square_mean = 1 + spread**2
+    detail = {  # as metrics.detail = 48 adds it
         "prefix_occupancy/q01": math.exp(-12 * age),
         "prefix_occupancy/q50": math.exp(-age),
         "prefix/reverse_chi2": math.exp(6 * age),
         "entropy_by_ratio": {"counts": [[round(1000 * age), 2], [3, 4]]},
     }
-
-
-def update_record(number: int, size: int, noise: random.Random, speed: float = 1.0) -> dict[str, Any]:
-    stage, staleness = divmod(number - 1, size)
-    age, progress = staleness / size, number / (3 * size)
-    spread = 0.02 + 0.5 * age
-    reward = 0.28 + 0.62 * (1 - math.exp(-3 * stage / 3)) + noise.gauss(0, 0.03)
-    square_mean = 1 + spread**2
     return {
         "stage": stage,
         "update": number,
@@ -77,7 +91,7 @@ def update_record(number: int, size: int, noise: random.Random, speed: float = 1
         "dampen/prefix/bad_prefix": 0.05 + 0.9 * age,
         "response_tokens/positive": 6.5,
         "response_tokens/negative": 7.8,
-        **(detail(age) if number % 48 == 0 else {}),
+        **(detail if number % 48 == 0 else {}),
         "m2/before": spread**2,
         "m2/after": 0.7 * spread**2,
         "entropy": 0.9 - 0.6 * progress + noise.gauss(0, 0.01),
@@ -85,8 +99,8 @@ def update_record(number: int, size: int, noise: random.Random, speed: float = 1
         "lr": 1e-4 * min(1, number / 15),
         "tokens": 2000,
         "trained_tokens": 1000,
-        "seconds": 0.1 / speed,
-        "tokens_per_second": 20000.0 * speed,
+        "seconds": 0.1,
+        "tokens_per_second": 20000.0,
     }
 
 
@@ -143,9 +157,58 @@ def make_branch(root: Path, of: Path, stage: int) -> Path:
     for each in (of / place, (root / place).parent):
         each.mkdir(parents=True)
     (root / place).symlink_to(of / place)
-    for name, kept in (
-        ("metrics", lambda line: line["stage"] == stage),
-        ("events", lambda line: line["event"] == "evaluation" and line["stage"] in (stage, stage + 1)),
-    ):
-        write_lines(root / f"{name}.jsonl", list(filter(kept, read_lines(root / f"{name}.jsonl"))))
+    updates, events = (read_lines(root / f"{name}.jsonl") for name in ("metrics", "events"))
+    write_lines(root / "metrics.jsonl", [line for line in updates if line["stage"] == stage])
+    kept = [line for line in events if line["event"] == "evaluation" and line["stage"] in (stage, stage + 1)]
+    write_lines(root / "events.jsonl", kept)
     return root
+
+
+def write_words(folder: Path) -> None:
+    """A tokenizer whose tokens are `WORDS`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token="<eos>"))
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def response(tokens, reward=0.0, finish="stop", version=0, **fields) -> Response:
+    tokens = np.array(tokens, np.int32)
+    logprobs = -0.1 * np.arange(1, len(tokens) + 1, dtype=np.float32)
+    return Response(tokens, logprobs, reward, finish, version, **fields)
+
+
+def random_groups(ids, samples=4, seed=0) -> list[Group]:
+    noise, prompt = random.Random(seed), np.array([1, 2], np.int32)
+
+    def one() -> Response:
+        tokens = [noise.randrange(1, 6) for _ in range(noise.randrange(1, 20))]
+        finish = noise.choice(["stop", "stop", "length", "timeout"])
+        return response(tokens, noise.choice([0.0, 0.25, 1.0]), finish, seed)
+
+    return [Group(number, prompt, tuple(one() for _ in range(samples))) for number in ids]
+
+
+def store(directory: Path, shards: list[list[Group]], sealed: bool = True) -> None:
+    with RolloutWriter(directory, weights_hash="w" * 64, logprob_mode="processed") as writer:
+        for shard in shards:
+            writer.append(shard)
+    if sealed:
+        ids = [group.group_id for shard in shards for group in shard]
+        seal(directory, range(min(ids), max(ids) + 1))
+
+
+def make_stored_run(root: Path, stages: list[list[list[Group]]], **options) -> Path:
+    """A run with all updates, whose stages have these shards; a shard is a list of groups."""
+    make_run(root, **options)
+    write_words(root / "stages/000/policy")
+    for number, shards in enumerate(stages):
+        store(root / f"stages/{number:03d}/rollouts", shards)
+    return root
+
+
+def two_stages(root: Path) -> tuple[Path, list[tuple[int, Group]]]:
+    """(a run with rollouts of two stages in two shards each, all its groups as (stage, group))."""
+    shards = [[random_groups(range(first, first + 3), seed=first) for first in pair] for pair in ((0, 3), (6, 9))]
+    groups = [(stage, group) for stage, pair in enumerate(shards) for shard in pair for group in shard]
+    return make_stored_run(root, shards), groups

@@ -1,4 +1,4 @@
-"""The report in a real browser: its charts are drawn, its tables have the right numbers, and it makes no request."""
+"""The report in a real browser: its charts are drawn, and it makes no request."""
 
 import contextlib
 import http.server
@@ -12,8 +12,7 @@ import pytest
 from playwright.sync_api import sync_playwright
 
 from megarl.views.report import write_report
-from tests.helpers import read_lines
-from tests.views.synthetic_run import make_recipe, make_run, write_lines
+from tests.views.synthetic_run import make_run
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 if BROWSER is None and os.environ.get("MEGARL_REQUIRE_BROWSER") != "1":
@@ -51,11 +50,11 @@ def browser():
 
 @pytest.fixture
 def show(browser):
-    """A function that opens a page in a window of some width, waits until its charts are drawn, and returns the tab."""
+    """A function that opens a page, waits until its charts are drawn, and returns the tab."""
     with contextlib.ExitStack() as tabs:
 
-        def opened(page, width=1400):
-            tab = browser.new_page(viewport={"width": width, "height": 900})
+        def opened(page):
+            tab = browser.new_page(viewport={"width": 1400, "height": 900})
             tabs.callback(tab.close)
             tab.problems = []
             tab.on("console", lambda message: tab.problems.append(message.text))
@@ -67,12 +66,6 @@ def show(browser):
         yield opened
 
 
-def body_of(tab):
-    """The document after its scripts have run, without Plotly's source."""
-    dom = tab.content()
-    return dom[: dom.index('<script type="text/plain"')] + dom[dom.rindex("</script>") :]
-
-
 def drawn_curves(body, number):
     """The SVG paths of the curves that the browser has drawn in a chart."""
     chart = body[body.index(f'id="chart-{number}"') :]
@@ -80,27 +73,15 @@ def drawn_curves(body, number):
     return [path for path in paths if 'class="js-line"' in path and re.search(r' d="M[-0-9.]+,[-0-9.]+[LHVC]', path)]
 
 
-def test_markup_in_the_names_of_runs_and_objectives_is_escaped(tmp_path, show):
-    image = "<img src=http://example.com/x.png onerror=alert(1)>"
-    a = make_run(tmp_path / "a", recipe=make_recipe(name=image))
-    b = make_run(tmp_path / "b <a href='http:··example.com'>", gain=0.5)
-    tab = show(write_report([a, b], tmp_path / "report.html"))
-    body = body_of(tab)
-    assert "<img" not in body and "<a " not in body
-    assert len(re.findall(r'class="legendtext"[^>]*>a clip</text>', body)) == 1
-    assert len(re.findall(r'class="plot js-plotly-plot"', body)) == 20
-    assert "<th>objective.name</th>" in body
-
-
 def test_charts_and_numbers_of_one_run_and_no_request(tmp_path, show):
-    """A page with an image shows that requests do reach the proxy; the report, into which the same kind of image is
-    put, shows that its content security policy blocks them."""
+    """An image in the report is blocked by its content security policy; that of another page reaches the proxy."""
     page = write_report([make_run(tmp_path / "first_run")], tmp_path / "report.html")
     page.write_text(page.read_text().replace("<main>", '<main><img src="http://example.com/policy.png">'))
     (tmp_path / "asks.html").write_text('<img src="http://example.com/seen.png">')
     Proxy.seen.clear()
     tab = show(page)
-    body = body_of(tab)
+    dom = tab.content()
+    body = dom[: dom.index('<script type="text/plain"')] + dom[dom.rindex("</script>") :]  # without Plotly's source
     assert [url for url in Proxy.seen if "google" not in url] == []
     (blocked,) = tab.problems
     assert "policy.png" in blocked and "Content Security Policy" in blocked
@@ -116,55 +97,4 @@ def test_charts_and_numbers_of_one_run_and_no_request(tmp_path, show):
         assert re.search(rf">{re.escape(name)}</text>", body), name
     for number in ("0.281 ± 0.028", "0.902 ± 0.018", "+0.621", "288 / 288", "288,000", "1 min 40 s"):
         assert f"<td>{number}</td>" in body, number
-    check_layout(tab, 1400)
-
-
-LAID_OUT = """() => {
-  const boxes = (card, axis) => [...card.querySelectorAll(`g.${axis}tick text`)].map(t => t.getBoundingClientRect());
-  const meet = (a, b) => a.left < b.right && b.left < a.right && a.top < b.bottom && b.top < a.bottom;
-  const labels = (card, axis) => [...card.querySelectorAll(`g.${axis}tick text`)].map(t => t.textContent);
-  const shares = card => labels(card, "y").filter(text => text.includes("%"));
-  const overlap = all => all.some((a, n) => all.slice(n + 1).some(b => meet(a, b)));
-  const outside = e => !e.closest(".table") && e.getBoundingClientRect().right > innerWidth + 1;
-  return {
-    width: document.documentElement.scrollWidth,
-    wide: [...document.querySelectorAll("body *")].filter(outside).map(e => e.tagName),
-    charts: [...document.querySelectorAll(".js-plotly-plot")].map(e => e.closest("section")).map(card => ({
-      title: card.querySelector("h2").textContent,
-      drawn: [...card.querySelectorAll("path.js-line")].filter(p => p.getAttribute("d")).length
-        + card.querySelectorAll(".point").length,
-      x: labels(card, "x"),
-      y: labels(card, "y"),
-      overlap: ["x", "y"].filter(axis => overlap(boxes(card, axis))),
-      repeats: new Set(shares(card)).size < shares(card).length,
-      lines: [...card.querySelectorAll("path.js-line")].map(p => p.getAttribute("d")),
-    })),
-  };
-}"""
-
-
-def check_layout(tab, width):
-    """All but tables fits into the window, and no chart is empty or crowded; returns the charts."""
-    found = tab.evaluate(LAID_OUT)
-    assert (found["width"], found["wide"]) == (width, [])
-    assert found["charts"] and all(chart["drawn"] and len(chart["y"]) > 1 for chart in found["charts"])
-    assert [chart["title"] for chart in found["charts"] if chart["overlap"] or chart["repeats"]] == []
-    return found["charts"]
-
-
-def test_a_run_whose_numbers_span_many_decades_fits_a_narrow_window(tmp_path, show):
-    """The first update of a stage is on policy up to rounding, and has no gradient; evaluations have two samples."""
-    root = make_run(tmp_path / "run")
-    happened = read_lines(root / "events.jsonl")
-    write_lines(root / "events.jsonl", [event | {"pass_at": [0.375, 0.5]} for event in happened])
-    updates = read_lines(root / "metrics.jsonl")
-    for record in updates[::96]:
-        record |= {"grad_norm": 0.0, "m2/before": 1e-12, "m2/after": 1e-12, "ratio/q05": 1e-12}
-    for record in updates:
-        record |= {name: value / 200 for name, value in record.items() if name.endswith("_fraction")}
-    write_lines(root / "metrics.jsonl", updates)
-    charts = check_layout(show(write_report([root], tmp_path / "report.html"), 400), 400)
-    assert [chart["x"] for chart in charts if chart["title"] == "pass@k"] == [["1", "2"]], "no numbers between"
-    (lines,) = (chart["lines"] for chart in charts if chart["title"] == "Gradient norm")
-    heights = [float(y) for line in lines for y in re.findall(r"[ML][-\d.]+,([-\d.]+)", line)]
-    assert max(heights) < 900, "a gradient of 0 draws no line out of the chart"
+    assert tab.evaluate("document.documentElement.scrollWidth") == 1400, "nothing is wider than the window"

@@ -1,11 +1,8 @@
 """`megarl doctor`: what it says about versions that do not fit each other."""
 
-import json
 from importlib import metadata
 
-import torch
-
-from megarl.views.doctor import diagnose, within_range
+from megarl.views.doctor import within_range
 
 
 def test_versions_outside_the_range_of_another_package_are_named():
@@ -13,9 +10,3 @@ def test_versions_outside_the_range_of_another_package_are_named():
     said = within_range("transformer-engine", "2.20.0")
     megatron = f"Megatron-Core {metadata.version('megatron-core')}"
     assert said.startswith("2.20.0, but ") and megatron in said and "<2.1" in said and ">=2.9" in said
-
-
-def test_this_machine_has_a_line_for_each():
-    found = json.loads(diagnose(as_json=True))
-    assert torch.__version__.startswith(found["torch"])  # a wheel may hide its "+cu130"
-    assert "triton kernels" in found

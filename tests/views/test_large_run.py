@@ -13,7 +13,7 @@ from tests.helpers import ROOT
 from tests.kernels.benchmark import load_benchmark
 
 SHARDS, TOKENS = 16, 500  # shards of 1,000 responses each; mean tokens of a response
-# run in a separate process; prints each command's result and by how many bytes the resident set grew, with mapped files
+# prints each command's result and by how many bytes the resident set grew, with mapped files
 MEASURE = """
 import json, re, sys
 from pathlib import Path

@@ -9,21 +9,17 @@ import time
 
 import pytest
 
-from megarl.recipe.load import override_recipe
-from megarl.storage import checked_json
 from megarl.views import progress
 from megarl.views.progress import Progress, describe_state
 from megarl.views.run_state import RunState
 from tests.views.synthetic_run import make_events, make_recipe, update_record, write_lines
 
-SUITES = ("eval.every_updates=48", 'eval.suites=[{name="one", prompts=20}, {name="two", prompts=8}]')
-
 
 class Watched:
     """A run directory, and what the display knows of it after each change."""
 
-    def __init__(self, root, *settings):
-        self.root, self.state = root, RunState(root, override_recipe(make_recipe(), list(settings)))
+    def __init__(self, root):
+        self.root, self.state = root, RunState(root, make_recipe())
 
     def append(self, name, *records, torn=""):
         """Append records to a file, and look at the run."""
@@ -47,7 +43,7 @@ class Watched:
 
 @pytest.fixture
 def watch(tmp_path):
-    return lambda *settings: Watched(tmp_path, *settings)
+    return lambda: Watched(tmp_path)
 
 
 def start(phase, stage, when=None):
@@ -85,53 +81,6 @@ def test_a_rollout_phase_shows_what_the_replicas_have_generated(watch):
     assert "length" not in run.line
 
 
-def test_candidates_and_chosen_groups_of_dynamic_sampling_and_warnings_are_shown(watch):
-    run = watch("rollout.oversample=1.5")
-    run.happens(start("rollout", 1))
-    assert run.state.done == (0, 2304, "candidates")
-    choice = {"event": "dynamic_sampling", "phase": "rollout", "stage": 1, "generated": 1900, "chosen": 1536}
-    drifts = [loaded(0, "rollout", rank=rank, warning=said) for rank, said in ((1, "far off"), (0, "far off"), (0, ""))]
-    seen = run.happens(choice | {"filled": 0}, choice | {"filled": 7}, *drifts)
-    assert list(filter(None, (progress.describe_event(event, run.state) for event in seen))) == [
-        "stage 2/3 rollout chose 1536 of 1900 groups",
-        "stage 2/3 rollout chose 1536 of 1900 groups, 7 of them without variance",
-        "stage 1/3 rollout: far off",
-    ]
-
-
-def test_loading_and_evaluation_before_generation_are_shown_and_do_not_count_for_the_speed(watch, monkeypatch):
-    run, now = watch(), time.time()
-    monkeypatch.setattr(time, "time", lambda: now)
-    run.happens(start("rollout", 1, now - 90.0))
-    assert run.line.startswith("stage 2/3 rollout: loading weights, 1:30")
-    run.happens(loaded(1, "evaluate", time=now - 30.0))
-    assert run.line.startswith("stage 2/3 rollout: evaluating")
-    accuracy = {"event": "evaluation", "update": 96, "suite": "heldout", "accuracy": 0.5, "time": now - 10.0}
-    run.happens(accuracy, loaded(1, "evaluate", time=now - 30.0, rank=1), report(groups=1))
-    assert run.line.startswith("stage 2/3 rollout, 1/")
-    run.happens(RESTART)
-    assert "loading" in run.line
-    run.happens(loaded(1, "rollout", time=now - 30.0))
-    assert run.line.startswith("stage 2/3 rollout, 0/")
-
-
-@pytest.mark.parametrize(("phase", "stage"), [("rollout", 1), ("evaluate", 3)])
-def test_the_progress_of_a_suite_is_shown(watch, phase, stage):
-    """An earlier attempt has answered 3 of the 16 prompts, of which each has one response. The recipe asks for 20."""
-    run = watch(*SUITES)
-    inside = {"prompts": 16, "decoding": 11, "decoding_tokens": 22, "tokens_per_second": 8}
-    one = report(ended=2, tokens=4, groups=2, responses=2, truncated=1, reward_sum=2.0, **inside)
-    resume = {"event": "resume", "phase": "evaluate", "suite": "one", "skipped": 3, "total": 16}
-    run.happens(start(phase, stage), loaded(stage, "evaluate"), resume, one | {"event": "evaluation_progress"})
-    state = run.state
-    assert state.done == (5, 16, "prompts") and state.reward is None and state.run_seconds_left is None
-    shown = {"5/16 prompts", "8 tokens/s", "responses 2", "length 2", "truncated 50%", "decoding 11 at token 2"}
-    assert shown <= run.parts
-    assert state.seconds_left == pytest.approx(11 * 5 / 2)
-    run.happens({"event": "evaluation", "accuracy": 0.5, "update": stage * 96, "suite": "one", "stage": stage})
-    assert state.of_replicas("ended") == 0 and state.tokens_per_second is None and state.done[0] == 0
-
-
 def test_the_time_left_of_the_run(watch):
     """A rollout phase took 100 s and optimization 48; of stage 2 of 3, half of the groups are there."""
     run = watch()
@@ -167,14 +116,6 @@ def test_progress_of_an_optimize_phase_goes_back_when_metrics_are_cut(watch, tmp
     write_lines(tmp_path / "metrics.jsonl", updates[:10])
     state.poll()
     assert [u["update"] for u in state.recent] == [*range(1, 11)], "updates that were undone do not count for the speed"
-
-
-def test_the_gradients_of_a_what_if_are_counted(watch, monkeypatch):
-    run, now = watch(), time.time()
-    monkeypatch.setattr(time, "time", lambda: now)
-    run.happens(start("what_if", 1, now - 30), {"event": "what_if_progress", "done": 3, "total": 12})
-    assert run.state.done == (3, 12, "gradients") and run.state.seconds_left == pytest.approx(90)
-    assert run.state.run_seconds_left is None
 
 
 def test_events_and_the_state_have_plain_lines(watch, tmp_path, monkeypatch):
@@ -231,15 +172,3 @@ def test_progress_ends_when_the_block_fails(watch, tmp_path):
     with pytest.raises(ZeroDivisionError):
         fail()
     assert "stage 1/3 rollout failed" in stream.getvalue() and threading.active_count() == threads
-
-
-def test_following_a_long_run_costs_next_to_nothing(watch, monkeypatch):
-    """A poll decodes the new lines only, not those already read."""
-    seen, line = watch(), update_record(1, 48, random.Random(0))
-    seen.append("metrics.jsonl", *[line] * 2000)
-    decoded, decode = [], checked_json.decode
-    monkeypatch.setattr(checked_json, "decode", lambda *a, **b: decoded.append(a) or decode(*a, **b))
-    for _ in range(100):
-        seen.append("metrics.jsonl", line)
-        assert seen.line
-    assert len(decoded) == 100

@@ -58,13 +58,6 @@ def test_good_rows_have_no_problems(check):
     assert "columns that no prompt shows: image" in said
 
 
-def test_of_many_bad_rows_the_first_of_each_kind_are_named(check):
-    code, said = check([*rows(4), *[{"prompt": "x"}, {"answer": 1}] * 6, *rows(4)])
-    assert code == 1 and said.count("no column 'answer'") == said.count("no column 'prompt'") == 5
-    assert "WRONG: and 2 more rows that cannot be used" in said
-    assert "8 prompts, 4 of them repetitions" in said
-
-
 def test_ten_kinds_of_faults_in_one_file_are_all_named(check):
     """Also those behind a line that is no JSON, and answers that the verifier cannot read."""
     faults = {
@@ -97,10 +90,8 @@ def test_a_prompt_and_a_made_up_response_are_shown_with_its_score(check, kind, f
     assert f"--- a response that is made up: score 1\n{response}\n" in said
 
 
-def test_answers_that_a_verifier_cannot_read(check):
-    """Those of mathematics: the test before."""
-    unread = {"prompt": "word?", "answer": "$$"}
-    assert check([*rows(8), unread])[0] == 1 and check([*rows(8), unread], kind="exact")[0] == 0
+def test_answers_are_judged_by_the_recipes_verifier(check):
+    assert check([*rows(8), {"prompt": "word?", "answer": "$$"}], kind="exact")[0] == 0
     assert check([*rows(8), {"prompt": "grids?", "answer": "0 1\n2 3\n\n4"}])[0] == 0
     code, said = check([*rows(8), {"prompt": "f", "tests": ["assert f()"]}], kind="exact")
     assert code == 1 and "line 9: prompt 'f' has no answer to compare with" in said
@@ -117,25 +108,18 @@ def test_overlong_prompts_are_counted_with_what_the_run_would_do(check, overlong
     assert "longest 600" in said
 
 
-def test_prompts_that_do_not_fit_the_template_are_counted_and_the_first_are_named(check):
+def test_prompts_that_do_not_fit_the_template_are_counted(check):
     mixed = [{**row, "hint": "h"} for row in rows(4)] + rows(9)
     code, said = check(mixed, "data.prompt_template={hint} {prompt}")
     assert code == 1 and said.count("does not fit") == 5
     assert "WRONG: and 4 more prompts that do not fit the template" in said
-    code, said = check(rows(4), "data.template=chat")
-    assert code == 1 and "has no chat template" in said
 
 
 def test_overlap_with_heldout_prompts_is_counted(check):
     story = "a train leaves the town at nine and meets another one at noon how fast was the first"
     exam = [{"prompt": story + "?", "answer": 1}, {"prompt": "two plus two", "answer": 4}]
-    train = [
-        *rows(20),
-        {"prompt": "two plus two", "answer": 4},
-        {"prompt": "Two plus  two", "answer": 4},
-        {"prompt": "once more: " + story + ", and then?", "answer": 1},
-    ]
-    code, said = check(train, exam=exam)
+    others = ("two plus two", "Two plus  two", f"once more: {story}, and then?")
+    code, said = check([*rows(20), *({"prompt": text, "answer": 4} for text in others)], exam=exam)
     assert code == 0
     assert (
         "2 held-out prompts: of the training files, 1 prompts are among them and are not trained on, 1 differ from "
@@ -144,11 +128,14 @@ def test_overlap_with_heldout_prompts_is_counted(check):
     ) in said
 
 
-def test_json_has_the_numbers_and_the_problems(check):
-    code, said = check([*rows(20), *rows(2), {"prompt": "x"}], options=("--json",))
+def test_json_has_the_first_bad_rows_of_each_kind(check):
+    code, said = check([*rows(20), *rows(2), *[{"prompt": "x"}, {"answer": 1}] * 6], options=("--json",))
     found = json.loads(said)
-    (problem,), (file,) = found["problems"], found["files"]
-    assert code == 1 and "line 23: " in problem and found["overlap"] is None
+    *problems, rest = found["problems"]
+    assert code == 1 and "line 23: no column 'answer'" in problems[0] and found["overlap"] is None
+    assert said.count("no column 'answer'") == said.count("no column 'prompt'") == 5
+    assert rest == "and 2 more rows that cannot be used"
+    (file,) = found["files"]
     assert (file["prompts"], file["repetitions"], file["tokens"]["longest"]) == (22, 2, 10)
 
 
@@ -156,7 +143,7 @@ def sentence(seed, words):
     return " ".join(f"w{random.Random(f'{seed}/{n}').randrange(10**6)}" for n in range(words))
 
 
-def test_overlaps_equal_those_found_by_comparing_every_pair_of_windows():
+def test_overlaps_equal_those_of_every_pair_of_windows():
     """The texts are parts of one text; two of them are equal, share a window, or share fewer than 13 words."""
     rng = random.Random(0)
     whole = [rng.choice("ab") for _ in range(80)]

@@ -1,27 +1,28 @@
-"""The report: numbers of its summary, traces of its charts, and what it shows if files are missing or damaged."""
+"""The report: its summary, its charts, what it shows if files are missing or damaged, of branches, and of a run that
+learns nothing, which is said on the screen, too."""
 
+import json
 import math
 import re
 
 import pytest
 
 from megarl.errors import UserError
+from megarl.phases.generation import SAME_REWARDS
 from megarl.storage.checked_json import append_json
+from megarl.storage.metrics import UPDATES, LearningWatch, find
+from megarl.storage.run_dir import RunDir
 from megarl.views.report import short_names, summary, write_report
 from megarl.views.report.charts import POINTS, make_charts
 from megarl.views.run_reader import read_run
-from tests.helpers import read_lines
-from tests.views.synthetic_run import change_lines, make_recipe, make_run, write_lines
+from tests.helpers import events, five_letters, read_lines, write_recipe
+from tests.phases.commands import settings, succeed, train
+from tests.views.synthetic_run import change_lines, make_branch, make_recipe, make_run, write_lines
 
 
 @pytest.fixture
 def root(tmp_path):
     return make_run(tmp_path / "a")
-
-
-@pytest.fixture
-def other(tmp_path):
-    return make_run(tmp_path / "b")
 
 
 def charts_of(*roots):
@@ -49,50 +50,16 @@ def test_summary(root):
     assert summary(read_run(root, "a"))["Objective"] == "soft.py:SoftPrefix"
 
 
-def test_dashes_tell_the_values_of_a_column_apart_if_colours_tell_the_runs(root, other):
-    values = {"by/level/hard/accuracy": 0.2, "by/level/easy/accuracy": 0.8}
-    for each in (root, other):
-        change_lines(each / "metrics.jsonl", lambda record: record | values)
-    one, both = (charts_of(*chosen)["Training accuracy by level"].traces for chosen in ((root,), (root, other)))
-    assert len({trace["line"]["color"] for trace in one}) == 2
-    assert {trace["line"].get("dash", "solid") for trace in one} == {"solid"}
-    looks = {(trace["line"]["color"], trace["line"].get("dash", "solid")) for trace in both}
-    assert len(looks) == len(both) == 4
-
-
-def test_held_out_accuracy_is_drawn_for_the_values_of_a_column(root):
-    change_lines(root / "metrics.jsonl", lambda record: record | {"by/level/hard/accuracy": 0.2})
-    of_evaluations = {"by/level/hard/accuracy": 0.25, "by/level/hard/reward": 0.5}
-    change_lines(root / "events.jsonl", lambda e: e | of_evaluations if e["event"] == "evaluation" else e)
-    (hard,) = charts_of(root)["Held-out accuracy by level"].traces
-    assert hard["name"] == "hard" and hard["x"] == [0, 96, 192, 288] and hard["y"] == [0.25] * 4
-
-
-def test_idle_times_of_a_live_run_are_shown_beside_a_staged_run(root, other):
-    recipe = other / "recipe.toml"
+def test_idle_times_of_a_live_run_are_shown(root):
+    recipe = root / "recipe.toml"
     recipe.write_text(recipe.read_text().replace('kind = "staged"', 'kind = "live"'))
     waits = {"idle_seconds": 0.025, "seconds": 0.1, "staleness/mean": 2.5}
-    change_lines(other / "metrics.jsonl", lambda record: record | waits)
+    change_lines(root / "metrics.jsonl", lambda record: record | waits)
     for seconds in (1.0, 3.0):
         idle = {"event": "idle", "role": "rollout", "seconds": 5.0, "idle_seconds": seconds}
-        append_json(other / "events.jsonl", idle)
-    row = summary(read_run(other, "b"))
+        append_json(root / "events.jsonl", idle)
+    row = summary(read_run(root, "a"))
     assert (row["Mean staleness"], row["Trainers idle"], row["Engines idle"]) == ("2.5", "25.0%", "40.0%")
-    assert "Trainers idle" not in summary(read_run(root, "a"))
-
-
-def test_reward_is_not_smoothed_over_a_stage_boundary(root):
-    updates = [line | {"reward/mean": float(line["stage"] == 1)} for line in read_lines(root / "metrics.jsonl")]
-
-    def smooth(updates):
-        write_lines(root / "metrics.jsonl", updates)
-        return charts_of(root)["Training reward"].traces[1]["y"]
-
-    assert smooth(updates) == [0.0] * 96 + [1.0] * 96 + [0.0] * 96
-    updates[50]["reward/mean"] = 15.0
-    assert smooth(updates)[42:59] == [0.0] + [1.0] * 15 + [0.0]
-    # a short run is averaged over fewer updates (Prefix-Ratio GRPO, figure 2)
-    assert smooth(updates[:60])[47:54] == [0.0] + [3.0] * 5 + [0.0]
 
 
 def test_traces_of_every_chart(root):
@@ -126,11 +93,8 @@ def test_several_runs_are_overlaid_and_their_recipes_compared(tmp_path):
     page = write_report([a, b], tmp_path / "r.html").read_text()
     settings = re.search(r'<table id="settings">.*?</table>', page, re.S)[0]
     rows = re.findall(r"<tr><th>([^<]*)</th><td>(.*?)</td><td>(.*?)</td></tr>", settings)
-    assert rows == [
-        ("objective.eps_low", "-", "0.2"),
-        ("objective.name", "&quot;mu_grpo&quot;", "&quot;grpo&quot;"),
-        ("objective.veto_threshold", "0.001", "-"),
-    ]
+    named = ("objective.name", "&quot;mu_grpo&quot;", "&quot;grpo&quot;")
+    assert rows == [("objective.eps_low", "-", "0.2"), named, ("objective.veto_threshold", "0.001", "-")]
 
 
 def test_a_report_stays_small_however_long_the_run(tmp_path):
@@ -153,22 +117,14 @@ def test_a_report_stays_small_however_long_the_run(tmp_path):
     assert bars[0]["x"] == [["a", "b"], ["all stages"] * 2]
 
 
-def notes_of(root):
-    return read_run(root, "a").notes
-
-
 def test_a_run_that_has_just_begun_gives_a_page(root, tmp_path):
     (root / "metrics.jsonl").unlink()
     (root / "events.jsonl").unlink()
-    assert notes_of(root) == [
-        "metrics.jsonl is not there yet",
-        "events.jsonl is not there yet",
-        "no evaluation has been made yet",
-        "not finished: 0 of 288 updates",
-    ]
+    absent, unevaluated = [f"{name}.jsonl is not there yet" for name in ("metrics", "events")], "no evaluation has been"
+    assert read_run(root, "a").notes == [*absent, f"{unevaluated} made yet", "not finished: 0 of 288 updates"]
     recipe = root / "recipe.toml"
     recipe.write_text(re.sub(r"(?m)^every = \d+", "every = 0", recipe.read_text()))
-    assert "no evaluation has been made yet" not in notes_of(root)
+    assert unevaluated not in str(read_run(root, "a").notes)
     page = write_report([root], tmp_path / "r.html").read_text()
     assert "The recipe turns evaluation off" in page and "No update has been made yet." in page
     assert summary(read_run(root, "a"))["Gain (95 %)"] == "-"
@@ -179,10 +135,8 @@ def test_damaged_lines_and_values_that_are_no_numbers_are_left_out(root, tmp_pat
     lines[10] = lines[10][:30]
     lines[200] = '{"update": 201, "entropy": NaN, "grad_norm": "big", "reward/mean": null, "loss": Infinity}'
     (root / "metrics.jsonl").write_text("\n".join(lines[:201]) + '\n{"update": 202, "sta')
-    assert notes_of(root) == [
-        "metrics.jsonl: left out 2 lines that could not be read",
-        "not finished: 200 of 288 updates",
-    ]
+    said = ["metrics.jsonl: left out 2 lines that could not be read", "not finished: 200 of 288 updates"]
+    assert read_run(root, "a").notes == said
     charts = charts_of(root)
     assert len(charts["Entropy"].traces[0]["x"]) == len(charts["Gradient norm"].traces[0]["x"]) == 199
     write_report([root], tmp_path / "r.html")
@@ -204,16 +158,84 @@ def test_strings_from_files_are_escaped(tmp_path):
 
 def test_invalid_run_directories_and_outputs_are_refused(root, tmp_path):
     (tmp_path / "empty").mkdir()
-    for name, recipe, said in (
-        ("gone", None, "gone is not a run directory"),
-        ("empty", None, "empty is not a run directory: it has no recipe.toml"),
-        ("empty", "[schedule]\nstages = 'many'\n", r"not a resolved recipe: schedule\.stages is 'many'"),
-        ("empty", "[schedule", r"cannot read .*recipe\.toml"),
+    for recipe, said in (
+        (None, "empty is not a run directory: it has no recipe.toml"),
+        ("[schedule]\nstages = 'many'\n", r"not a resolved recipe: schedule\.stages is 'many'"),
+        ("[schedule", r"cannot read .*recipe\.toml"),
     ):
         if recipe:
             (tmp_path / "empty/recipe.toml").write_text(recipe)
         with pytest.raises(UserError, match=said):
-            write_report([tmp_path / name], tmp_path / "r.html")
+            write_report([tmp_path / "empty"], tmp_path / "r.html")
     with pytest.raises(UserError, match="is a directory"):
         write_report([root], tmp_path)
     assert not (tmp_path / "r.html").exists()
+
+
+@pytest.mark.parametrize(("stage", "base", "final"), [(0, "0.281", "0.613"), (1, "0.613", "0.815")])
+def test_a_branch_is_finished_after_its_stage(tmp_path, stage, base, final):
+    whole = make_run(tmp_path / "whole")
+    run = read_run(make_branch(tmp_path / "branch", whole, stage), "branch")
+    row = summary(run)
+    assert (run.notes, row["Updates"]) == ([], "96 / 96")
+    assert row["Base accuracy"].startswith(base) and row["Final accuracy"].startswith(final)
+    write_lines(run.root / "metrics.jsonl", run.updates[:-1])
+    assert read_run(run.root, "branch").notes == ["not finished: 95 of 96 updates"]
+
+
+GOOD = {"reward/mean": 0.5, "zero_variance_fraction": 0.5, "grad_norm": 0.1, "entropy": 1.0, "ess": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("values", "kind"),
+    [
+        ({"zero_variance_fraction": 1.0, "reward/mean": 0.0}, "equal_rewards"),
+        ({"grad_norm": 0.0}, "no_gradient"),
+        ({"entropy": 1e-4}, "no_entropy"),
+        ({"ess": 0.01}, "no_sample"),
+    ],
+)
+def test_a_cause_is_found_only_if_every_update_shows_it(values, kind):
+    records = [GOOD | values for _ in range(UPDATES)]
+    assert list(find(records)) == [kind]
+    records = [record | {"reward/mean": 0.1 * n} for n, record in enumerate(records)]
+    assert list(find(records)) == ["no_variance" if kind == "equal_rewards" else kind]
+    for record in (GOOD, {"skipped_update": 1.0}):
+        assert find([*records[1:], record]) == {}
+
+
+def test_a_cause_is_logged_once_per_stage(tmp_path):
+    watch = LearningWatch(tmp_path / "events.jsonl")
+    for update in range(1, 4 * UPDATES + 1):
+        watch.append({"update": update, "stage": (update - 1) // (2 * UPDATES)} | GOOD | {"ess": 0.001})
+    found = [(event["stage"], event["first"], event["update"]) for event in read_lines(tmp_path / "events.jsonl")]
+    assert found == [(0, 1, UPDATES), (1, UPDATES + 2, 2 * UPDATES + 1)]
+
+
+def test_a_run_that_learns_nothing_says_so(tiny_model, tmp_path):
+    """The untrained model never answers with the letter that is asked for."""
+    recipe = write_recipe(tmp_path, tiny_model, five_letters())
+    wanted = (f"schedule.updates_per_stage={UPDATES}", f"schedule.prompts_per_update={SAME_REWARDS // UPDATES}")
+    result = train(recipe, tmp_path / "run", *settings("schedule.stages=1", "eval.every=0", *wanted))
+    run = RunDir.open(tmp_path / "run")
+    said = f"learns nothing, updates 1 to {UPDATES}: the responses to each prompt had equal rewards, 0 on average in"
+    assert said in result.stdout + result.stderr
+    assert [event["kind"] for event in events(run, "learns_nothing")] == ["equal_rewards"]
+    (warning,) = events(run, "equal_rewards")
+    assert warning["groups"] == SAME_REWARDS and warning["warning"] in result.stdout + result.stderr
+    assert "0.000 on average" in warning["warning"]
+    notes = (run.root / "report.html").read_text().partition('<ul class="notes">')[2].partition("</ul>")[0]
+    assert said in notes
+    assert json.dumps(read_run(run.root, "run").notes).count("learns nothing") == 1
+
+
+def test_the_last_line_and_the_report_have_the_paired_interval_of_compare(recipe, tmp_path):
+    root = tmp_path / "run"
+    wanted = ("schedule.stages=1", "schedule.updates_per_stage=4", "optimizer.lr=0.01", "run.seed=1")
+    said = train(recipe, root, *settings(*wanted))
+    (compared,) = json.loads(succeed("compare", f"{root}:0", f"{root}:4", "--json").stdout)
+    estimate = compared["estimates"][0]
+    low, high = estimate["ci95"]
+    text = f"{estimate['mean']:+.3f} [{low:+.3f}, {high:+.3f}]"
+    assert f": {text} (95 %, paired over 16 prompts)" in said.stdout
+    assert text in (root / "report.html").read_text()

@@ -1,4 +1,4 @@
-"""``megarl samples --tokens``: its values of single tokens, averaged, equal the metrics that the trainer logged."""
+"""``megarl samples --tokens``: its values of single tokens, averaged, equal the trainer's metrics."""
 
 import json
 
@@ -49,33 +49,16 @@ def test_values_of_tokens_average_to_the_metrics_of_their_update(trained):
         assert 0 < sum(masked) < len(masked)
 
 
-def test_a_single_response_gets_the_values_that_it_has_in_its_batch(trained):
-    found = of_update(trained, 3)
-    together = annotate(trained, found, trained.recipe, "2")
-    some = [k for k, tokens in enumerate(together) if not tokens.kept.all()]
-    alone = annotate(trained, [found[some[0]]], trained.recipe, "2")
-    assert alone[0].causes == together[some[0]].causes
-    assert alone[0].advantage == together[some[0]].advantage
-
-
 def test_values_of_another_objective_at_the_default_policy(trained):
-    """GRPO's advantages and clip equal their formulas; the default policy is the one after the stage."""
-    found = of_update(trained, 1)
-    recipe = with_objective(
-        trained.recipe, ["objective.name=grpo", "objective.eps_low=0.02", "objective.eps_high=0.03"]
-    )
+    """That is the one after the stage."""
+    found, changes = of_update(trained, 1), ("name=grpo", "eps_low=0.02", "eps_high=0.03")
+    recipe = with_objective(trained.recipe, [f"objective.{change}" for change in changes])
     tokens, after_it = (annotate(trained, found, recipe, policy) for policy in (None, "4"))
-    rewards = {}
-    for one in found:
-        rewards.setdefault(one.prompt, []).append(one.response.reward)
     clipped = 0
     for one, seen, same in zip(found, tokens, after_it, strict=True):
         np.testing.assert_array_equal(seen.logprobs, same.logprobs)
-        group = np.array(rewards[one.prompt])
-        advantage = (one.response.reward - group.mean()) / (group.std(ddof=1) + 1e-6)
-        assert seen.advantage == pytest.approx(advantage, abs=1e-6)
         ratio = np.exp(seen.logprobs - one.response.rollout_logprobs)
-        lost = (ratio > 1.03) & (advantage > 0) | (ratio < 0.98) & (advantage < 0)
+        lost = (ratio > 1.03) & (seen.advantage > 0) | (ratio < 0.98) & (seen.advantage < 0)
         assert (~seen.kept).tolist() == lost.tolist() == [cause == "clip" for cause in seen.causes]
         clipped += int(lost.sum())
     assert clipped
@@ -93,13 +76,10 @@ def test_json_of_the_command_and_refused_settings(trained):
 
 
 def test_tokens_without_gradient_are_red_on_a_terminal(trained):
-    """The name of the mask that removes the gradient stands beside them."""
-    tokens = annotate(trained, of_update(trained, 3), trained.recipe, "2")
-    lost = sum(int((~one.kept).sum()) for one in tokens)
-    ids = {one.prompt for one in of_update(trained, 3)}
-    output = "".join(
-        shown(trained.root, terminal=True, colouring="kept", policy="2", wanted=Filter(prompt=number), limit=99)
-        for number in ids
-    )
+    """As many as in the whole batch, though each prompt is shown alone. The name of the mask stands beside them."""
+    found, asked = of_update(trained, 3), dict(terminal=True, colouring="kept", policy="2", limit=99)
+    lost = sum(int((~one.kept).sum()) for one in annotate(trained, found, trained.recipe, "2"))
+    prompts = sorted({one.prompt for one in found})
+    output = "".join(shown(trained.root, wanted=Filter(prompt=number), **asked) for number in prompts)
     assert output.count("\x1b[30;48;5;203m") == lost > 0
     assert "[m2_mask]" in output

@@ -9,25 +9,7 @@ from transformers import PreTrainedTokenizerFast
 
 CALL = '<tool_call>{"name": "add", "arguments": {"a": 2, "b": 3}}</tool_call>'
 SPECIAL = ("<pad>", "<|im_end|>", "<|im_start|>")
-WORDS = (
-    "assistant",
-    "user",
-    "tool",
-    "system",
-    "\n",
-    CALL,
-    "5",
-    "2",
-    "+",
-    "3",
-    " ",
-    "?",
-    "!",
-    "again",
-    "tools",
-    "add",
-    "?x",
-)
+WORDS = ("assistant", "user", "tool", "system", "\n", CALL, *"52+3 ?!", "again", "tools", "add", "?x")
 TEMPLATE = (
     "{%- if tools %}<|im_start|>system\ntools{% for t in tools %} {{ t.function.name }}{% endfor %}"
     "<|im_end|>\n{% endif -%}"
@@ -37,7 +19,7 @@ TEMPLATE = (
 
 
 def write_agent_model(source, path):
-    """Write a copy of the model ``source`` that begins a turn with a tool call or an answer, and then mostly stops."""
+    """Write a copy of ``source`` that begins a turn with a tool call or an answer, and then mostly stops."""
     shutil.copytree(source, path)
     vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="?x"))

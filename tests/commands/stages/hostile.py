@@ -57,25 +57,19 @@ def with_rows(change):
     return attack
 
 
-def column(name, value):
-    """All rows have another value in a column."""
+def column(name, change):
+    """``change(entry)`` takes the place of each entry of a column."""
 
-    def change(table):
+    def changed(table):
         place = table.schema.names.index(name)
-        return table.set_column(place, name, pa.array([value] * len(table), table.schema.field(place).type))
+        entries = list(map(change, table[name].to_pylist()))
+        return table.set_column(place, name, pa.array(entries, table.schema.field(place).type))
 
-    return with_rows(change)
+    return with_rows(changed)
 
 
-def first_entry(name, value):
-    """The first entry of each list of a column is another one."""
-
-    def change(table):
-        place = table.schema.names.index(name)
-        lists = [[value, *entries[1:]] for entries in table[name].to_pylist()]
-        return table.set_column(place, name, pa.array(lists, table.schema.field(place).type))
-
-    return with_rows(change)
+def beginning_with(value):
+    return lambda entries: [value, *entries[1:]]
 
 
 def not_parquet(pack):
@@ -86,7 +80,6 @@ def not_parquet(pack):
 ROWS = "has no valid rollouts: .*"
 ATTACKS = {
     "a path to the parent directory": (declared("rollouts/../../evil"), "is not the name of a file"),
-    "code": (declared("policy/modeling.py"), "is not the name of a file"),
     "control characters": (declared("rollouts/\x1b[2J"), r"\\x1b"),
     "other bytes": (lambda pack: other_bytes(pack / SHARD), "does not match its checksum"),
     "another manifest": (lambda pack: other_bytes(pack / MANIFEST), "is not the manifest of a packed stage"),
@@ -103,15 +96,12 @@ ATTACKS = {
     "other groups": (with_recipe("schedule", prompts_per_update=2), "has 8 groups, but its recipe trains 4"),
     "long responses": (with_recipe("rollout", max_response_tokens=1), "more than rollout.max_response_tokens"),
     "another policy": (lambda pack: agree(pack, weights_hash="0" * 64), f"{ROWS}groups of this policy"),
-    "a log-prob that is no number": (first_entry("rollout_logprobs", float("nan")), f"{ROWS}log-probs must be finite"),
-    "a reward beyond the limit": (column("reward", -1e7), f"{ROWS}at most 1,000,000"),
-    "a version beyond 32 bits": (column("policy_version", 1 << 40), f"{ROWS}32 bits"),
-    "an unknown token": (first_entry("response_tokens", 10**6), f"{ROWS}outside the vocabulary"),
+    "a log-prob that is no number": (column("rollout_logprobs", beginning_with(float("nan"))), f"{ROWS}log-probs"),
+    "a reward beyond the limit": (column("reward", lambda _: -1e7), f"{ROWS}at most 1,000,000"),
+    "a version beyond 32 bits": (column("policy_version", lambda _: 1 << 40), f"{ROWS}32 bits"),
+    "an unknown token": (column("response_tokens", beginning_with(10**6)), f"{ROWS}outside the vocabulary"),
     "groups in disorder": (with_rows(lambda table: table.take([1, 0, *range(2, len(table))])), f"{ROWS}in order"),
-    "a group without its last response": (
-        with_rows(lambda table: table.slice(0, len(table) - 1)),
-        "3 responses, not 4",
-    ),
+    "a missing response": (with_rows(lambda table: table.slice(0, len(table) - 1)), "3 responses, not 4"),
     "one more column": (with_rows(lambda table: table.append_column("code", table["reward"])), ROWS),
     "no Parquet": (not_parquet, ROWS),
 }

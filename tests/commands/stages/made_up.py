@@ -24,7 +24,7 @@ def make_run(recipe, root, *settings, chosen=None):
 
 
 def fill(stage, masked=False, chosen=None):
-    """Write as many random groups as the stage has, and seal it. masked: some tokens are masked, as tool output is."""
+    """Fill the stage with random groups, and seal it. masked: some tokens are, as tool output is."""
     rng, size = np.random.default_rng(stage.number), stage.rollout.responses_per_prompt
     info = read_info(stage.policy)
     with RolloutWriter(stage.rollouts, weights_hash=info.weights_hash, logprob_mode="processed") as writer:

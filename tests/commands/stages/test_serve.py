@@ -1,4 +1,4 @@
-"""Agents fill a stage through the real OpenAI client: what the engine sampled is stored, and only that is trained."""
+"""Agents fill a stage through OpenAI's client: what the engine sampled is stored, and only that is trained."""
 
 import contextlib
 import functools
@@ -7,7 +7,7 @@ import json
 import os
 import signal
 import socket
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,7 +27,8 @@ from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
 from tests.commands.stages.agents import CALL, write_agent_model
-from tests.helpers import SGLANG_PYTHON, events, lines_so_far, megarl, read_lines, start_megarl, wait_for
+from tests.helpers import SGLANG_PYTHON, events, lines_so_far, read_lines, start_megarl, wait_for
+from tests.phases.commands import settings, succeed
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}]
 SETTINGS = (
@@ -54,8 +55,8 @@ def agent_model(tiny_model, tmp_path_factory):
 class Served:
     """A running `megarl serve`."""
 
-    def __init__(self, recipe, model, root, *settings):
-        options = [part for s in (f"model.path='{model}'", *SETTINGS, *settings) for part in ("--set", s)]
+    def __init__(self, recipe, model, root, *more):
+        options = settings(f"model.path='{model}'", *SETTINGS, *more)
         self.root, self.arguments = root, ["serve", root, "--stage", 0, "--port", 0, "--recipe", recipe, *options]
         self.start()
 
@@ -71,15 +72,21 @@ class Served:
     def client(self, group, name):
         return openai.OpenAI(base_url=f"{self.address}/{group}/{name}/v1", api_key=self.key, max_retries=0)
 
+    def ask(self, group, name, *messages):
+        asked = self.client(group, name).chat.completions.create(model="m", messages=list(messages))
+        return asked.choices[0].message
+
     def reward(self, group, name, value):
-        return self.send("POST", f"/{group}/{name}/reward", {"reward": value})
+        """The status of the answer."""
+        return self.send("POST", f"/{group}/{name}/reward", {"reward": value}).status_code
 
     def send(self, method, path, body=None, key=None):
         headers = {"Authorization": f"Bearer {key or self.key}"}
         return httpx.request(method, self.address + path, json=body, headers=headers, trust_env=False)
 
     def wait(self):
-        return self.command.wait()
+        assert self.command.wait() == 0, self.command.stderr
+        return RunDir.open(self.root)
 
 
 @contextlib.contextmanager
@@ -103,8 +110,7 @@ def guarded(recipe, agent_model, tmp_path_factory):
     folder = tmp_path_factory.mktemp("guarded")
     exam = folder / "exam.jsonl"
     exam.write_text(json.dumps({"prompt": "2+3?", "answer": "5"}) + "\n")
-    settings = ("eval.every=1", "eval.prompts=1", f"eval.suite='{exam}'")
-    with serving(recipe, agent_model, folder / "run", *settings) as one:
+    with serving(recipe, agent_model, folder / "run", "eval.every=1", "eval.prompts=1", f"eval.suite='{exam}'") as one:
         yield one
 
 
@@ -131,39 +137,32 @@ def streamed(ask):
     for chunk in ask(stream=True, stream_options={"include_usage": True}):
         state.handle_chunk(chunk)
     whole, again = state.get_final_completion(), ask()
-    message, other = whole.choices[0].message, again.choices[0].message
-    assert (whole.usage, whole.choices[0].finish_reason) == (again.usage, again.choices[0].finish_reason)
-    assert message.content == other.content
-    assert [call.function.arguments for call in message.tool_calls or ()] == [
-        call.function.arguments for call in other.tool_calls or ()
-    ]
-    return other
+
+    def said(answer):
+        (choice,) = answer.choices
+        calls = [call.function.arguments for call in choice.message.tool_calls or ()]
+        return answer.usage, choice.finish_reason, choice.message.content, calls
+
+    assert said(whole) == said(again)
+    return again.choices[0].message
 
 
 def all_converse(served):
     """Hold four conversations at the same time; returns {(group, conversation): messages}."""
-    threads, said = [], {}
-    for group, name in itertools.product("ab", "xy"):
-        agent = threading.Thread(target=lambda g=group, n=name: said.update({(g, n): converse(served, g, n)}))
-        agent.start()
-        threads.append(agent)
-    for agent in threads:
-        agent.join()
-    return said
+    names = list(itertools.product("ab", "xy"))
+    with ThreadPoolExecutor(len(names)) as agents:
+        return dict(zip(names, agents.map(lambda name: converse(served, *name), names), strict=True))
 
 
 def test_conversations_of_an_openai_client_become_a_stage(served, agent_model):
     said = all_converse(served)
-    assert len(said) == 4
     calls = [m for messages in said.values() for m in messages if getattr(m, "tool_calls", None)]
     assert 0 < len(calls) < 8
     for number, (group, name) in enumerate(said):
-        assert served.reward(group, name, float(number % 2)).status_code == 200
-    assert served.wait() == 0, served.command.stderr
-    run = RunDir.open(served.root)
+        assert served.reward(group, name, float(number % 2)) == 200
+    run = served.wait()
     check_tokens(run, agent_model, said)
-    result = megarl("optimize", served.root, "--stage", 0)
-    assert result.returncode == 0, result.stderr
+    succeed("optimize", served.root, "--stage", 0)
     (line,) = read_lines(run.metrics)
     groups = RolloutStore(run.stage(0).rollouts).read(list(run.stage(0).groups))
     assert line["trained_tokens"] == sum(r.sampled_tokens for g in groups for r in g.responses)
@@ -185,9 +184,8 @@ def test_other_engines_serve_agents_too(recipe, agent_model, tmp_path, engine):
     served = Served(recipe, agent_model, tmp_path / "run", *engine)
     said = all_converse(served)
     for group, name in said:
-        assert served.reward(group, name, 1.0).status_code == 200
-    assert served.wait() == 0, served.command.stderr
-    run, tokenizer = RunDir.open(served.root), load_tokenizer(agent_model)
+        assert served.reward(group, name, 1.0) == 200
+    run, tokenizer = served.wait(), load_tokenizer(agent_model)
     groups = RolloutStore(run.stage(0).rollouts).read(list(run.stage(0).groups))
     sequences = [[*g.prompt_tokens.tolist(), *r.tokens.tolist()] for g in groups for r in g.responses]
     texts = [tokenizer.decode(tokens, skip_special_tokens=False) for tokens in sequences]
@@ -231,94 +229,65 @@ def as_text(messages):
     return text.removesuffix("\n")
 
 
-def refusal(call):
-    """(status, message) of the error that a call to the server must raise."""
-    with pytest.raises(openai.APIStatusError) as refused:
-        call()
-    return refused.value.status_code, refused.value.body["message"]
-
-
 def test_requests_that_would_change_what_is_trained_are_refused(guarded):
-    served, messages = guarded, [{"role": "user", "content": "3+2?"}]
-    ask = served.client("a", "x").chat.completions.create
-    assert served.send("POST", "/a/x/reward", {"reward": 1}).status_code == 404  # no answer yet
-    first = ask(model="m", messages=messages).choices[0].message
-    status, message = refusal(lambda: ask(model="m", messages=[{"role": "user", "content": "other"}]))
-    assert (status, "was changed" in message) == (409, True)
-    edited = {"role": "assistant", "content": "edited"}
-    status, _ = refusal(lambda: ask(model="m", messages=[*messages, edited, messages[0]]))
-    assert status == 409
-    other = served.client("a", "y").chat.completions.create
-    status, message = refusal(lambda: other(model="m", messages=[{"role": "user", "content": "3"}]))
-    assert (status, "begin with the same messages" in message) == (400, True)
-    assert served.reward("a", "x", float("1")).status_code == 200
-    status, message = refusal(lambda: ask(model="m", messages=[*messages, first, messages[0]]))
-    assert (status, "has its reward" in message) == (409, True)
-    assert served.send("POST", "/a/x/reward", {"reward": 0}).status_code == 409
+    def refuse(status, words, group, name, *messages):
+        with pytest.raises(openai.APIStatusError) as refused:
+            guarded.ask(group, name, *messages)
+        assert (refused.value.status_code, words in refused.value.body["message"]) == (status, True)
+
+    asked, other, heldout = ({"role": "user", "content": text} for text in ("3+2?", "other", "2+3?"))
+    assert guarded.reward("a", "x", 1) == 404  # no answer yet
+    first = guarded.ask("a", "x", asked)
+    refuse(409, "was changed", "a", "x", other)
+    refuse(409, "was changed", "a", "x", asked, {"role": "assistant", "content": "edited"}, asked)
+    refuse(400, "begin with the same messages", "a", "y", other)
+    assert guarded.reward("a", "x", 1) == 200
+    refuse(409, "has its reward", "a", "x", asked, first, asked)
+    assert guarded.reward("a", "x", 0) == 409
     for wrong in ("high", 10**400, 1e308, -1000001):
-        assert served.send("POST", "/a/x/reward", {"reward": wrong}).status_code == 400
-    assert served.send("GET", "/state").json()["open"] == {"a": {"x": "rewarded"}}
-    forgotten = served.client("b", "x").chat.completions.create
-    status, message = refusal(lambda: forgotten(model="m", messages=[*messages, first, messages[0]]))
-    assert (status, "begin it anew" in message) == (409, True)
-    status, message = refusal(lambda: forgotten(model="m", messages=[{**messages[0], "tool_calls": 5}]))
-    assert (status, "must be a list" in message) == (400, True)
-
-
-def test_a_conversation_about_a_held_out_prompt_is_refused(guarded):
-    ask = guarded.client("h", "x").chat.completions.create
-    status, message = refusal(lambda: ask(model="m", messages=[{"role": "user", "content": "2+3?"}]))
-    assert (status, "held out for evaluation" in message) == (400, True)
-    ask(model="m", messages=[{"role": "user", "content": "3+2?"}])  # the name is free for another prompt
+        assert guarded.reward("a", "x", wrong) == 400
+    assert guarded.send("GET", "/state").json()["open"] == {"a": {"x": "rewarded"}}
+    refuse(409, "begin it anew", "b", "x", asked, first, asked)
+    refuse(400, "must be a list", "b", "x", asked | {"tool_calls": 5})
+    refuse(400, "held out for evaluation", "h", "x", heldout)
+    guarded.ask("h", "x", asked)  # the name is free for another prompt
 
 
 def test_only_the_owner_on_this_machine_is_served(guarded):
-    served = guarded
-    assert served.send("GET", "/state", key="wrong").status_code == 401
-    with socket.create_connection(("127.0.0.1", int(served.address.rpartition(":")[2]))) as stranger:
+    assert guarded.send("GET", "/state", key="wrong").status_code == 401
+    port = int(guarded.address.rpartition(":")[2])
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
         stranger.settimeout(60)
         stranger.sendall(b"POST /a/x/reward HTTP/1.1\r\nContent-Length: 60000000\r\n\r\n")
         assert stranger.recv(20).split()[1] == b"401"  # before its body is read
-    assert (served.root / KEY).stat().st_mode & 0o777 == 0o600
-    port = int(served.address.rpartition(":")[2])
-    addresses = {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), port, socket.AF_INET)}
-    for address in addresses - {"127.0.0.1"}:
-        with socket.socket() as outside:
-            outside.settimeout(1)
-            assert outside.connect_ex((address, port)) != 0
-    listening = [
-        line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"
-    ]
-    assert f"0100007F:{port:04X}" in listening
+    assert (guarded.root / KEY).stat().st_mode & 0o777 == 0o600
+    sockets = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    listening = [local for _, local, _, state, *_ in sockets if state == "0A" and local.endswith(f":{port:04X}")]
+    assert listening == [f"0100007F:{port:04X}"]
 
 
 def test_a_kill_loses_no_stored_group_and_requests_can_be_repeated(served):
     for name in "xy":
         messages = converse(served, "a", name, turns=1)
         assert converse(served, "a", name, turns=1)[1].content == messages[1].content
-        assert [served.reward("a", name, 1.0).status_code for _ in range(2)] == [200, 200]
+        assert [served.reward("a", name, 1.0) for _ in range(2)] == [200, 200]
     assert served.send("GET", "/state").json()["stored"] == ["a"]
-    assert served.reward("a", "y", 0.0).status_code == 409
+    assert served.reward("a", "y", 0.0) == 409
     converse(served, "b", "x", turns=1)
     os.kill(served.command.pid, signal.SIGKILL)
     served.command.wait(60)
     before = RolloutStore(served.root / "stages/000/rollouts").read([0])
-    generated = megarl("rollout", served.root, "--stage", 0)
-    assert generated.returncode == 2 and "continue with `megarl serve`" in generated.stderr
+    assert "continue with `megarl serve`" in succeed("rollout", served.root, "--stage", 0, code=2).stderr
     served.start()
-    assert served.send("GET", "/state").json() == {
-        "groups": 2,
-        "conversations_per_group": 2,
-        "stored": ["a"],
-        "open": {},
-    }
+    state = {"groups": 2, "conversations_per_group": 2, "stored": ["a"], "open": {}}
+    assert served.send("GET", "/state").json() == state
     assert served.send("DELETE", "/b/x").status_code == 409
     converse(served, "b", "x", turns=1)
     assert served.send("DELETE", "/b/x").status_code == 200  # its agent gave up
     for place in "xz":  # another group takes the place of the one that is empty now
         converse(served, "c", place, turns=1)
-        assert served.reward("c", place, 0.0).status_code == 200
-    assert served.wait() == 0, served.command.stderr
+        assert served.reward("c", place, 0.0) == 200
+    served.wait()
     store = RolloutStore(served.root / "stages/000/rollouts")
     assert store.external and store.group_ids == [0, 1]
     np.testing.assert_array_equal(store.read([0])[0].responses[0].tokens, before[0].responses[0].tokens)
@@ -332,6 +301,5 @@ def test_a_recipe_without_a_chat_template_is_refused(recipe):
 def test_an_empty_key_file_is_refused(recipe, agent_model, tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / KEY).write_text("\n")
-    options = [part for s in (f"model.path='{agent_model}'", *SETTINGS) for part in ("--set", s)]
-    refused = megarl("serve", tmp_path / "run", "--stage", 0, "--port", 0, "--recipe", recipe, *options)
-    assert refused.returncode == 2 and "holds no key" in refused.stderr, refused.stderr
+    wanted = ("--stage", 0, "--port", 0, "--recipe", recipe, *settings(f"model.path='{agent_model}'", *SETTINGS))
+    assert "holds no key" in succeed("serve", tmp_path / "run", *wanted, code=2).stderr

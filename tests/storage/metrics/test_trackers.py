@@ -38,17 +38,11 @@ def required(package):
 
 @pytest.fixture(scope="module")
 def mlflow_server(tmp_path_factory):
-    """The URI of an MLflow tracking server on loopback, with a data base and a folder of artifacts of its own."""
+    """The URI of an MLflow tracking server on loopback."""
     required("mlflow")
     root, port = tmp_path_factory.mktemp("mlflow"), free_ports(1)[0]
-    options = {
-        "host": "127.0.0.1",
-        "port": port,
-        "workers": 1,
-        "backend-store-uri": f"sqlite:///{root}/runs.db",
-        "artifacts-destination": root / "artifacts",
-    }
-    command = [sys.executable, "-m", "mlflow", "server", *(f"--{name}={value}" for name, value in options.items())]
+    command = [sys.executable, "-m", "mlflow", "server", "--host=127.0.0.1", f"--port={port}", "--workers=1"]
+    command += [f"--backend-store-uri=sqlite:///{root}/runs.db", f"--artifacts-destination={root}/artifacts"]
     quiet = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false"}
     with (root / "log").open("wb") as log:
         server = subprocess.Popen(command, env=os.environ | quiet, stdout=log, stderr=log, start_new_session=True)
@@ -80,7 +74,7 @@ def environment(mlflow_server):
 
 @pytest.fixture(scope="module")
 def trained(recipe, environment, tmp_path_factory):
-    """A run of two stages, stopped after the updates of the first and continued, so that several processes log it."""
+    """A run that was stopped and continued, so that several processes log it."""
     for package in ("wandb", "mlflow"):
         required(package)
     root = tmp_path_factory.mktemp("trackers") / "run"
@@ -173,19 +167,6 @@ def test_mlflow_has_every_update_every_evaluation_and_samples(trained, client):
         assert found == samples(trained, event["update"])
 
 
-def test_megarl_eval_logs_to_no_tracker(trained, environment, client, tmp_path):
-    def logged():
-        """What a process that logs to MLflow or W&B changes."""
-        files = {path: path.stat().st_size for path in trained.root.glob("wandb/**/*") if path.is_file()}
-        return [(run.info.run_id, run.info.end_time, run.data.metrics) for run in all_runs(client)], files
-
-    before = logged()
-    result = megarl("eval", trained.root, "--output", tmp_path / "eval", env=environment)
-    assert result.returncode == 0, result.stderr
-    assert logged() == before and len(before[0]) == 1
-    assert not (tmp_path / "eval/trackers.json").exists() and not (tmp_path / "eval/wandb").exists()
-
-
 def test_an_mlflow_server_that_does_not_answer_is_reported_before_anything_starts(recipe, environment, tmp_path):
     required("mlflow")
     absent = environment | {"MLFLOW_TRACKING_URI": "http://127.0.0.1:9", "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "0"}
@@ -230,12 +211,11 @@ def test_a_tracker_that_fails_is_dropped_and_the_run_continues(tmp_path, capfd):
 
 
 def test_a_copied_run_directory_does_not_log_to_the_runs_of_the_original(tmp_path):
-    original, copy, moved = (tmp_path / name for name in ("original", "copy", "moved"))
-    original.mkdir()
-    trackers._remember(original, "wandb", "one")
-    shutil.copytree(original, copy)
-    assert (trackers._runs(original), trackers._runs(copy)) == ({"wandb": "one"}, {})
-    original.rename(moved)
+    (tmp_path / "original").mkdir()
+    trackers._remember(tmp_path / "original", "wandb", "one")
+    shutil.copytree(tmp_path / "original", tmp_path / "copy")
+    assert trackers._runs(tmp_path / "copy") == {}
+    moved = (tmp_path / "original").rename(tmp_path / "moved")
     assert trackers._runs(moved) == {"wandb": "one"}
 
 

@@ -21,13 +21,17 @@ def settings(recipe, tmp_path):
     return lambda *changes: load_recipe(path, ["schedule.stages=4", "actor.keep_policies=1", *changes])
 
 
-def write_policy(stage):
+def finish(run, number, scores=None):
+    """Write a stage's policy and its seal, and with ``scores`` its evaluations on the two suites."""
+    stage = run.stage(number)
     (stage.policy / "additional_chat_templates").mkdir(parents=True)
     (stage.policy / "additional_chat_templates/tool_use.jinja").write_text("a template")
     (stage.policy / "model.safetensors").write_bytes(b"%d" % stage.number)
     write_info(stage.policy, PolicyInfo(stage.first_update, f"hash of {stage.number}"))
     stage.rollouts.mkdir()
     (stage.rollouts / "SEALED").touch()
+    if scores:
+        evaluate(run, number, scores)
 
 
 def evaluate(run, number, scores):
@@ -43,18 +47,16 @@ def held(run):
     return int((run.best / "model.safetensors").read_text())
 
 
-def test_a_resume_after_a_change_of_eval_best_keeps_the_only_copy_of_the_best_policy(settings, tmp_path):
+def test_a_change_of_eval_best_keeps_the_only_copy_of_the_best_policy(settings, tmp_path):
     """By the first suite stage 0's policy is best; by the mean stage 2's, which then exists only in ``best``."""
     run = RunDir.create(tmp_path / "run", settings("eval.best=first"))
     for number in range(2):
-        write_policy(run.stage(number))
-        evaluate(run, number, SCORES[number])
+        finish(run, number, SCORES[number])
         update_best_and_remove_policies(run.stage(number))
     assert held(run) == 0
     run = RunDir.create(run.root, settings("eval.best=mean"))
     for number in (2, 3):
-        write_policy(run.stage(number))
-        evaluate(run, number, SCORES[number])
+        finish(run, number, SCORES[number])
         update_best_and_remove_policies(run.stage(number))
     run.end.policy.mkdir()
     update_best_and_remove_policies(run.end)
@@ -69,9 +71,8 @@ def test_a_resume_after_a_change_of_eval_best_keeps_the_only_copy_of_the_best_po
 
 def test_best_is_replaced_only_by_a_higher_score(settings, tmp_path):
     run = RunDir.create(tmp_path / "run", settings())
-    for number in (1, 2):
-        write_policy(run.stage(number))
-    evaluate(run, 2, (0.5, 0.5))
+    finish(run, 1)
+    finish(run, 2, (0.5, 0.5))
     keep_best(run)
     shutil.rmtree(run.stage(2).policy)
     # with equal scores the earlier policy is the best, but `best` has the only copy of the later one
@@ -92,42 +93,20 @@ def test_best_is_replaced_only_by_a_higher_score(settings, tmp_path):
 def test_a_kill_while_best_is_replaced_leaves_the_old_or_the_new_policy(settings, tmp_path, monkeypatch, moment):
     """The kill comes before or after the new copy gets its name. Neither policy has another copy afterwards."""
 
-    class Killed(BaseException):
-        pass
-
     def kill(path, *_, **__):
         if path.exists():
-            raise Killed
+            raise KeyboardInterrupt
 
     run = RunDir.create(tmp_path / "run", settings())
-    for number in (1, 2):
-        write_policy(run.stage(number))
-    evaluate(run, 1, (0.2, 0.2))
+    finish(run, 1, (0.2, 0.2))
     keep_best(run)
     shutil.rmtree(run.stage(1).policy)
-    evaluate(run, 2, (0.5, 0.5))
+    finish(run, 2, (0.5, 0.5))
     with monkeypatch.context() as patch:
-        if moment == "before":
-            patch.setattr(best, "_link", kill)
-        else:
-            patch.setattr(best.shutil, "rmtree", kill)
-        with pytest.raises(Killed):
+        patch.setattr(*((best, "_link") if moment == "before" else (best.shutil, "rmtree")), kill)
+        with pytest.raises(KeyboardInterrupt):
             keep_best(run)
     shutil.rmtree(run.stage(2).policy)
     keep_best(RunDir.open(run.root))
     assert held(run) == (1 if moment == "before" else 2)
     assert not list(run.root.glob(".best_old.tmp"))
-
-
-def test_a_symlink_at_best_becomes_a_copy_before_its_target_is_removed(settings, tmp_path):
-    run = RunDir.create(tmp_path / "run", settings())
-    for number in (1, 2, 3):
-        write_policy(run.stage(number))
-        evaluate(run, number, SCORES[number])
-    evaluate(run, 0, (0.0, 0.0))
-    run.best.symlink_to(run.stage(2).policy)
-    update_best_and_remove_policies(run.stage(3))
-    run.end.policy.mkdir()
-    update_best_and_remove_policies(run.end)
-    assert not run.stage(2).policy.exists()
-    assert held(run) == 2 and not run.best.is_symlink()

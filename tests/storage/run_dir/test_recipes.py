@@ -21,11 +21,11 @@ REWARD = ["reward.require_stop: True -> False"]
         (("rollout.token_budget=2", "rollout.oversample=2"), "001", []),  # it also trains groups that stage 0 scored
     ],
 )
-def test_the_reward_may_not_change_before_a_stage_that_trains_scored_groups(recipe, tmp_path, changes, stage, allowed):
+def test_the_reward_stays_for_a_stage_that_trains_scored_groups(recipe, tmp_path, changes, stage, allowed):
     assert from_next_stage(REWARD, tmp_path / "stages" / stage, load_recipe(recipe, changes)) == allowed
 
 
-def test_objective_and_optimizer_change_until_a_checkpoint_and_reward_and_engine_until_rollouts(recipe, tmp_path):
+def test_settings_of_training_change_until_a_checkpoint_others_until_rollouts(recipe, tmp_path):
     stage = tmp_path / "stages/001"
     training = ["objective.name: 'mu_grpo' -> 'grpo'", "optimizer.lr: 0.1 -> 0.2"]
     scoring = ["rollout.engine: 'builtin' -> 'vllm'", "rollout.vllm.seed: None -> 3", "reward.boxed: False -> True"]
@@ -43,7 +43,7 @@ def test_objective_and_optimizer_change_until_a_checkpoint_and_reward_and_engine
     assert allowed() == later
 
 
-def test_an_objective_changes_in_place_from_a_stage_on_and_later_by_the_command_that_is_named(recipe, tmp_path):
+def test_an_objective_changes_in_place_and_later_by_the_command_that_is_named(recipe, tmp_path):
     root = tmp_path / "run"
     given = ("schedule.updates_per_stage=2", "eval.every=0")
     train(recipe, root, *settings(*given), "--until", "optimize:0")

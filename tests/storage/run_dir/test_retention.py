@@ -1,4 +1,7 @@
-"""``actor.keep_policies``: which policies are removed, what is recorded of them, and kills during the removal."""
+"""``actor.keep_policies``: which policies are removed, and what is recorded of them.
+
+tests/phases/test_retention.py kills runs during removals.
+"""
 
 import errno
 import shutil
@@ -11,8 +14,8 @@ from megarl.commands import train as train_module
 from megarl.errors import UserError
 from megarl.recipe.load import load_recipe
 from megarl.storage import files
-from megarl.storage.policies import PolicyInfo, read_info, write_info
-from megarl.storage.run_dir import RunDir, retention
+from megarl.storage.policies import PolicyInfo, write_info
+from megarl.storage.run_dir import RunDir
 from megarl.storage.run_dir.retention import remove_policies, removed, require_policy
 
 STAGES = 6
@@ -24,7 +27,8 @@ def make_run(recipe, tmp_path):
     """Makes a run in its last stage: every stage has a policy and sealed rollouts, and there is no ``final/`` yet."""
 
     def make(*settings, name="run"):
-        run = create_or_resume(recipe, tmp_path / name, *settings)
+        wanted = [f"schedule.stages={STAGES}", "eval.every=0", *settings]
+        run = RunDir.create(tmp_path / name, load_recipe(recipe, wanted))
         for stage in run.stages():
             stage.policy.mkdir(parents=True)
             (stage.policy / "config.json").write_text("{}")
@@ -37,16 +41,12 @@ def make_run(recipe, tmp_path):
     return make
 
 
-def create_or_resume(recipe, root, *settings):
-    return RunDir.create(root, load_recipe(recipe, [f"schedule.stages={STAGES}", "eval.every=0", *settings]))
-
-
 def kept(run):
     return [stage.number for stage in run.stages() if stage.policy.exists()]
 
 
 @pytest.mark.parametrize(("keep", "stay"), [(1, [0, 4, 5]), (3, [0, 2, 3, 4, 5]), (None, list(range(STAGES)))])
-def test_the_first_the_current_and_the_last_finished_stages_keep_their_policies(make_run, keep, stay):
+def test_the_first_and_the_last_stages_keep_their_policies(make_run, keep, stay):
     run = make_run(*([] if keep is None else [f"actor.keep_policies={keep}"]))
     remove_policies(run.stage(STAGES - 1))
     assert kept(run) == stay
@@ -57,50 +57,6 @@ def test_the_first_the_current_and_the_last_finished_stages_keep_their_policies(
             assert (found.version, found.weights_hash) == (stage.first_update, f"hash of {stage.number}")
             assert found.files.keys() == {"config.json"}
         assert stage.is_trained() == (stage.number < STAGES - 1)
-
-
-class Killed(BaseException):
-    pass
-
-
-def test_a_kill_at_any_step_leaves_a_run_that_continues(make_run, monkeypatch):
-    """One call removes two policies; a step is a file or directory that is written, renamed or deleted."""
-    last, steps = 2 * (1 + 1 + 4), 0
-
-    def step(function):
-        def counted(*arguments, **options):
-            nonlocal steps
-            steps += 1
-            if steps == count:
-                raise Killed
-            return function(*arguments, **options)
-
-        return counted
-
-    def delete(path, ignore_errors=False):
-        for file in sorted(Path(path).iterdir()) if Path(path).exists() else []:
-            step(file.unlink)()
-        if Path(path).exists():
-            step(Path(path).rmdir)()
-
-    for count in range(1, last + 1):
-        run, steps = make_run("actor.keep_policies=2", name=f"{count}"), 0
-        with monkeypatch.context() as patch:
-            patch.setattr(retention, "write_checked", step(retention.write_checked))
-            patch.setattr(Path, "rename", step(Path.rename))
-            patch.setattr(files.shutil, "rmtree", delete)
-            with pytest.raises(Killed):
-                remove_policies(run.stage(STAGES - 1))
-        for stage in run.stages():
-            assert stage.policy.exists() or removed(stage).weights_hash == f"hash of {stage.number}"
-            assert stage.is_trained() == (stage.number < STAGES - 1)
-            if stage.policy.exists():
-                assert read_info(stage.policy).files.keys() == {"config.json"}
-                assert len(list(stage.policy.iterdir())) == 3
-        for number in (0, STAGES - 1):
-            remove_policies(run.stage(number))
-        assert kept(run) == [0, 3, 4, 5]
-        assert not list(run.root.rglob(".*.tmp"))
 
 
 def test_a_policy_that_waits_for_an_evaluation_is_kept_until_then(make_run, monkeypatch):
@@ -133,7 +89,7 @@ def test_policies_that_engines_of_a_live_run_may_load_are_kept(make_run, delay, 
     assert kept(run) == stay
 
 
-def test_policies_behind_links_and_those_without_a_readable_version_are_kept(make_run, tmp_path):
+def test_policies_behind_links_or_without_a_version_are_kept(make_run, tmp_path):
     run, other = make_run("actor.keep_policies=1"), make_run(name="other")
     run.stage(2).policy.rename(tmp_path / "origin")
     run.stage(2).policy.symlink_to(tmp_path / "origin")
@@ -159,7 +115,7 @@ def test_a_damaged_record_is_named(make_run):
         removed(run.stage(3))
 
 
-def test_records_of_stages_whose_rollouts_were_deleted_by_hand_are_ignored(make_run, monkeypatch):
+def test_records_of_stages_without_rollouts_are_ignored(make_run, monkeypatch):
     """Somebody deletes policies and rollouts from stage 2 on, to continue from stage 1, but leaves the records."""
     run = make_run("actor.keep_policies=1")
     remove_policies(run.stage(STAGES - 1))
@@ -180,27 +136,19 @@ def test_records_of_stages_whose_rollouts_were_deleted_by_hand_are_ignored(make_
     assert started == []
 
 
-def test_a_policy_that_cannot_be_renamed_or_deleted_yet_does_not_stop_the_run(make_run, monkeypatch, capsys):
+def test_a_policy_that_cannot_be_deleted_yet_does_not_stop_the_run(make_run, monkeypatch, capsys):
     """On NFS a deleted file stays under another name while it is open. The next start deletes the rest."""
     run = make_run("actor.keep_policies=1")
-    rename = Path.rename
 
     def busy(path, ignore_errors=False):
         if Path(path).exists() and not ignore_errors:
             raise OSError(errno.EBUSY, "Device or resource busy")
 
-    def refused(path, target):
-        if path == run.stage(2).policy:
-            raise OSError(errno.EACCES, "Permission denied")
-        return rename(path, target)
-
     with monkeypatch.context() as patch:
         patch.setattr(files.shutil, "rmtree", busy)
-        patch.setattr(Path, "rename", refused)
         remove_policies(run.stage(STAGES - 1))
-    assert kept(run) == [0, 2, 4, 5] and (run.stage(3).directory / ".policy.removed.tmp").exists()
-    assert "stages/002/policy ([actor] keep_policies): Perm" in capsys.readouterr().out
-    assert removed(run.stage(2)) is None
+    assert kept(run) == [0, 4, 5] and (run.stage(3).directory / ".policy.removed.tmp").exists()
+    assert "stages/002/policy ([actor] keep_policies): Device" in capsys.readouterr().out
     for number in (0, STAGES - 1):
         remove_policies(run.stage(number))
     assert kept(run) == [0, 4, 5] and not list(run.root.rglob(".policy.*"))

@@ -2,7 +2,6 @@
 
 import itertools
 import random
-import re
 import shutil
 
 import pytest
@@ -13,7 +12,6 @@ from megarl.views.audit import audit
 from tests.phases.commands import settings, succeed, train
 
 PLACES, AUDITED = 100, 5
-NEVER_READ_AGAIN = ("logs", ".lock", "report.html")
 
 
 @pytest.fixture(scope="module")
@@ -32,8 +30,9 @@ def copy(finished, tmp_path):
 
 
 def files_of(run):
+    """All files but those that are never read again, which have no checksum."""
     found = (path for path in sorted(run.rglob("*")) if path.is_file() and not path.is_symlink())
-    return [path for path in found if path.relative_to(run).parts[0] not in NEVER_READ_AGAIN]
+    return [path for path in found if path.relative_to(run).parts[0] not in ("logs", ".lock", "report.html")]
 
 
 def flip(path, place, bit):
@@ -44,12 +43,9 @@ def flip(path, place, bit):
 
 def test_a_flipped_bit_in_any_file_is_named_by_the_audit(copy):
     """A policy is named as a whole if its weights differ, since it has one checksum of all of them."""
-    assert audit(copy, 0).problems == []
-    random_places, files = random.Random(0), files_of(copy)
-    assert {"best", "evaluations", "final", "stages", "recipe_until_001.toml"} <= {
-        path.relative_to(copy).parts[0] for path in files
-    }
-    unnamed = []
+    random_places, files, unnamed = random.Random(0), files_of(copy), []
+    places = {path.relative_to(copy).parts[0] for path in files}
+    assert {"best", "evaluations", "final", "stages", "recipe_until_001.toml"} <= places
     for number, path in enumerate(itertools.islice(itertools.cycle(files), max(PLACES, len(files)))):
         place, bit = random_places.randrange(path.stat().st_size), random_places.randrange(8)
         flip(path, place, bit)
@@ -63,40 +59,9 @@ def test_a_flipped_bit_in_any_file_is_named_by_the_audit(copy):
     assert audit(copy, 0).problems == []
 
 
-def test_no_change_of_one_byte_passes(copy):
-    """White space that parses as before, too; every byte becomes every one of some others."""
-    for name in ("recipe.toml", "events.jsonl", "stages/000/reference.json"):
-        path = copy / name
-        data = path.read_bytes()
-        ends = range(max(0, len(data) - 60), len(data))  # with the checksums
-        for place, other in itertools.product(ends, b" \t\n\r0a,}"):
-            if data[place] != other:
-                path.write_bytes(data[:place] + bytes([other]) + data[place + 1 :])
-                assert next(damages(path), None), (name, place, other)
-
-
-def test_logs_the_lock_and_the_report_are_never_read_again(copy):
-    """Which is why they have no checksum: without them the audit and a further start say the same."""
-    shutil.rmtree(copy / "logs")
-    for name in (".lock", "report.html"):
-        (copy / name).unlink()
-    assert audit(copy, 4).problems == []
-    before = {path: path.read_bytes() for path in files_of(copy)}
-    train(copy / "recipe.toml", copy)
-    changed = {path.name for path in before if path.read_bytes() != before[path]}
-    assert changed <= {"events.jsonl"}
-
-
 def test_flipped_weights_of_the_best_policy_are_not_evaluated(copy):
     path = copy / "best/model.safetensors"
     flip(path, path.stat().st_size // 2, 3)
     with pytest.raises(UserError, match="the weights in .*best do not match their checksum"):
         check(copy / "best", "")
     assert "do not match" in succeed("eval", copy / "best", "--recipe", copy / "recipe.toml", code=2).stderr
-
-
-def test_a_flipped_seal_is_one_finding_and_no_traceback(copy):
-    flip(copy / "stages/001/rollouts/SEALED", 20, 0)
-    result = succeed("audit", copy, code=1)
-    assert "Traceback" not in result.stderr
-    assert len(re.findall(r"does not agree: .*stages/001/rollouts/SEALED is damaged", result.stdout)) == 1
