@@ -12,8 +12,8 @@ import pytest
 from megarl.storage.ledger import parse
 from megarl.storage.rollouts import RolloutStore
 from megarl.views.audit import audit
-from tests.helpers import write_recipe
-from tests.phases.live.conftest import events, make_run, metrics, phases  # noqa: F401 - a fixture
+from tests.helpers import events, metrics, write_recipe
+from tests.phases.live.conftest import make_run, phases  # noqa: F401 - a fixture
 from tests.storage.sample_rollouts import as_bytes
 
 GROUPS, CHUNK = 6, 2

@@ -22,9 +22,9 @@ from megarl.views.progress import describe_event
 from megarl.views.run_state import RunState
 from megarl.views.sql import query
 from tests.helpers import events, metrics
+from tests.phases import commands
 from tests.phases.commands import train
 from tests.phases.live.conftest import new_run, phases  # noqa: F401 - fixtures
-from tests.phases.live.test_partial import logprobs_under
 from tests.phases.mutants import nan, returning
 from tests.phases.test_kill import assert_same_run, kill_at
 
@@ -45,8 +45,8 @@ SETTINGS = {
 
 
 def options(**settings):
-    changed = (f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in (SETTINGS | settings).items())
-    return [text for setting in changed for text in ("--set", setting)]
+    changed = SETTINGS | settings
+    return commands.settings(*(f"{key.replace('__', '.')}={json.dumps(changed[key])}" for key in changed))
 
 
 @pytest.fixture(scope="module")
@@ -102,22 +102,6 @@ def test_a_response_gets_its_token_budget_in_each_stage(undisturbed):
                 assert (tokens[:-1] == BUDGET).all() and (tokens[-1] <= BUDGET or group.group_id in cut.group_ids)
                 versions_seen.add(tuple(versions.tolist()))
     assert {(0, 3), (0, 3, 6)} <= versions_seen, "the test needs responses that two and three stages have sampled"
-
-
-def test_each_span_has_the_log_probs_of_its_own_policy(undisturbed):
-    apart = 0
-    for stage in undisturbed.stages():
-        store = stores(stage)[0]
-        for group in store.read(store.chosen):
-            for response in group.responses:
-                own = np.zeros(len(response.tokens), np.float32)
-                for version in np.unique(response.versions):
-                    policy = undisturbed.version(int(version))
-                    under = logprobs_under(policy, group, response, SETTINGS["rollout__temperature"])
-                    own[response.versions == version] = under[response.versions == version]
-                np.testing.assert_allclose(response.rollout_logprobs, own, rtol=0, atol=1e-4)
-                apart += bool(np.abs(under - own).max() > 1e-2)  # ``under``: all tokens under the newest policy
-    assert apart > 3, "the test needs policies that differ"
 
 
 def test_staleness_is_counted_token_by_token(undisturbed):

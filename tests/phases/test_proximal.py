@@ -10,14 +10,13 @@ from megarl.storage.run_dir import RunDir
 from tests.actor.ranks import run_ranks
 from tests.helpers import read_lines
 from tests.phases import plain_loop
-from tests.phases.commands import train
+from tests.phases.commands import settings, train
 from tests.phases.test_kill import kill_at
 
-SETTINGS = (
+OPTIONS = settings(
     "objective.name=decoupled_ppo", "objective.proximal_updates=3", "objective.eps_low=0.001",
     "objective.eps_high=0.001", "actor.checkpoint_every=3", "schedule.stages=1", "eval.every=0", "metrics.detail=2",
 )  # fmt: skip
-OPTIONS = [part for setting in SETTINGS for part in ("--set", setting)]
 WEIGHTS = "final/model.safetensors"
 
 

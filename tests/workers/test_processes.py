@@ -65,21 +65,19 @@ class Scripts:
         self.signal(signal.SIGKILL)
 
 
-def test_supervise_returns_when_all_processes_are_done():
-    ended = supervise(Scripts("done", "done"))
-    assert (ended.codes, ended.first, ended.stopped) == ({0: 0, 1: 0}, frozenset(), False)
-
-
-def test_when_one_process_fails_the_others_are_asked_to_stop():
-    ended = supervise(Scripts("waits", "fails", "waits"))
-    assert ended.codes == {0: 143, 1: 1, 2: 143}
-    assert (ended.first, ended.stopped) == (frozenset({1}), False)
-
-
-def test_a_process_that_ignores_sigterm_is_killed_after_the_shutdown_time(monkeypatch):
-    monkeypatch.setenv("MEGARL_SHUTDOWN_SECONDS", "0.2")
-    ended = supervise(Scripts("ignores", "fails"))
-    assert (ended.codes, ended.first) == ({0: -signal.SIGKILL, 1: 1}, frozenset({1}))
+@pytest.mark.parametrize(
+    ("scripts", "codes"),
+    [
+        (("done", "done"), (0, 0)),
+        (("waits", "fails", "waits"), (143, 1, 143)),  # the others are asked to stop
+        (("ignores", "fails"), (-signal.SIGKILL, 1)),  # and killed after the shutdown time
+    ],
+)
+def test_when_one_process_fails_the_others_end_too(scripts, codes, monkeypatch):
+    monkeypatch.setenv("MEGARL_SHUTDOWN_SECONDS", "0.2" if "ignores" in scripts else "600")
+    ended = supervise(Scripts(*scripts))
+    failed = frozenset({1} if "fails" in scripts else ())
+    assert (ended.codes, ended.first, ended.stopped) == (dict(enumerate(codes)), failed, False)
 
 
 @pytest.mark.parametrize(("script", "code"), [("leaves", 1), ("stands", -signal.SIGKILL)])
@@ -174,15 +172,22 @@ def server(monkeypatch):
     processes.kill_server()
 
 
-def test_without_a_fork_server_a_phase_starts_in_new_interpreters(stage, monkeypatch, server):
-    monkeypatch.setattr(preload, "order", lambda *_: "no JSON")  # the server fails
+@pytest.mark.parametrize("how", ["broken", "stopped"])
+def test_without_a_fork_server_a_phase_starts_in_new_interpreters(how, stage, monkeypatch, server, capfd):
+    """One that does not answer is given up after ``run.stall_seconds``."""
+    recipe = override_recipe(stage.run.recipe, ["run.stall_seconds=6"])
+    if how == "broken":
+        monkeypatch.setattr(preload, "order", lambda *_: "no JSON")
     with Nodes(NodeRank()) as nodes:
-        check(nodes.starter, stage.run.recipe)
+        if how == "stopped":
+            nodes.starter.prepare(recipe)
+            server().suspend()
+        check(nodes.starter, recipe)
         with pytest.raises(UserError, match="torch sees 0"):
-            check(nodes.starter, override_recipe(stage.run.recipe, ["actor.backend=cuda"]))
+            check(nodes.starter, override_recipe(recipe, ["actor.backend=cuda"]))
         run_phase(nodes, stage, "evaluate", 1)
-        assert nodes.starter._server_failed
     assert stage.evaluation()["prompts"] == 16
+    assert capfd.readouterr().err.count("the fork server failed, or did not answer for 6 s") == 1
 
 
 def test_forks_and_new_interpreters_give_the_same_evaluation(stage, monkeypatch):
@@ -250,18 +255,6 @@ def end_with(go, code, end):
     with open(end, "w") as file:
         file.write(str(code))
     sys.exit(code)
-
-
-def test_a_fork_server_that_was_stopped_before_the_first_phase_is_given_up_after_the_recipes_time(stage, server, capfd):
-    """The check of the recipe and the phase do without it."""
-    recipe = override_recipe(stage.run.recipe, ["run.stall_seconds=6"])
-    with Nodes(NodeRank()) as nodes:
-        nodes.starter.prepare(recipe)
-        server().suspend()
-        check(nodes.starter, recipe)
-        assert fork_server_of(os.getpid()) is None
-        run_phase(nodes, stage, "evaluate", 1)
-    assert capfd.readouterr().err.count("the fork server failed, or did not answer for 6 s") == 1
 
 
 READY_TO_FORK = """

@@ -11,7 +11,7 @@ from megarl.storage.run_dir import RunDir
 from megarl.workers.launcher import Here
 from megarl.workers.nodes import NodeRank, Nodes
 from megarl.workers.processes import Starter, supervise
-from tests.helpers import ROOT, events, metrics, write_recipe  # noqa: F401 - the tests import these from here
+from tests.helpers import write_recipe
 from tests.zygote import call_held
 
 PROMPTS = ["".join(letters) for letters in itertools.product("abc", repeat=7)]

@@ -5,7 +5,8 @@ import shutil
 import pytest
 
 from megarl.storage.rollouts import RolloutStore
-from tests.phases.live.conftest import events, histogram, metrics
+from tests.helpers import events, metrics
+from tests.phases.live.conftest import histogram
 from tests.storage.sample_rollouts import as_bytes
 
 TIMES = {"seconds", "tokens_per_second", "idle_seconds"}

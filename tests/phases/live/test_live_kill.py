@@ -9,7 +9,8 @@ import pytest
 from megarl.errors import STOPPED
 from megarl.storage.ledger import LEDGER, parse
 from tests.extent import EVERY
-from tests.phases.live.conftest import histogram, metrics
+from tests.helpers import metrics
+from tests.phases.live.conftest import histogram
 from tests.phases.live.test_live import groups, weights
 
 pytestmark = pytest.mark.crash
