@@ -28,14 +28,9 @@ from typing import Any
 import psutil
 
 from megarl.phases.preload import SERVER_NAME
-from tests.helpers import (
-    free_ports,
-    read_lines,
-    start_megarl,
-    wait_until_nobody_works_on,
-    write_laboratory,
-)
-from tests.phases.test_kill import TIMES, assert_same_run
+from tests.helpers import free_ports, read_lines, start_megarl, wait_until_nobody_works_on, write_laboratory
+from tests.phases.commands import settings
+from tests.phases.test_kill import TIMES, assert_same_run, evaluations_of
 from tests.zygote import Command
 
 PATIENCE_SECONDS = 600.0
@@ -63,9 +58,8 @@ class Run:
         self.kind, self.directory, self.port = kind, folder / "run", free_ports(2)[0]
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        self.arguments = ["train", recipe, "--run-dir", self.directory]
-        for setting in (*KINDS[kind], "run.stall_seconds=300"):
-            self.arguments += ["--set", setting]
+        wanted = settings(*KINDS[kind], "run.stall_seconds=300")
+        self.arguments = ["train", recipe, "--run-dir", self.directory, *wanted]
 
     def disturb(self, rng: random.Random, held: Path) -> tuple[str, str] | None:
         """Start the run and kill or stop it: (phase, what was done), or None if it ended before that."""
@@ -75,7 +69,7 @@ class Run:
             hold = [pattern, rng.randint(1, most), str(held)]
         held.unlink(missing_ok=True)
         begun = self.begun()
-        agents = self.start("--set", f"run.max_restarts={0 if hold else rng.randint(0, 1)}", hold=hold)
+        agents = self.start(*settings(f"run.max_restarts={0 if hold else rng.randint(0, 1)}"), hold=hold)
         while not (any_ended(agents) or (reached := held.exists() and held.read_text())):
             if time.monotonic() > end:
                 break
@@ -88,7 +82,7 @@ class Run:
                 victims = held_victims(command.pid, int(reached)) if reached else any_victims(command.pid, hold is None)
         if not victims:
             return None
-        phase = self.phase()
+        phase = f"{self.kind}: {['start', *self.begun()][-1]}"
         name, processes, number = rng.choice(victims)
         held.unlink(missing_ok=True)
         for process in processes:
@@ -99,21 +93,19 @@ class Run:
             # now the parent is held too, since each process counts its operations by itself: it would wait for ever;
             # an agent that was killed before it had joined is waited for, unless Slurm ends the others
             if held.exists() or (any_ended(agents) and self.begun() == begun):
-                for agent in agents:
-                    with contextlib.suppress(ProcessLookupError):
-                        agent.kill()
+                kill(agents)
         for agent in agents:
             agent.wait(0.0)
         wait_until_nobody_works_on(self.directory)
         return phase, name
 
-    def start(self, *settings: str, hold: list[Any] | None = None) -> list[Command]:
+    def start(self, *others: str, hold: list[Any] | None = None) -> list[Command]:
         """The command on each node."""
         if self.kind != "two nodes":
-            return [start_megarl(*self.arguments, *settings, hold=hold)]
+            return [start_megarl(*self.arguments, *others, hold=hold)]
         shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
         of_nodes = [{**os.environ, **shared, "NODE_RANK": str(rank)} for rank in (0, 1)]
-        return [start_megarl(*self.arguments, *settings, env=environment, hold=hold) for environment in of_nodes]
+        return [start_megarl(*self.arguments, *others, env=environment, hold=hold) for environment in of_nodes]
 
     def begun(self) -> list[str]:
         """The phases that events.jsonl has begun."""
@@ -121,26 +113,26 @@ class Run:
             return [e["phase"] for e in read_lines(self.directory / "events.jsonl") if e["event"] == "phase_start"]
         return []
 
-    def phase(self) -> str:
-        """The kind of the run and, from its events, the phase under way."""
-        return f"{self.kind}: {['start', *self.begun()][-1]}"
-
     def finish(self) -> None:
         agents = self.start()
         try:
             for agent in agents:
                 assert agent.wait(PATIENCE_SECONDS) == 0, agent.stderr
         finally:
-            for agent in agents:
-                with contextlib.suppress(ProcessLookupError):  # it has just ended
-                    agent.kill()
+            kill(agents)
 
     def compare(self, whole: Path) -> None:
         """Raise AssertionError if anything differs from the undisturbed run ``whole``."""
         updates = [update["update"] for update in read_lines(self.directory / "metrics.jsonl")]
         assert updates == list(range(1, len(updates) + 1)), updates
-        assert evaluations(self.directory) == evaluations(whole), evaluations(self.directory)
+        assert evaluations_of(self.directory) == evaluations_of(whole), evaluations_of(self.directory)
         (assert_same_live_run if self.kind == "live" else assert_same_run)(whole, self.directory)
+
+
+def kill(agents: list[Command]) -> None:
+    for agent in agents:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            agent.kill()
 
 
 def any_ended(agents: list[Command]) -> bool:
@@ -163,11 +155,6 @@ def assert_same_live_run(whole: Path, run: Path) -> None:
         assert path.read_bytes() == (run / path.relative_to(whole)).read_bytes(), path.name
     left = [path for path in run.rglob(".*.tmp") if "logs" not in path.parts]
     assert not left, left
-
-
-def evaluations(run: Path) -> list[tuple[int, float]]:
-    events = [event for event in read_lines(run / "events.jsonl") if event["event"] == "evaluation"]
-    return [(event["stage"], event["accuracy"]) for event in events]
 
 
 Victims = list[tuple[str, list[psutil.Process], int]]

@@ -132,8 +132,6 @@ ONLY_USERS = (
     "{%- for m in messages %}{% if m.role == 'user' or m.role == 'assistant' %}<|im_start|>{{ m.role }}\n"
     "{{ m.content }}<|im_end|>\n{% endif %}{% endfor -%}<|im_start|>assistant\n"
 )
-
-
 UNNAMED = ONLY_USERS.replace("m.role == 'assistant'", "true")
 NAMED = UNNAMED.replace("{{ m.role }}", "{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}")
 SAID = {"role": "assistant", "content": "5"}
@@ -190,8 +188,7 @@ def test_results_of_calls_have_the_order_of_the_calls(settings):
 
 def test_a_client_may_write_the_arguments_of_a_call_in_its_own_way():
     def call(arguments):
-        calls = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}]
-        return {"role": "assistant", "content": "", "tool_calls": calls}
+        return CALLED | {"tool_calls": [{"id": "c", "function": {"name": "add", "arguments": arguments}}]}
 
     ours = call('{"a": 2, "b": 3}')
     assert same(ours, call('{"b":3,"a":2}'))  # as JavaScript's clients write them (pydantic-ai 6300), or sorted
@@ -234,27 +231,17 @@ def test_changed_tools_and_unknown_fields_of_a_reward_are_refused(served):
 
 def test_answers_are_objects_of_the_official_client(served):
     """Every answer, whole and as a stream, is valid by the client's own types; both kinds occur, calls and texts."""
-    reasons = set()
-    for number in range(12):
-        client = served.client(f"c{number}")
-        raw = client.chat.completions.with_raw_response.create(model="m", messages=ASKED, tools=TOOLS)
-        whole = ChatCompletion.model_validate_json(raw.http_response.content)
-        message = whole.choices[0].message
+    reasons, asked = set(), {"messages": ASKED, "tools": TOOLS}
+    for name in map(str, range(12)):
+        whole = ChatCompletion.model_validate(served.send(asked, name).json())
         reasons.add(whole.choices[0].finish_reason)
-        stream = served.send({"messages": ASKED, "tools": TOOLS, "stream": True}, f"c{number}").text
-        *events, done, rest = stream.split("\n\n")
+        *events, done, rest = served.send(asked | {"stream": True}, name).text.split("\n\n")
         assert (done, rest) == ("data: [DONE]", "")
         for event in events:
             ChatCompletionChunk.model_validate_json(event.removeprefix("data: "))
-        for call in message.tool_calls or ():
-            assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 2, "b": 3}
-        again = client.chat.completions.create(
-            model="m", messages=[*ASKED, message, {"role": "user", "content": "again"}], tools=TOOLS
-        )
-        assert again.choices[0].message.role == "assistant"
-        (model,) = client.models.list().data
-        Model.model_validate(model.model_dump())
     assert "tool_calls" in reasons and len(reasons) > 1
+    (model,) = served.client("x").models.list().data
+    Model.model_validate(model.model_dump())
 
 
 def test_a_client_that_asks_gets_the_sampled_tokens_and_their_logprobs(served):
@@ -284,7 +271,6 @@ CALLS = {  # what the model writes -> the arguments that clients get; None: it i
     '{"name": "f"}': {},
     '{"name": "f", "arguments": "[1]"}': None,
     '{"name": "f", "arguments": {"a": NaN}}': None,
-    '{"name": "f", "arguments": {"a": 1' + "0" * 400 + "}}": None,
     '{"name": "f", "arguments": {"a": "\\ud800"}}': None,
     '{"name": null, "arguments": {}}': None,
     '{"name": "f", "arguments": {"a": 1}': None,
