@@ -66,21 +66,18 @@ def test_every_group_is_trained_once_or_carried(undisturbed):
     for stage in undisturbed.stages():
         in_play += stage.groups
         complete, cut = stores(stage)
-        assert list(stage.candidates()) == in_play
-        assert len(in_play) == CANDIDATES
+        assert list(stage.candidates()) == in_play and len(in_play) == CANDIDATES
         assert set(complete.group_ids) | set(cut.group_ids) == set(in_play)
         assert complete.chosen == complete.group_ids[:TRAINED]
         trained += complete.chosen
         in_play = [group for group in in_play if group not in complete.chosen]
         assert sealed_groups(stage.rollouts, "carried") == in_play
         assert cut.chosen == [group for group in cut.group_ids if group not in complete.group_ids]
+        finished = max(0, TRAINED - (CANDIDATES - len(cut.group_ids)))  # the first ones, if too few are complete
+        assert [group for group in cut.group_ids if group in complete.group_ids] == cut.group_ids[:finished]
         (event,) = [e for e in events(undisturbed, "partial_rollouts") if e["stage"] == stage.number]
-        finished = len(set(complete.group_ids) & set(cut.group_ids))
-        # the first unfinished ones, if too few are complete
-        assert finished == max(0, TRAINED - (CANDIDATES - len(cut.group_ids)))
-        assert set(cut.group_ids[:finished]) <= set(complete.group_ids)
-        assert (event["chosen"], event["carried"]) == (TRAINED, CANDIDATES - TRAINED)
-        assert (event["complete"], event["finished"]) == (len(complete.group_ids) - finished, finished)
+        counts = {"chosen": TRAINED, "carried": CANDIDATES - TRAINED, "finished": finished}
+        assert event.items() >= (counts | {"complete": len(complete.group_ids) - finished}).items()
     assert sorted([*trained, *in_play]) == list(range(CANDIDATES + (STAGES - 1) * TRAINED))
     assert [update["update"] for update in metrics(undisturbed)] == list(range(1, 10))
     assert not events(undisturbed, "resume")
@@ -163,12 +160,11 @@ def test_two_replicas_generate_the_same_groups(undisturbed, new_run, phases):  #
         assert (ours.group_ids, ours.chosen) == (theirs.group_ids, theirs.chosen)
 
 
-FIRST, SECOND = "stages/000/rollouts", "stages/001/rollouts"
 MOMENTS = (  # (pattern of a file operation, which of the matching ones)
-    (rf"replace .*{FIRST}/unfinished/.*_00000008\.arrow", 1),
-    (rf"replace .*{FIRST}/w[^/]*\.arrow", 1),
-    (rf"replace .*{FIRST}/SEALED", 1),  # between the seals
-    (rf"replace .*{SECOND}/.*\.arrow", 2),
+    (r"replace .*stages/000/rollouts/unfinished/.*_00000008\.arrow", 1),
+    (r"replace .*stages/000/rollouts/w[^/]*\.arrow", 1),
+    (r"replace .*stages/000/rollouts/SEALED", 1),  # between the seals
+    (r"replace .*stages/001/rollouts/.*\.arrow", 2),
 )
 
 
@@ -188,21 +184,22 @@ def test_the_audit_accounts_for_every_group_and_token(undisturbed):
     for row in found.stages:
         assert (row.generated, row.trained, row.not_chosen, row.pending) == (CANDIDATES, TRAINED, 0, 0)
         assert row.carried == CANDIDATES - TRAINED
-    last = undisturbed.stage(2)
-    complete, cut = stores(last)
-    carried = sealed_groups(last.rollouts, "carried")
+    complete, cut = stores(undisturbed.stage(2))
+    carried = sealed_groups(undisturbed.stage(2).rollouts, "carried")
     kept = [(cut if complete.missing([group]) else complete).read([group])[0] for group in carried]
     waiting = sum(len(response.tokens) for group in kept for response in group.responses)
     assert sum(row.tokens - row.trained_tokens for row in found.stages) == waiting
 
 
 def test_unfinished_responses_are_shown(undisturbed):
-    cut = [group for stage in undisturbed.stages() for group in stores(stage)[1].read(stores(stage)[1].group_ids)]
-    expected = sum(response.finish_reason == "unfinished" for group in cut for response in group.responses)
-    root = undisturbed.root
-    (row,) = query(root, "select count(*) as n from unfinished where finish_reason = 'unfinished'")
-    (both,) = query(root, "select count(*) as n from responses where finish_reason = 'unfinished'")
-    assert row["n"] == expected > 0 == both["n"]
+    root, stored = undisturbed.root, [stores(stage)[1] for stage in undisturbed.stages()]
+    cut = [response for store in stored for group in store.read(store.group_ids) for response in group.responses]
+    counts = [
+        list(query(root, f"select count(*) as n from {table} where finish_reason = 'unfinished'"))
+        for table in ("unfinished", "responses")
+    ]
+    expected = sum(response.finish_reason == "unfinished" for response in cut)
+    assert expected > 0 and counts == [[{"n": expected}], [{"n": 0}]]
     state = RunState(root, undisturbed.recipe)
     said = [describe_event(event, state) for event in state.poll() if event["event"] == "partial_rollouts"]
     assert said[0] == "stage 1/3 rollout chose 6 of 18 groups, carries 12 on"

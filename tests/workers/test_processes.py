@@ -32,8 +32,7 @@ SCRIPTS = {
     "done": "pass",
     "fails": "import sys; sys.exit(1)",
     "waits": "import signal as s, sys; s.signal(s.SIGTERM, lambda *_: sys.exit(143)); print('ready'); s.pause()",
-    "pauses": "import signal as s; s.signal(s.SIGUSR1, s.SIG_IGN); print('ready')\nwhile True: s.pause()",
-    "ignores": "import signal as s; s.signal(s.SIGTERM, s.SIG_IGN); print('ready')\nwhile True: s.pause()",
+    "ignores": "import signal as s; [s.signal(n, s.SIG_IGN) for n in (10, 15)]; print('ready')\nwhile 1: s.pause()",
     # these two have a child in a process group of its own, like an engine's server, which takes a moment to end
     "leaves": "import subprocess as s; print(s.Popen(['sleep', '1'], process_group=0).pid); raise SystemExit(1)",
     "stands": "import subprocess as s; print(s.Popen(['sleep', '1'], process_group=0).pid); s.run(['sleep', '60'])",
@@ -50,7 +49,7 @@ class Scripts:
         ]
         self.pids = [process.pid for process in self.started]
         for name, process in zip(names, self.started, strict=True):
-            if name in ("waits", "pauses", "ignores"):
+            if name in ("waits", "ignores"):
                 process.stdout.readline()
 
     def poll(self, seconds):
@@ -94,7 +93,7 @@ def test_processes_that_an_ended_phase_left_are_waited_for(script, code):
 def test_a_stall_that_another_node_notices_first_is_that_of_the_process_stopped_here(stopped, tmp_path, monkeypatch):
     """The ranks of the other node wait for it, and may come to their limit before it comes to its own."""
     monkeypatch.setattr("megarl.workers.watch.DUMP_SECONDS", 0.0)
-    scripts = Scripts("pauses")
+    scripts = Scripts("ignores")
     process = psutil.Process(scripts.pids[0])
     name = process.name()
     while stopped and process.status() != psutil.STATUS_STOPPED:
@@ -129,15 +128,6 @@ def test_a_signal_to_the_agent_is_passed_on_once_and_a_second_interrupt_kills():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.mark.parametrize(
-    ("code", "stopped", "outcome"), [(0, False, "done"), (0, True, "stopped"), (1, True, "stopped")]
-)
-def test_a_stop_signal_ends_the_run_even_if_the_phase_was_just_done(tmp_path, code, stopped, outcome):
-    ended = processes.Ended({0: code}, frozenset({0} if code else ()), stopped)
-    here = launcher.Here(SimpleNamespace(rank=0, count=1), None, "optimize", 1, tmp_path, tmp_path)
-    assert here.report(ended).outcome == outcome
-
-
 @pytest.fixture
 def stage(recipe, tmp_path):
     run = RunDir.create(tmp_path / "run", load_recipe(recipe))
@@ -145,12 +135,21 @@ def stage(recipe, tmp_path):
     return run.stage(0)
 
 
-@pytest.mark.parametrize(("aborted", "outcome"), [(False, "failed"), (True, "aborted")])
-def test_a_process_that_the_kernel_killed_is_the_cause_even_if_another_node_failed_by_it(stage, aborted, outcome):
-    ended = processes.Ended({0: -signal.SIGKILL, 1: -signal.SIGTERM}, frozenset({0}), False, aborted=aborted)
+@pytest.mark.parametrize(
+    ("codes", "how", "outcome"),
+    [
+        ((0, 0), {}, "done"),
+        ((0, 0), {"stopped": True}, "stopped"),  # even if the phase was just done
+        ((1, 0), {"stopped": True}, "stopped"),
+        ((-signal.SIGKILL, -signal.SIGTERM), {}, "failed"),
+        ((-signal.SIGKILL, -signal.SIGTERM), {"aborted": True}, "aborted"),  # another node failed by it
+    ],
+)
+def test_a_stop_signal_ends_the_run_and_the_kernels_kill_is_its_cause(stage, codes, how, outcome):
+    first = frozenset({0} if codes[0] else ())
+    ended = processes.Ended(dict(enumerate(codes)), first, **{"stopped": False, **how})
     agents = SimpleNamespace(rank=0, count=2, name=lambda: "node 0", aborted=lambda: "1")
-    folder = stage.run.root
-    report = launcher.Here(agents, stage, "optimize", 2, folder, folder).report(ended)
+    report = launcher.Here(agents, stage, "optimize", 2, stage.run.root, stage.run.root).report(ended)
     assert report.outcome == outcome
     assert ("ran out of memory" in report.cause and report.primary) == (outcome == "failed")
 
@@ -196,15 +195,12 @@ def test_forks_and_new_interpreters_give_the_same_evaluation(stage, monkeypatch)
         run_phase(nodes, stage, "evaluate", 1)
         fork = stage.evaluation()
         stage.run.events.unlink()
-    monkeypatch.setattr("megarl.rollout.builtin.NEW_INTERPRETER", True)
-    for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE"):
-        monkeypatch.delenv(name, raising=False)
-    with Nodes(NodeRank()) as nodes:
+        monkeypatch.setattr("megarl.rollout.builtin.NEW_INTERPRETER", True)
+        for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE"):
+            monkeypatch.delenv(name, raising=False)
         run_phase(nodes, stage, "evaluate", 1)
     new = RunDir.open(stage.run.root).stage(stage.number).evaluation()  # a new RunDir reads the events again
-    for changing in ("time", "seconds", "generate_seconds"):
-        del fork[changing], new[changing]
-    assert fork == new
+    assert all(fork[name] == new[name] for name in fork.keys() - {"time", "seconds", "generate_seconds"})
 
 
 def test_a_process_has_the_agents_environment_and_a_session_of_its_own(tmp_path, monkeypatch, recipe):
