@@ -21,7 +21,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -61,8 +60,8 @@ class Run:
         wanted = settings(*KINDS[kind], "run.stall_seconds=300")
         self.arguments = ["train", recipe, "--run-dir", self.directory, *wanted]
 
-    def disturb(self, rng: random.Random, held: Path) -> tuple[str, str] | None:
-        """Start the run and kill or stop it: (phase, what was done), or None if it ended before that."""
+    def disturb(self, rng: random.Random, held: Path) -> str | None:
+        """Start the run and kill or stop it: the phase and what was done, or None if it ended before that."""
         hold, end = None, time.monotonic() + rng.expovariate(1 / SECONDS)
         if rng.random() < 0.7:
             pattern, most = OPERATIONS[rng.choice(list(OPERATIONS))]
@@ -82,7 +81,7 @@ class Run:
                 victims = victims_of(command.pid, int(reached or 0), hold is None)
         if not victims:
             return None
-        phase = f"{self.kind}: {['start', *self.begun()][-1]}"
+        phase = ["start", *self.begun()][-1]
         name, processes, number = rng.choice(victims)
         held.unlink(missing_ok=True)
         for process in processes:
@@ -97,7 +96,7 @@ class Run:
         for agent in agents:
             agent.wait(0.0)
         wait_until_nobody_works_on(self.directory)
-        return phase, name
+        return f"{phase}: {name}"
 
     def start(self, *others: str, hold: list[Any] | None = None) -> list[Command]:
         """The command on each node."""
@@ -171,7 +170,7 @@ def victims_of(parent: int, held: int, goes_on: bool) -> Victims:
     """
     everyone, own = tree(parent), psutil.Process(parent)
     below = held in [process.pid for process in everyone]
-    victims = [("parent", [own], signal.SIGKILL), ("all", [own, *everyone], signal.SIGKILL)]
+    victims: Victims = [("parent", [own], signal.SIGKILL), ("all", [own, *everyone], signal.SIGKILL)]
     if goes_on:
         victims += [(f"parent asked by {signal.Signals(n).name}", [own], n) for n in (signal.SIGTERM, signal.SIGINT)]
     for process in everyone:
@@ -184,41 +183,34 @@ def victims_of(parent: int, held: int, goes_on: bool) -> Victims:
     return victims
 
 
-class Laboratory:
-    """A recipe with rewards, and an undisturbed run of each kind."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.recipe = folder, write_laboratory(folder)
-        for kind in KINDS:
-            whole = Run(kind, self.recipe, folder / kind)
-            whole.finish()
-            gradients = [update["grad_norm"] for update in read_lines(whole.directory / "metrics.jsonl")]
-            assert sum(norm > 0.01 for norm in gradients) >= 10, gradients
-
-    def kill(self, count: int, seed: int) -> tuple[Counter[tuple[str, str]], list[str]]:
-        """Kill runs ``count`` times: ({(phase, what was done): how often}, what went wrong)."""
-        rng, counts, wrong = random.Random(seed), Counter[tuple[str, str]](), []
-        for number, kind in enumerate(itertools.cycle(KINDS)):
-            if counts.total() >= count or len(wrong) > 10:
-                return counts, wrong
-            run = Run(kind, self.recipe, self.folder / "disturbed")
-            done = []
-            try:
-                for _ in range(rng.randint(2, STARTS)):
-                    if counts.total() >= count or (what := run.disturb(rng, self.folder / "held")) is None:
-                        break
-                    counts[what] += 1
-                    done.append(what)
-                run.finish()
-                run.compare(self.folder / kind / "run")
-            except (AssertionError, OSError, ValueError, subprocess.TimeoutExpired) as error:
-                kept = Path(tempfile.mkdtemp(prefix=f"megarl-wrong-{seed}-{number}-"))  # for inspection
-                shutil.copytree(run.directory, kept / "run")
-                wrong.append(f"run {number} ({kind}), kept in {kept}: {error!r}"[:2000])
-                print(f"WRONG {wrong[-1]}", flush=True)
-            what = "; ".join(f"{phase.partition(': ')[2]}: {name}" for phase, name in done)
-            print(f"run {number} ({kind}): {len(done)} kills, {counts.total()} in all: {what}", flush=True)
-        raise AssertionError("not reached")
+def kill_runs(folder: Path, count: int, seed: int) -> int:
+    """Kill runs ``count`` times, each run several times; returns how many runs were wrong in the end."""
+    recipe, rng, kills, wrong = write_laboratory(folder), random.Random(seed), 0, 0
+    for kind in KINDS:
+        whole = Run(kind, recipe, folder / kind)
+        whole.finish()
+        gradients = [update["grad_norm"] for update in read_lines(whole.directory / "metrics.jsonl")]
+        assert sum(norm > 0.01 for norm in gradients) >= 10, gradients
+    for number, kind in enumerate(itertools.cycle(KINDS)):
+        if kills >= count or wrong > 10:
+            break
+        run, done = Run(kind, recipe, folder / "disturbed"), []
+        try:
+            for _ in range(min(count - kills, rng.randint(2, STARTS))):
+                if (what := run.disturb(rng, folder / "held")) is None:
+                    break
+                done.append(what)
+            run.finish()
+            run.compare(folder / kind / "run")
+        except (AssertionError, OSError, ValueError, subprocess.TimeoutExpired) as error:
+            wrong += 1
+            kept = Path(tempfile.mkdtemp(prefix=f"megarl-wrong-{seed}-{number}-"))  # for inspection
+            shutil.copytree(run.directory, kept / "run")
+            print(f"WRONG run {number} ({kind}), kept in {kept}: {error!r}"[:2000], flush=True)
+        kills += len(done)
+        print(f"run {number} ({kind}): {len(done)} kills, {kills} in all: {'; '.join(done)}", flush=True)
+    print(f"{kills} kills, {wrong} runs wrong")
+    return wrong
 
 
 def main() -> None:
@@ -228,11 +220,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("MEGARL_SHUTDOWN_SECONDS", "30")
     with tempfile.TemporaryDirectory(prefix="megarl-kills-") as folder:
-        counts, wrong = Laboratory(Path(folder)).kill(options.count, options.seed)
-    for (phase, what), times in sorted(counts.items()):
-        print(f"{times:5} {phase:20} {what}")
-    print(f"{counts.total()} kills, {len(wrong)} runs wrong")
-    sys.exit(bool(wrong))
+        sys.exit(kill_runs(Path(folder), options.count, options.seed) > 0)
 
 
 if __name__ == "__main__":

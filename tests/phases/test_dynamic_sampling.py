@@ -1,10 +1,8 @@
 """Dynamic sampling in a tiny run, compared with one that generates all candidates; a killed run chooses the same."""
 
 import itertools
-import os
 import re
 import shutil
-import signal
 
 import numpy as np
 import pytest
@@ -13,7 +11,9 @@ from megarl.storage.ledger import parse
 from megarl.storage.rollouts import RolloutStore
 from megarl.views.audit import audit
 from tests.helpers import events, metrics, write_recipe
-from tests.phases.live.conftest import make_run, phases  # noqa: F401 - a fixture
+from tests.phases.commands import succeed
+from tests.phases.live.conftest import go_on, make_run
+from tests.phases.test_kill import kill_at
 from tests.storage.sample_rollouts import as_bytes, contents
 
 GROUPS, CHUNK = 6, 2
@@ -24,7 +24,6 @@ SETTINGS = {
     "reward__require_stop": False,
     "updates_per_stage": 3,
     "prompts_per_update": 2,
-    "eval__every": 0,
 }
 CANDIDATES = 60
 
@@ -40,19 +39,17 @@ def new_run(tiny_model, tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def all_candidates(new_run, phases):  # noqa: F811
+def all_candidates(new_run):
     """All candidates of the first stage, generated without dynamic sampling."""
     run = new_run("everything", updates_per_stage=CANDIDATES // 2)
-    phases(run, "rollout")
+    succeed("rollout", run.root, "--stage", 0)
     return RolloutStore(run.stage(0).rollouts).read(range(CANDIDATES))
 
 
 @pytest.fixture(scope="module")
-def undisturbed(new_run, phases):  # noqa: F811
+def undisturbed(new_run):
     run = new_run("undisturbed", rollout__oversample=10)
-    for stage in range(2):
-        phases(run, "rollout", stage)
-        phases(run, "optimize", stage)
+    go_on(run)
     return run
 
 
@@ -76,7 +73,7 @@ def test_a_stage_generates_until_enough_groups_have_variance_and_trains_only_the
     assert set(later.group_ids) <= set(range(CANDIDATES, 2 * CANDIDATES)) and len(later.chosen) == GROUPS
 
 
-def test_a_missing_chunk_below_a_chosen_group_is_generated(undisturbed, new_run, phases):  # noqa: F811
+def test_a_missing_chunk_below_a_chosen_group_is_generated(undisturbed, new_run):
     """The store is left as if the replica with the second chunk had died and the others had generated all theirs."""
     run, whole = new_run("gap", rollout__oversample=10), contents(undisturbed.stage(0).rollouts)
     rollouts = shutil.copytree(undisturbed.stage(0).rollouts, run.stage(0).rollouts)
@@ -84,7 +81,7 @@ def test_a_missing_chunk_below_a_chosen_group_is_generated(undisturbed, new_run,
     (rollouts / parse(rollouts / "ledger.jsonl")[0][1].shard).unlink()
     lines = whole["ledger.jsonl"].splitlines(keepends=True)
     (rollouts / "ledger.jsonl").write_bytes(b"".join(lines[:1] + lines[2:]))
-    phases(run, "rollout")
+    succeed("rollout", run.root, "--stage", 0)
     assert contents(rollouts) == whole
 
 
@@ -92,11 +89,11 @@ LIVE = {"kind": "live", "stages": 1, "updates_per_stage": 6, "sync_every": 3}
 LIVE |= {"rollout__oversample": 10, "actor__checkpoint_every": 2}
 
 
-def test_a_live_run_chooses_for_each_version_as_a_staged_run_does(undisturbed, new_run, phases):  # noqa: F811
+def test_a_live_run_chooses_for_each_version_as_a_staged_run_does(undisturbed, new_run):
     """Its two versions generate what the two stages of the staged run have, and the same updates follow."""
     # of three updates the last one must not be more than 4 after the version, so the version is that before them
     run = new_run("live", **LIVE, max_lag=4, colocate=True)
-    phases(run, "live")
+    go_on(run)
     check_equal_to_staged(run, undisturbed)
     (event,) = events(run, "dynamic_sampling")
     staged = events(undisturbed, "dynamic_sampling")
@@ -116,13 +113,10 @@ def check_equal_to_staged(run, staged):
 
 
 @pytest.mark.crash
-def test_a_killed_live_run_ends_as_if_it_had_not_been(undisturbed, new_run, phases):  # noqa: F811
+def test_a_killed_live_run_ends_as_if_it_had_not_been(undisturbed, new_run):
     run = new_run("killed live", rollout__workers=2, **LIVE, lockstep=True)
-    pids = phases.start(run, "live", hold=(r"replace .*\.arrow", 10))
-    phases.wait_until_held()
-    for pid in pids:
-        os.kill(pid, signal.SIGKILL)
-    assert any(phases.wait()) and not run.stage(0).is_sealed()
-    phases(run, "live")
+    kill_at(r"replace .*\.arrow", 10, run.root / "recipe.toml", run.root)
+    assert not run.stage(0).is_sealed()
+    go_on(run)
     check_equal_to_staged(run, undisturbed)
     assert audit(run.root, 1000).problems == []

@@ -69,13 +69,10 @@ def undisturbed(recipe, tmp_path_factory):
 
 def test_killed_runs_end_with_the_same_bytes(undisturbed, recipe, tmp_path):
     killed = tmp_path / "killed"
-    chosen = (
-        few(moments(0), "first shard", "sealing", "first update", "first checkpoint under way"),
-        few(moments(1), "ledger", "between checkpoints", "export"),
-    )
-    for stage, names in enumerate(chosen):
-        for name in names:
-            kill_at(*moments(stage)[name], recipe, killed)
+    first = few(moments(0), "first shard", "sealing", "first update", "first checkpoint under way")
+    second = few(moments(1), "ledger", "between checkpoints", "export")
+    for stage, name in (*((0, name) for name in first), *((1, name) for name in second)):
+        kill_at(*moments(stage)[name], recipe, killed)
     train(recipe, killed)
     assert_same_run(undisturbed, killed)
 
@@ -108,8 +105,7 @@ def assert_same_run(undisturbed, killed):
         assert_same_weights(policy, killed / policy.relative_to(undisturbed))
     for sealed in undisturbed.glob("stages/*/rollouts/SEALED"):
         assert rollouts_of(sealed.parent) == rollouts_of((killed / sealed.relative_to(undisturbed)).parent)
-    temporary = [p for p in killed.rglob(".*.tmp") if "logs" not in p.parts]
-    assert not temporary
+    assert not [path for path in killed.rglob(".*.tmp") if "logs" not in path.parts]
 
 
 def rollouts_of(directory):

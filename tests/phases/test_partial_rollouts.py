@@ -24,7 +24,6 @@ from megarl.views.sql import query
 from tests.helpers import events, metrics
 from tests.phases import commands
 from tests.phases.commands import train
-from tests.phases.live.conftest import new_run, phases  # noqa: F401 - fixtures
 from tests.phases.mutants import nan, returning
 from tests.phases.test_kill import assert_same_run, kill_at
 
@@ -153,9 +152,9 @@ def test_discarded_attempts_are_counted_over_all_stages(worker, monkeypatch):
     assert sorted(response.discarded for response in group.responses) == [2, 2, 2, 3]
 
 
-def test_two_replicas_generate_the_same_groups(undisturbed, new_run, phases):  # noqa: F811
-    run = new_run("two", **SETTINGS, rollout__workers=2)
-    phases(run, "rollout")
+def test_two_replicas_generate_the_same_groups(undisturbed, recipe, tmp_path):
+    train(recipe, tmp_path / "two", *options(rollout__workers=2), "--until", "rollout:0")
+    run = RunDir.open(tmp_path / "two")
     for ours, theirs in zip(stores(run.stage(0)), stores(undisturbed.stage(0)), strict=True):
         assert (ours.group_ids, ours.chosen) == (theirs.group_ids, theirs.chosen)
 
