@@ -52,17 +52,12 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def instead(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
 KINDS: dict[str, Callable[[Path], object]] = {
     "one bit flipped": flip,
     "cut in half": lambda path: os.truncate(path, path.stat().st_size // 2),
     "emptied": lambda path: os.truncate(path, 0),
     "removed": lambda path: path.unlink(),
-    "a directory instead": instead,
+    "a directory instead": lambda path: (path.unlink(), path.mkdir()),
     "another type": lambda path: path.write_text("[3]\n"),
     "NUL at the end": lambda path: path.write_bytes(path.read_bytes()[:-16] + bytes(16)),
 }
@@ -120,7 +115,10 @@ class Trial:
 def trials() -> list[Trial]:
     at_rest = [Trial(f"{f}: {k}", lambda run, f=f, k=k: KINDS[k](run / f)) for f in FILES for k in KINDS]
     whole = [Trial(name, damage) for name, damage in (WHOLE_RUNS | MORE).items()]
-    calls = [Trial(describe(call), None, call) for call in CALLS]
+    calls = [
+        Trial(f"{name} {part}, call {n}: {errno.errorcode.get(number, 'half')}", None, (name, part, number, n))
+        for name, part, number, n in CALLS
+    ]
     live = [
         Trial(f"live: {f}: {k}", lambda run, f=f, k=k: KINDS[k](min(run.glob(f))), live=True)
         for f in LIVE_FILES
@@ -128,11 +126,6 @@ def trials() -> list[Trial]:
     ]
     live += [Trial(f"live: {name}", damage, live=True) for name, damage in MORE.items()]
     return [*at_rest, *whole, *calls, *live]
-
-
-def describe(call: tuple[str, str, int, int]) -> str:
-    name, part, number, n = call
-    return f"{name} {part}, call {n}: {errno.errorcode[number] if number else 'half'}"
 
 
 class Laboratory:

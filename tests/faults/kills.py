@@ -75,9 +75,10 @@ class Run:
         victims: Victims = []
         if not any_ended(agents):
             command = rng.choice(agents)
-            if reached:
-                command = next((one for one in agents if int(reached) in [p.pid for p in tree(one.pid)]), command)
             with contextlib.suppress(psutil.NoSuchProcess):  # the process has just ended
+                if reached:
+                    above = psutil.Process(int(reached)).parents()
+                    command = next((one for one in agents if one.pid in [p.pid for p in above]), command)
                 victims = victims_of(command.pid, int(reached or 0), hold is None)
         if not victims:
             return None
@@ -157,18 +158,13 @@ def assert_same_live_run(whole: Path, run: Path) -> None:
 Victims = list[tuple[str, list[psutil.Process], int]]
 
 
-def tree(parent: int) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(parent).children(recursive=True)
-    return []
-
-
 def victims_of(parent: int, held: int, goes_on: bool) -> Victims:
     """The possible victims in a start. If a process is held, killing any of them ends the start.
 
     held: the id of the process, or 0. goes_on: none can be held later, so the start can continue without one.
     """
-    everyone, own = tree(parent), psutil.Process(parent)
+    own = psutil.Process(parent)
+    everyone = own.children(recursive=True)
     below = held in [process.pid for process in everyone]
     victims: Victims = [("parent", [own], signal.SIGKILL), ("all", [own, *everyone], signal.SIGKILL)]
     if goes_on:

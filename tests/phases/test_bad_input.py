@@ -111,10 +111,9 @@ def test_sglang_that_is_not_installed_or_cannot_serve_the_recipe_is_refused(fail
 
 def test_a_missing_or_malformed_recipe_is_refused(fails, tmp_path):
     fails("train", tmp_path / "none.toml", "--run-dir", tmp_path / "run", words=["none.toml"])
-    (tmp_path / "bad.toml").write_text("[model\npath=")
-    fails("train", tmp_path / "bad.toml", "--run-dir", tmp_path / "run", words=["bad.toml", "line 1"])
-    (tmp_path / "bad.toml").write_text("x = " + "[" * 100_000)
-    fails("train", tmp_path / "bad.toml", "--run-dir", tmp_path / "run", words=["bad.toml", "nested"])
+    for text, word in (("[model\npath=", "line 1"), ("x = " + "[" * 100_000, "nested")):
+        (tmp_path / "bad.toml").write_text(text)
+        fails("train", tmp_path / "bad.toml", "--run-dir", tmp_path / "run", words=["bad.toml", word])
 
 
 def test_an_unsupported_or_malformed_config_json_is_refused(fails, recipe, tiny_model, tmp_path):

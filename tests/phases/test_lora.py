@@ -43,12 +43,6 @@ def test_the_rehearsal_passes_with_adapters(recipe):
     assert result.returncode == 0 and "updates, their export and a checkpoint passed" in result.stdout, result.stderr
 
 
-def test_the_policy_of_a_checkpoint_is_exported(undisturbed, tmp_path):
-    succeed("export", undisturbed, "--stage", 1, "--update", 10, "--output", tmp_path / "policy")
-    places = (tmp_path / "policy", undisturbed / "final", undisturbed / "stages/001/policy")
-    assert len({(place / WEIGHTS).read_bytes() for place in places}) == 3
-
-
 def test_exported_adapters_added_to_the_base_model_give_the_final_policy(undisturbed, tmp_path):
     command = ("export", undisturbed, "--stage", 1, "--update", 12, "--adapters", "--output", tmp_path / "adapters")
     succeed(*command)

@@ -227,7 +227,6 @@ def test_the_audit_finds_groups_that_are_not_carried(undisturbed, tmp_path, stag
         ({"rollout__oversample": 1.0}, "token_budget = 2, but with rollout.oversample = 1.0 .*above 1"),
         ({"schedule__kind": "live", "schedule__sync_every": 1, "schedule__max_lag": 2, "rollout__oversample": 1.0},
          "token_budget = 2 is only for .*live run schedule.partial"),
-        ({"actor__routing_replay": "actor"}, "routing_replay.*rollout.token_budget"),
     ],
 )  # fmt: skip
 def test_unusable_token_budgets_are_refused(recipe, changes, message):

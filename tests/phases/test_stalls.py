@@ -94,16 +94,6 @@ def test_a_phase_with_a_stopped_trainer_is_restarted(start, tmp_path):
     assert [update["update"] for update in metrics(run)] == list(range(1, 13))
 
 
-def test_a_stopped_verifier_is_replaced(start, tmp_path):
-    command, _ = start(STORES, 2, "--until", "rollout:0")
-    worker = supervisor(command.pid).children()[0]
-    worker.suspend()
-    (tmp_path / "held").write_text("")
-    assert command.wait() == 0, command.stderr
-    assert not events(RunDir.open(tmp_path / "run"), "no_progress")
-    assert not worker.is_running()
-
-
 @pytest.mark.parametrize("generation", ["fork of a fork", "fork"])
 def test_a_killed_checkpoint_writer_fails_the_save_at_once(generation, start, recipe, tmp_path):
     command, writer = start(WRITES, 1, *settings("actor.checkpoint_every=4", "run.stall_seconds=600"))

@@ -95,6 +95,18 @@ def test_requests_are_served_one_after_another_with_the_same_results_as_alone(mo
         }
 
 
+def test_a_continuation_in_another_block_of_random_numbers_changes_nothing(moe_dir):
+    engine, length = BuiltinEngine(moe_dir, 0), DRAWS + 20
+    whole = generate(engine, PROMPTS, sampling(PROMPTS, 1, length))
+    begun = generate(engine, PROMPTS, sampling(PROMPTS, 1, length, budget=DRAWS + 9))
+    prefixes = tuple(tuple(begun[key].tokens.tolist()) for key in sorted(begun))
+    assert {len(prefix) for prefix in prefixes} == {DRAWS + 9}
+    for key, rest in generate(engine, PROMPTS, sampling(PROMPTS, 1, length, prefixes=prefixes)).items():
+        assert [*begun[key].tokens, *rest.tokens] == whole[key].tokens.tolist()
+        both = np.concatenate([begun[key].logprobs, rest.logprobs])
+        np.testing.assert_allclose(both, whole[key].logprobs, rtol=0, atol=1e-5)
+
+
 def test_tokens_of_responses_that_are_being_decoded_are_counted(moe_dir):
     """Those of a prefix and those of responses that have ended are not among them."""
     engine = BuiltinEngine(moe_dir, 0)
