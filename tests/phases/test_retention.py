@@ -122,10 +122,7 @@ def test_a_removed_policy_is_exported_again_from_the_checkpoint_of_its_last_upda
     ("command", "words"),
     [
         (("optimize", "{run}", "--stage", 2, "--output", "{new}"), "keep_policies says; `megarl export"),
-        (
-            ("export", "{run}", "--stage", 2, "--update", 4, "--output", "{new}"),
-            "policies after these updates of the run only: 5, 6;",
-        ),
+        (("export", "{run}", "--stage", 2, "--update", 4, "--output", "{new}"), "these updates of the run only: 5, 6;"),
         (("what-if", "{run}", "--stage", 2, "--update", 4), "keep_policies determine which are kept"),
     ],
 )
