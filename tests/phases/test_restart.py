@@ -12,7 +12,6 @@ from tests.helpers import (
     processes_of,
     start_megarl,
     stop_and_release,
-    wait_for,
     wait_until_held,
 )
 from tests.phases.commands import settings, start_held, succeed, train
@@ -24,15 +23,12 @@ def updates_of(run):
 
 @pytest.mark.parametrize("victim", ["rank", "fork server"])
 def test_dead_processes_are_restarted_and_a_second_parent_is_refused(recipe, tmp_path, victim):
-    """The processes of a phase die with the fork server, which is replaced, also before the first phase."""
+    """The processes of a phase die with the fork server, which is replaced."""
     run, marker = tmp_path / "run", tmp_path / "held"
     arguments = ["train", recipe, "--run-dir", run]
     arguments += settings("run.max_restarts=3", "schedule.stages=1", "eval.every=0")
     hold = [r"replace .*\.arrow|open .*/metrics\.jsonl", 3, str(marker)]  # of three shards, and of six updates
     parent = start_megarl(*arguments, hold=hold)
-    if victim == "fork server":
-        wait_for(parent, lambda: fork_server_of(parent.pid))
-        fork_server_of(parent.pid).kill()
     for phase in ("rollout", "optimize"):
         wait_until_held(parent, marker)
         (rank,) = processes_of(parent.pid, phase)
