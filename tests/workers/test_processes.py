@@ -195,9 +195,10 @@ def test_forks_and_new_interpreters_give_the_same_evaluation(stage, monkeypatch)
         run_phase(nodes, stage, "evaluate", 1)
         fork = stage.evaluation()
         stage.run.events.unlink()
-        monkeypatch.setattr("megarl.rollout.builtin.NEW_INTERPRETER", True)
-        for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE"):
-            monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("megarl.rollout.builtin.NEW_INTERPRETER", True)
+    for name in ("OMP_NUM_THREADS", "HF_HUB_OFFLINE"):
+        monkeypatch.delenv(name, raising=False)
+    with Nodes(NodeRank()) as nodes:
         run_phase(nodes, stage, "evaluate", 1)
     new = RunDir.open(stage.run.root).stage(stage.number).evaluation()  # a new RunDir reads the events again
     assert all(fork[name] == new[name] for name in fork.keys() - {"time", "seconds", "generate_seconds"})
