@@ -93,12 +93,6 @@ def hold(pattern: str, count: int, marker: str) -> None:
     os.replace, os.rename = wrap("replace", os.replace), wrap("replace", os.rename)
 
 
-def call_held(held: list[Any], function: Any, arguments: tuple[Any, ...]) -> None:
-    """Call a function, with `hold` for its file operations."""
-    hold(*held)
-    function(*arguments)
-
-
 def fork_server(path: bytes, arguments: list[str], descriptors: list[int]) -> int:
     """Stands for `util.spawnv_passfds`, with which `multiprocessing` starts its fork server: starts it as a fork."""
     code = arguments[-1]

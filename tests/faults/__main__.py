@@ -24,34 +24,22 @@ from typing import ClassVar
 
 from tests.faults.kills import assert_same_live_run
 from tests.helpers import megarl, write_laboratory
+from tests.phases.commands import settings, train
 from tests.phases.test_kill import assert_same_run, kill_at
 
-SETTINGS = ("--set", "eval.every=2")  # evaluates before the first stage and after the last
-LIVE = ("--set", "schedule.kind=live", "--set", "schedule.delay=1", "--set", "schedule.sync_every=2")
+SETTINGS = {False: settings("eval.every=2")}  # evaluates before the first stage and after the last
+SETTINGS[True] = settings("eval.every=2", "schedule.kind=live", "schedule.delay=1", "schedule.sync_every=2")  # live
 CHECKPOINT, POLICY, ROLLOUTS = "stages/001/checkpoints/update_000004", "stages/001/policy", "stages/001/rollouts"
 END = "stages/000/checkpoints/update_000006"
 FILES = (
-    "recipe.toml",
-    "prompts.json",
-    "metrics.jsonl",
-    "events.jsonl",
-    ".lock",
+    *("recipe.toml", "prompts.json", "metrics.jsonl", "events.jsonl", ".lock"),
     "logs/001_optimize/attempt_0/rank_0000.log",
     "stages/000/policy/model.safetensors",
-    "stages/000/rollouts/SEALED",  # of a finished stage
-    "stages/000/rollouts/ledger.jsonl",
-    f"{POLICY}/config.json",
-    f"{POLICY}/megarl.json",
-    f"{POLICY}/model.safetensors",
-    f"{ROLLOUTS}/w00000_00000024.arrow",  # whose groups are trained already
-    f"{ROLLOUTS}/w00000_00000040.arrow",
-    f"{ROLLOUTS}/ledger.jsonl",
-    f"{ROLLOUTS}/SEALED",
-    f"{CHECKPOINT}/.metadata",
-    f"{CHECKPOINT}/__0_0.distcp",
-    f"{CHECKPOINT}/common.pt",
-    f"{CHECKPOINT}/manifest.json",
-    f"{CHECKPOINT}/metrics.jsonl",
+    *(f"stages/000/rollouts/{name}" for name in ("SEALED", "ledger.jsonl")),  # of a finished stage
+    *(f"{POLICY}/{name}" for name in ("config.json", "megarl.json", "model.safetensors")),
+    # the groups of the first are trained already
+    *(f"{ROLLOUTS}/{name}" for name in ("w00000_00000024.arrow", "w00000_00000040.arrow", "ledger.jsonl", "SEALED")),
+    *(f"{CHECKPOINT}/{name}" for name in (".metadata", "__0_0.distcp", "common.pt", "manifest.json", "metrics.jsonl")),
 )
 # where a live run differs: rollouts that are not sealed, and its trainer reads checkpoints
 LIVE_CHECKPOINT = "stages/001/checkpoints/update_000002"
@@ -64,17 +52,12 @@ def flip(path: Path) -> None:
     path.write_bytes(data)
 
 
-def instead(path: Path) -> None:
-    path.unlink()
-    path.mkdir()
-
-
 KINDS: dict[str, Callable[[Path], object]] = {
     "one bit flipped": flip,
     "cut in half": lambda path: os.truncate(path, path.stat().st_size // 2),
     "emptied": lambda path: os.truncate(path, 0),
     "removed": lambda path: path.unlink(),
-    "a directory instead": instead,
+    "a directory instead": lambda path: (path.unlink(), path.mkdir()),
     "another type": lambda path: path.write_text("[3]\n"),
     "NUL at the end": lambda path: path.write_bytes(path.read_bytes()[:-16] + bytes(16)),
 }
@@ -94,8 +77,8 @@ WHOLE_RUNS: dict[str, Callable[[Path], object]] = {
     "a remedy: the end of the stage before deleted, policy and checkpoints": lambda run: [
         shutil.rmtree(run / path) for path in (END, POLICY, "stages/001/checkpoints")
     ],
-    "rows appended to the prompts": lambda run: append(
-        run.parent / "prompts.jsonl", b'{"prompt": "cc", "answer": "c"}\n'
+    "rows appended to the prompts": lambda run: (run.parent / "prompts.jsonl").write_text(
+        (run.parent / "prompts.jsonl").read_text() + '{"prompt": "cc", "answer": "c"}\n'
     ),
 }
 MORE: dict[str, Callable[[Path], object]] = {  # also for live runs; in staged runs these are remedies
@@ -104,23 +87,15 @@ MORE: dict[str, Callable[[Path], object]] = {  # also for live runs; in staged r
     "a seal deleted": lambda run: (run / "stages/000/rollouts/SEALED").unlink(),
 }
 # (function, part of the path, error number or 0 for half a write, which such call fails, from 1)
+WRITTEN = {"/metrics.jsonl": 1, "/events.jsonl": 2, ".arrow": 1, "rollouts/ledger.jsonl": 2, ".SEALED": 1}
+WRITTEN |= {".distcp": 2, ".final": 3}
 CALLS = [
-    *itertools.product(["write"], ["/metrics.jsonl"], [errno.EIO, errno.ENOSPC, 0], [1]),
-    *itertools.product(["write"], ["/events.jsonl"], [errno.EIO, errno.ENOSPC, 0], [2]),
-    *itertools.product(["write"], [".arrow"], [errno.EIO, errno.ENOSPC, 0], [1]),
-    *itertools.product(["write"], ["rollouts/ledger.jsonl"], [errno.EIO, errno.ENOSPC, 0], [2]),
-    *itertools.product(["write"], [".SEALED"], [errno.EIO, errno.ENOSPC, 0], [1]),
-    *itertools.product(["write"], [".distcp"], [errno.EIO, errno.ENOSPC, 0], [2]),
-    *itertools.product(["write"], [".final"], [errno.EIO, errno.ENOSPC, 0], [3]),
-    *itertools.product(["fsync"], [".arrow", "metrics.jsonl", "checkpoints/.update", ".final"], [errno.EIO], [1]),
-    *itertools.product(["rename"], [".arrow", "SEALED", "checkpoints/update", "/final"], [errno.EIO], [1]),
-    *itertools.product(["open"], [".arrow", "manifest.json", "/metrics.jsonl", "prompts.json"], [errno.EACCES], [1]),
+    *(("write", part, number, n) for part, n in WRITTEN.items() for number in (errno.EIO, errno.ENOSPC, 0)),
+    *(("fsync", part, errno.EIO, 1) for part in (".arrow", "metrics.jsonl", "checkpoints/.update", ".final")),
+    *(("rename", part, errno.EIO, 1) for part in (".arrow", "SEALED", "checkpoints/update", "/final")),
+    *(("open", part, errno.EACCES, 1) for part in (".arrow", "manifest.json", "/metrics.jsonl", "prompts.json")),
     *itertools.product(["open"], ["stages/001/policy/model", "recipe.toml"], [errno.EIO, errno.EMFILE], [1]),
 ]
-
-
-def append(path: Path, data: bytes) -> None:
-    path.write_bytes(path.read_bytes() + data)
 
 
 def cut_lines(path: Path, first: int) -> None:
@@ -138,27 +113,19 @@ class Trial:
 
 
 def trials() -> list[Trial]:
-    at_rest = [
-        Trial(f"{file}: {kind}", lambda run, f=file, d=KINDS[kind]: d(run / f)) for file in FILES for kind in KINDS
-    ]
+    at_rest = [Trial(f"{f}: {k}", lambda run, f=f, k=k: KINDS[k](run / f)) for f in FILES for k in KINDS]
     whole = [Trial(name, damage) for name, damage in (WHOLE_RUNS | MORE).items()]
-    calls = [Trial(describe(call), None, call) for call in CALLS]
+    calls = [
+        Trial(f"{name} {part}, call {n}: {errno.errorcode.get(number, 'half')}", None, (name, part, number, n))
+        for name, part, number, n in CALLS
+    ]
     live = [
-        Trial(f"live: {file}: {kind}", lambda run, f=file, d=KINDS[kind]: d(min(run.glob(f))), live=True)
-        for file in LIVE_FILES
-        for kind in KINDS
+        Trial(f"live: {f}: {k}", lambda run, f=f, k=k: KINDS[k](min(run.glob(f))), live=True)
+        for f in LIVE_FILES
+        for k in KINDS
     ]
     live += [Trial(f"live: {name}", damage, live=True) for name, damage in MORE.items()]
     return [*at_rest, *whole, *calls, *live]
-
-
-def describe(call: tuple[str, str, int, int]) -> str:
-    name, part, number, n = call
-    return f"{name} {part}, call {n}: {errno.errorcode[number] if number else 'half'}"
-
-
-def settings(live: bool) -> tuple[str, ...]:
-    return (*SETTINGS, *LIVE) if live else SETTINGS
 
 
 class Laboratory:
@@ -181,14 +148,13 @@ class Laboratory:
     def whole(self, live: bool) -> Path:
         run = self.folder / ("whole_live" if live else "whole")
         if not run.exists():
-            result = megarl("train", self.recipe, "--run-dir", run, *settings(live))
-            assert result.returncode == 0, result.stderr
+            train(self.recipe, run, *SETTINGS[live])
         return run
 
     def stopped(self, name: str) -> Path:
         run = self.folder / f"stopped_{name}"
         if not run.exists():
-            kill_at(self.MOMENTS[name], 1, self.recipe, run, *settings(name == "live"))
+            kill_at(self.MOMENTS[name], 1, self.recipe, run, *SETTINGS[name == "live"])
         return run
 
     def attempt(self, trial: Trial) -> tuple[bool, str]:
@@ -225,7 +191,7 @@ class Laboratory:
 
     def start(self, run: Path, environment: dict[str, str], live: bool) -> tuple[int, str]:
         """(exit code, what megarl itself said)"""
-        result = megarl("train", self.recipe, "--run-dir", run, *settings(live), env=environment)
+        result = megarl("train", self.recipe, "--run-dir", run, *SETTINGS[live], env=environment)
         return result.returncode, result.stderr[max(0, result.stderr.find("megarl: ")) :].strip()
 
     def compare(self, run: Path, how: str, live: bool) -> tuple[bool, str]:

@@ -21,21 +21,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from megarl.phases.preload import SERVER_NAME
-from tests.helpers import (
-    free_ports,
-    read_lines,
-    start_megarl,
-    wait_until_nobody_works_on,
-    write_laboratory,
-)
-from tests.phases.test_kill import TIMES, assert_same_run
+from tests.helpers import free_ports, read_lines, start_megarl, wait_until_nobody_works_on, write_laboratory
+from tests.phases.commands import settings
+from tests.phases.test_kill import TIMES, assert_same_run, evaluations_of
 from tests.zygote import Command
 
 PATIENCE_SECONDS = 600.0
@@ -63,32 +57,32 @@ class Run:
         self.kind, self.directory, self.port = kind, folder / "run", free_ports(2)[0]
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir()
-        self.arguments = ["train", recipe, "--run-dir", self.directory]
-        for setting in (*KINDS[kind], "run.stall_seconds=300"):
-            self.arguments += ["--set", setting]
+        wanted = settings(*KINDS[kind], "run.stall_seconds=300")
+        self.arguments = ["train", recipe, "--run-dir", self.directory, *wanted]
 
-    def disturb(self, rng: random.Random, held: Path) -> tuple[str, str] | None:
-        """Start the run and kill or stop it: (phase, what was done), or None if it ended before that."""
+    def disturb(self, rng: random.Random, held: Path) -> str | None:
+        """Start the run and kill or stop it: the phase and what was done, or None if it ended before that."""
         hold, end = None, time.monotonic() + rng.expovariate(1 / SECONDS)
         if rng.random() < 0.7:
             pattern, most = OPERATIONS[rng.choice(list(OPERATIONS))]
             hold = [pattern, rng.randint(1, most), str(held)]
         held.unlink(missing_ok=True)
         begun = self.begun()
-        agents = self.start("--set", f"run.max_restarts={0 if hold else rng.randint(0, 1)}", hold=hold)
+        agents = self.start(*settings(f"run.max_restarts={0 if hold else rng.randint(0, 1)}"), hold=hold)
         while not (any_ended(agents) or (reached := held.exists() and held.read_text())):
             if time.monotonic() > end:
                 break
         victims: Victims = []
         if not any_ended(agents):
             command = rng.choice(agents)
-            if reached:
-                command = next((one for one in agents if int(reached) in [p.pid for p in tree(one.pid)]), command)
             with contextlib.suppress(psutil.NoSuchProcess):  # the process has just ended
-                victims = held_victims(command.pid, int(reached)) if reached else any_victims(command.pid, hold is None)
+                if reached:
+                    above = psutil.Process(int(reached)).parents()
+                    command = next((one for one in agents if one.pid in [p.pid for p in above]), command)
+                victims = victims_of(command.pid, int(reached or 0), hold is None)
         if not victims:
             return None
-        phase = self.phase()
+        phase = ["start", *self.begun()][-1]
         name, processes, number = rng.choice(victims)
         held.unlink(missing_ok=True)
         for process in processes:
@@ -99,21 +93,19 @@ class Run:
             # now the parent is held too, since each process counts its operations by itself: it would wait for ever;
             # an agent that was killed before it had joined is waited for, unless Slurm ends the others
             if held.exists() or (any_ended(agents) and self.begun() == begun):
-                for agent in agents:
-                    with contextlib.suppress(ProcessLookupError):
-                        agent.kill()
+                kill(agents)
         for agent in agents:
             agent.wait(0.0)
         wait_until_nobody_works_on(self.directory)
-        return phase, name
+        return f"{phase}: {name}"
 
-    def start(self, *settings: str, hold: list[Any] | None = None) -> list[Command]:
+    def start(self, *others: str, hold: list[Any] | None = None) -> list[Command]:
         """The command on each node."""
         if self.kind != "two nodes":
-            return [start_megarl(*self.arguments, *settings, hold=hold)]
+            return [start_megarl(*self.arguments, *others, hold=hold)]
         shared = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.port)}
         of_nodes = [{**os.environ, **shared, "NODE_RANK": str(rank)} for rank in (0, 1)]
-        return [start_megarl(*self.arguments, *settings, env=environment, hold=hold) for environment in of_nodes]
+        return [start_megarl(*self.arguments, *others, env=environment, hold=hold) for environment in of_nodes]
 
     def begun(self) -> list[str]:
         """The phases that events.jsonl has begun."""
@@ -121,26 +113,24 @@ class Run:
             return [e["phase"] for e in read_lines(self.directory / "events.jsonl") if e["event"] == "phase_start"]
         return []
 
-    def phase(self) -> str:
-        """The kind of the run and, from its events, the phase under way."""
-        return f"{self.kind}: {['start', *self.begun()][-1]}"
-
     def finish(self) -> None:
         agents = self.start()
         try:
             for agent in agents:
                 assert agent.wait(PATIENCE_SECONDS) == 0, agent.stderr
         finally:
-            for agent in agents:
-                with contextlib.suppress(ProcessLookupError):  # it has just ended
-                    agent.kill()
+            kill(agents)
 
     def compare(self, whole: Path) -> None:
         """Raise AssertionError if anything differs from the undisturbed run ``whole``."""
-        updates = [update["update"] for update in read_lines(self.directory / "metrics.jsonl")]
-        assert updates == list(range(1, len(updates) + 1)), updates
-        assert evaluations(self.directory) == evaluations(whole), evaluations(self.directory)
+        assert evaluations_of(self.directory) == evaluations_of(whole), evaluations_of(self.directory)
         (assert_same_live_run if self.kind == "live" else assert_same_run)(whole, self.directory)
+
+
+def kill(agents: list[Command]) -> None:
+    for agent in agents:
+        with contextlib.suppress(ProcessLookupError):  # it has just ended
+            agent.kill()
 
 
 def any_ended(agents: list[Command]) -> bool:
@@ -165,87 +155,58 @@ def assert_same_live_run(whole: Path, run: Path) -> None:
     assert not left, left
 
 
-def evaluations(run: Path) -> list[tuple[int, float]]:
-    events = [event for event in read_lines(run / "events.jsonl") if event["event"] == "evaluation"]
-    return [(event["stage"], event["accuracy"]) for event in events]
-
-
 Victims = list[tuple[str, list[psutil.Process], int]]
 
 
-def tree(parent: int) -> list[psutil.Process]:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(parent).children(recursive=True)
-    return []
+def victims_of(parent: int, held: int, goes_on: bool) -> Victims:
+    """The possible victims in a start. If a process is held, killing any of them ends the start.
 
-
-def held_victims(parent: int, held: int) -> Victims:
-    """The possible victims in a start whose process ``held`` is held. Killing any of them ends the start."""
-    processes = {process.pid: process for process in tree(parent)}
-    victims = [("parent", [psutil.Process(parent)], signal.SIGKILL)]
-    if held in processes:
-        name = processes[held].name()
-        below = psutil.Process(parent).children()
-        kind = "writer" if processes[held].ppid() not in [parent, *(p.pid for p in below)] else "rank"
-        victims += [(f"{kind} at a file ({name})" if kind == "writer" else "rank at a file", [processes[held]], 9)] * 3
-        victims += [("fork server", [p for p in below if p.name() == SERVER_NAME], signal.SIGKILL)]
-    victims += [("all", [psutil.Process(parent), *processes.values()], signal.SIGKILL)]
-    return victims
-
-
-def any_victims(parent: int, goes_on: bool) -> Victims:
-    """The possible victims in any start.
-
-    goes_on: no process can be held later, so the start can continue without one of its processes.
+    held: the id of the process, or 0. goes_on: none can be held later, so the start can continue without one.
     """
-    everyone, own = tree(parent), psutil.Process(parent)
-    victims = [("parent", [own], signal.SIGKILL), ("all", [own, *everyone], signal.SIGKILL)]
-    if not goes_on:
-        return victims
-    victims += [(f"parent asked by {signal.Signals(n).name}", [own], n) for n in (signal.SIGTERM, signal.SIGINT)]
+    own = psutil.Process(parent)
+    everyone = own.children(recursive=True)
+    below = held in [process.pid for process in everyone]
+    victims: Victims = [("parent", [own], signal.SIGKILL), ("all", [own, *everyone], signal.SIGKILL)]
+    if goes_on:
+        victims += [(f"parent asked by {signal.Signals(n).name}", [own], n) for n in (signal.SIGTERM, signal.SIGINT)]
     for process in everyone:
         with contextlib.suppress(psutil.NoSuchProcess):
             name = process.name()
-            kind = "fork server" if name == SERVER_NAME else "verifier" if name == "verifier" else "rank or its fork"
-            victims.append((kind, [process], signal.SIGKILL))
+            if process.pid == held:
+                victims += [(f"{name} at a file", [process], signal.SIGKILL)] * 3
+            elif goes_on or (below and name == SERVER_NAME):
+                victims.append((name, [process], signal.SIGKILL))
     return victims
 
 
-class Laboratory:
-    """A recipe with rewards, and an undisturbed run of each kind."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder, self.recipe = folder, write_laboratory(folder)
-        for kind in KINDS:
-            whole = Run(kind, self.recipe, folder / kind)
-            whole.finish()
-            gradients = [update["grad_norm"] for update in read_lines(whole.directory / "metrics.jsonl")]
-            assert sum(norm > 0.01 for norm in gradients) >= 10, gradients
-
-    def kill(self, count: int, seed: int) -> tuple[Counter[tuple[str, str]], list[str]]:
-        """Kill runs ``count`` times: ({(phase, what was done): how often}, what went wrong)."""
-        rng, counts, wrong = random.Random(seed), Counter[tuple[str, str]](), []
-        for number, kind in enumerate(itertools.cycle(KINDS)):
-            if counts.total() >= count or len(wrong) > 10:
-                return counts, wrong
-            run = Run(kind, self.recipe, self.folder / "disturbed")
-            done = []
-            try:
-                for _ in range(rng.randint(2, STARTS)):
-                    if counts.total() >= count or (what := run.disturb(rng, self.folder / "held")) is None:
-                        break
-                    counts[what] += 1
-                    done.append(what)
-                run.finish()
-                run.compare(self.folder / kind / "run")
-            except (AssertionError, OSError, ValueError, subprocess.TimeoutExpired) as error:
-                kept = Path(tempfile.mkdtemp(prefix=f"megarl-wrong-{seed}-{number}-"))  # for inspection
-                shutil.copytree(run.directory, kept / "run")
-                wrong.append(f"run {number} ({kind}), kept in {kept}: {error!r}"[:2000])
-                print(f"WRONG {wrong[-1]}", flush=True)
-            what = "; ".join(f"{phase.partition(': ')[2]}: {name}" for phase, name in done)
-            print(f"run {number} ({kind}): {len(done)} kills, {counts.total()} in all: {what}", flush=True)
-        raise AssertionError("not reached")
+def kill_runs(folder: Path, count: int, seed: int) -> int:
+    """Kill runs ``count`` times, each run several times; returns how many runs were wrong in the end."""
+    recipe, rng, kills, wrong = write_laboratory(folder), random.Random(seed), 0, 0
+    for kind in KINDS:
+        whole = Run(kind, recipe, folder / kind)
+        whole.finish()
+        gradients = [update["grad_norm"] for update in read_lines(whole.directory / "metrics.jsonl")]
+        assert sum(norm > 0.01 for norm in gradients) >= 10, gradients
+    for number, kind in enumerate(itertools.cycle(KINDS)):
+        if kills >= count or wrong > 10:
+            break
+        run, done = Run(kind, recipe, folder / "disturbed"), []
+        try:
+            for _ in range(min(count - kills, rng.randint(2, STARTS))):
+                if (what := run.disturb(rng, folder / "held")) is None:
+                    break
+                done.append(what)
+            run.finish()
+            run.compare(folder / kind / "run")
+        except (AssertionError, OSError, ValueError, subprocess.TimeoutExpired) as error:
+            wrong += 1
+            kept = Path(tempfile.mkdtemp(prefix=f"megarl-wrong-{seed}-{number}-"))  # for inspection
+            shutil.copytree(run.directory, kept / "run")
+            print(f"WRONG run {number} ({kind}), kept in {kept}: {error!r}"[:2000], flush=True)
+        kills += len(done)
+        print(f"run {number} ({kind}): {len(done)} kills, {kills} in all: {'; '.join(done)}", flush=True)
+    print(f"{kills} kills, {wrong} runs wrong")
+    return wrong
 
 
 def main() -> None:
@@ -255,11 +216,7 @@ def main() -> None:
     options = parser.parse_args()
     os.environ.setdefault("MEGARL_SHUTDOWN_SECONDS", "30")
     with tempfile.TemporaryDirectory(prefix="megarl-kills-") as folder:
-        counts, wrong = Laboratory(Path(folder)).kill(options.count, options.seed)
-    for (phase, what), times in sorted(counts.items()):
-        print(f"{times:5} {phase:20} {what}")
-    print(f"{counts.total()} kills, {len(wrong)} runs wrong")
-    sys.exit(bool(wrong))
+        sys.exit(kill_runs(Path(folder), options.count, options.seed) > 0)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Faults of an engine and of an actor, each injected by replacing a function of megarl.
+"""Faults of an engine and of an actor, each planted by replacing a function of megarl.
 
 `tests.zygote` calls one of these functions in the process that becomes `megarl`; the phases are forks of that process.
 """
@@ -58,6 +58,21 @@ def an_export_has_the_head_of_before_the_third_update():
         return make(actor, *arguments)
 
     export.hf.export_hf, updates.train_step = written, made
+
+
+def the_second_and_the_fifth_update_are_not_finite():
+    """Because of the first response of each: its inputs are finite, the product of ratio and advantage is not."""
+    from megarl.phases import updates
+
+    right, numbers = updates.to_samples, itertools.count(1)
+
+    def to_samples(*arguments):
+        first, *others = right(*arguments)
+        if next(numbers) in (2, 5):
+            first = replace(first, advantage=3.3e38, rollout_logprobs=first.rollout_logprobs - 1)
+        return [first, *others]
+
+    updates.to_samples = to_samples
 
 
 def recorded_experts(versions):

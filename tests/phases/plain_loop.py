@@ -1,4 +1,12 @@
-"""The updates of a run as one loop in one process, without phases, checkpoints or restarts: the reference."""
+"""The updates of a run as one loop in one process, without phases, checkpoints or restarts: the reference.
+
+And the log-probs of its responses as transformers computes them.
+"""
+
+import functools
+
+import torch
+from transformers import AutoModelForCausalLM
 
 from megarl.actor import hf, packing, parallel
 from megarl.actor.frozen import FrozenPolicy
@@ -59,3 +67,16 @@ def train(rank, root, result, copies=None):
             micro_batches = policy.annotate(micro_batches)
         train_step(actor, micro_batches, objective, actor.learning_rate(update + 1))
     hf.export_hf(actor.models, result, run.stage(0).policy, schedule.total_updates)
+
+
+@functools.cache
+def load(policy):
+    return AutoModelForCausalLM.from_pretrained(policy, attn_implementation="eager")
+
+
+@torch.inference_mode()
+def logprobs_under(policy, group, response, temperature):
+    """[n] float32: log-probs of a response's tokens under a policy, at the temperature at which they were sampled."""
+    tokens = torch.tensor([[*group.prompt_tokens.tolist(), *response.tokens.tolist()]])
+    rows = load(policy)(input_ids=tokens, use_cache=False).logits[0, -len(response.tokens) - 1 : -1].float()
+    return (rows / temperature).log_softmax(-1).gather(1, tokens[0, -len(response.tokens) :, None])[:, 0].numpy()

@@ -11,7 +11,6 @@ from tests.extent import few
 from tests.helpers import ROOT, metrics
 from tests.phases import plain_loop
 from tests.phases.commands import settings, train
-from tests.phases.live.test_partial import logprobs_under
 from tests.phases.mutants import recorded_experts
 from tools.compositions_page import PARTS, SCHEDULES, SYNC_EVERY, merged
 
@@ -84,7 +83,9 @@ def check_generation(run, copies):
                 assert set(versions) == {max(0, newest - schedule.delay * SYNC_EVERY)}
             for version in np.unique(versions):
                 mine = versions == version
-                under = logprobs_under(copies / f"{version:06d}", group, response, run.recipe.rollout.temperature)
+                under = plain_loop.logprobs_under(
+                    copies / f"{version:06d}", group, response, run.recipe.rollout.temperature
+                )
                 np.testing.assert_allclose(response.rollout_logprobs[mine], under[mine], rtol=0, atol=1e-4)
             if run.recipe.actor.trains_recorded_experts:
                 of_rows = np.concatenate([versions[:1].repeat(len(group.prompt_tokens)), versions[1:]])

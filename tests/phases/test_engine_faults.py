@@ -4,19 +4,14 @@ from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
 from megarl.views.report import write_report
-from tests.helpers import events, megarl, metrics
+from tests.helpers import events, metrics
+from tests.phases.commands import settings, train
 
 SHORT = ("schedule.stages=1", "schedule.updates_per_stage=2", "run.rehearse=false", "run.max_restarts=0")
 
 
-def train(recipe, root, mutant, *settings):
-    options = [part for one in (*SHORT, *settings) for part in ("--set", one)]
-    return megarl("train", recipe, "--run-dir", root, *options, mutant=mutant)
-
-
 def test_faulty_responses_are_generated_again_and_counted(recipe, tmp_path):
-    result = train(recipe, tmp_path / "run", "an_engine_errs_now_and_then")
-    assert result.returncode == 0, result.stderr
+    train(recipe, tmp_path / "run", *settings(*SHORT), mutant="an_engine_errs_now_and_then")
     run = RunDir.open(tmp_path / "run")
     trained = sum(line.get("discarded_responses", 0) for line in metrics(run))
     evaluated = sum(event.get("discarded", 0) for event in events(run, "evaluation"))
@@ -34,7 +29,7 @@ def test_faulty_responses_are_generated_again_and_counted(recipe, tmp_path):
 
 
 def test_an_engine_that_only_errs_fails_the_phase_so_that_slurm_starts_it_again(recipe, tmp_path):
-    result = train(recipe, tmp_path / "run", "an_engine_only_returns_nan", "eval.every=0")
-    assert result.returncode == 1, result.stderr
+    small = settings(*SHORT, "eval.every=0")
+    result = train(recipe, tmp_path / "run", *small, mutant="an_engine_only_returns_nan", code=1)
     words = "wrongly 4 times, the last time because the log-prob nan"
     assert words in result.stderr and "EngineFault" in result.stderr

@@ -1,8 +1,7 @@
 """SIGKILL at any moment: the run still finishes, with every update once and the same bytes as without kills.
 
-The run without kills is in turn compared with a plain loop over its rollouts, so that both cannot be wrong alike.
-
-To kill a run at an exact moment, a test makes one of its file operations hang: see `hold` in tests/zygote.py.
+Runs without kills are compared with a plain loop over their rollouts in `test_compositions`, so that both cannot be
+wrong alike.
 """
 
 import json
@@ -12,16 +11,13 @@ import sys
 import time
 from pathlib import Path
 
-import numpy as np
 import pytest
-from safetensors.torch import load_file
 
 from megarl.storage.rollouts import RolloutStore
-from tests.actor.ranks import run_ranks
 from tests.extent import few
-from tests.helpers import ROOT, read_lines, start_megarl, wait_for, wait_until_nobody_works_on
-from tests.phases import plain_loop
-from tests.phases.commands import train
+from tests.helpers import ROOT, read_lines, wait_until_nobody_works_on
+from tests.phases.commands import start_held, train
+from tests.storage.sample_rollouts import as_bytes
 
 pytestmark = pytest.mark.crash
 
@@ -56,10 +52,9 @@ def kill_at(pattern, count, recipe, run, *settings):
 
 
 def kill_command(pattern, count, run, *arguments):
-    held = run.with_name("held")
-    held.unlink(missing_ok=True)
-    command = start_megarl(*arguments, hold=[pattern, count, str(held)])
-    wait_for(command, held.exists)
+    marker = run.with_name("held")
+    marker.unlink(missing_ok=True)
+    command, _ = start_held(marker, pattern, count, *arguments)
     command.kill()
     command.wait()
     wait_until_nobody_works_on(run)
@@ -72,23 +67,12 @@ def undisturbed(recipe, tmp_path_factory):
     return run
 
 
-def test_a_run_equals_a_plain_loop_over_its_rollouts(undisturbed, tmp_path):
-    run_ranks(plain_loop.train, (undisturbed, tmp_path / "loop"), 1)
-    weights = "model.safetensors"
-    assert (tmp_path / "loop" / weights).read_bytes() == (undisturbed / "final" / weights).read_bytes()
-    gradients = [update["grad_norm"] for update in read_lines(undisturbed / "metrics.jsonl")]
-    assert sum(norm > 0.01 for norm in gradients) >= 10, gradients
-
-
 def test_killed_runs_end_with_the_same_bytes(undisturbed, recipe, tmp_path):
     killed = tmp_path / "killed"
-    chosen = (
-        few(moments(0), "first shard", "sealing", "first update", "first checkpoint under way"),
-        few(moments(1), "ledger", "between checkpoints", "export"),
-    )
-    for stage, names in enumerate(chosen):
-        for name in names:
-            kill_at(*moments(stage)[name], recipe, killed)
+    first = few(moments(0), "first shard", "sealing", "first update", "first checkpoint under way")
+    second = few(moments(1), "ledger", "between checkpoints", "export")
+    for stage, name in (*((0, name) for name in first), *((1, name) for name in second)):
+        kill_at(*moments(stage)[name], recipe, killed)
     train(recipe, killed)
     assert_same_run(undisturbed, killed)
 
@@ -121,28 +105,15 @@ def assert_same_run(undisturbed, killed):
         assert_same_weights(policy, killed / policy.relative_to(undisturbed))
     for sealed in undisturbed.glob("stages/*/rollouts/SEALED"):
         assert rollouts_of(sealed.parent) == rollouts_of((killed / sealed.relative_to(undisturbed)).parent)
-    temporary = [p for p in killed.rglob(".*.tmp") if "logs" not in p.parts]
-    assert not temporary
+    assert not [path for path in killed.rglob(".*.tmp") if "logs" not in path.parts]
 
 
 def rollouts_of(directory):
     """All that a sealed stage holds. Files may differ: where a shard ends depends on time and on who generates what."""
-
-    def comparable(value):
-        return (value.dtype, value.tobytes()) if isinstance(value, np.ndarray) else value
-
     store = RolloutStore(directory)
+    groups = store.read(store.group_ids)
     seal = json.loads((directory / "SEALED").read_text())
-    groups = [
-        {
-            name: [{key: comparable(x) for key, x in vars(one).items()} for one in value]
-            if name == "responses"
-            else comparable(value)
-            for name, value in vars(group).items()
-        }
-        for group in store.read(store.group_ids)
-    ]
-    return [seal["weights_hash"], groups]
+    return seal["weights_hash"], [as_bytes(group) for group in groups], [group.row for group in groups]
 
 
 def metrics_of(run):
@@ -153,7 +124,5 @@ def metrics_of(run):
 
 
 def assert_same_weights(one: Path, two: Path):
-    a, b = load_file(one / "model.safetensors"), load_file(two / "model.safetensors")
-    assert a.keys() == b.keys()
     assert (one / "model.safetensors").read_bytes() == (two / "model.safetensors").read_bytes()
     assert json.loads((one / "megarl.json").read_text()) == json.loads((two / "megarl.json").read_text())

@@ -5,7 +5,7 @@ import contextlib
 import psutil
 import pytest
 
-from tests.helpers import start_megarl, wait_until_held
+from tests.phases.commands import settings, start_held
 
 SMALL = ("schedule.stages=1", "schedule.updates_per_stage=4", "schedule.prompts_per_update=2", "eval.every=1")
 LIVE = ("schedule.kind=live", "schedule.sync_every=2", "schedule.max_lag=4")
@@ -31,12 +31,9 @@ def listeners(process):
 @pytest.mark.parametrize("phase", MOMENTS)
 def test_only_gloo_between_trainers_listens_and_only_on_loopback(phase, recipe, tmp_path):
     operation, others = MOMENTS[phase]
-    settings = (*SMALL, *others, "actor.processes_per_node=2")
-    arguments = [part for setting in settings for part in ("--set", setting)]
-    held = tmp_path / "held"
-    command = start_megarl("train", recipe, "--run-dir", tmp_path / "run", *arguments, hold=[operation, 1, str(held)])
+    wanted = settings(*SMALL, *others, "actor.processes_per_node=2")
+    command, _ = start_held(tmp_path / "held", operation, 1, "train", recipe, "--run-dir", tmp_path / "run", *wanted)
     try:
-        wait_until_held(command, held)
         found = listeners(psutil.Process(command.pid))
     finally:
         command.kill()

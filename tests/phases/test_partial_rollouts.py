@@ -22,9 +22,8 @@ from megarl.views.progress import describe_event
 from megarl.views.run_state import RunState
 from megarl.views.sql import query
 from tests.helpers import events, metrics
+from tests.phases import commands
 from tests.phases.commands import train
-from tests.phases.live.conftest import new_run, phases  # noqa: F401 - fixtures
-from tests.phases.live.test_partial import logprobs_under
 from tests.phases.mutants import nan, returning
 from tests.phases.test_kill import assert_same_run, kill_at
 
@@ -45,8 +44,8 @@ SETTINGS = {
 
 
 def options(**settings):
-    changed = (f"{key.replace('__', '.')}={json.dumps(value)}" for key, value in (SETTINGS | settings).items())
-    return [text for setting in changed for text in ("--set", setting)]
+    changed = SETTINGS | settings
+    return commands.settings(*(f"{key.replace('__', '.')}={json.dumps(changed[key])}" for key in changed))
 
 
 @pytest.fixture(scope="module")
@@ -66,21 +65,18 @@ def test_every_group_is_trained_once_or_carried(undisturbed):
     for stage in undisturbed.stages():
         in_play += stage.groups
         complete, cut = stores(stage)
-        assert list(stage.candidates()) == in_play
-        assert len(in_play) == CANDIDATES
+        assert list(stage.candidates()) == in_play and len(in_play) == CANDIDATES
         assert set(complete.group_ids) | set(cut.group_ids) == set(in_play)
         assert complete.chosen == complete.group_ids[:TRAINED]
         trained += complete.chosen
         in_play = [group for group in in_play if group not in complete.chosen]
         assert sealed_groups(stage.rollouts, "carried") == in_play
         assert cut.chosen == [group for group in cut.group_ids if group not in complete.group_ids]
+        finished = max(0, TRAINED - (CANDIDATES - len(cut.group_ids)))  # the first ones, if too few are complete
+        assert [group for group in cut.group_ids if group in complete.group_ids] == cut.group_ids[:finished]
         (event,) = [e for e in events(undisturbed, "partial_rollouts") if e["stage"] == stage.number]
-        finished = len(set(complete.group_ids) & set(cut.group_ids))
-        # the first unfinished ones, if too few are complete
-        assert finished == max(0, TRAINED - (CANDIDATES - len(cut.group_ids)))
-        assert set(cut.group_ids[:finished]) <= set(complete.group_ids)
-        assert (event["chosen"], event["carried"]) == (TRAINED, CANDIDATES - TRAINED)
-        assert (event["complete"], event["finished"]) == (len(complete.group_ids) - finished, finished)
+        counts = {"chosen": TRAINED, "carried": CANDIDATES - TRAINED, "finished": finished}
+        assert event.items() >= (counts | {"complete": len(complete.group_ids) - finished}).items()
     assert sorted([*trained, *in_play]) == list(range(CANDIDATES + (STAGES - 1) * TRAINED))
     assert [update["update"] for update in metrics(undisturbed)] == list(range(1, 10))
     assert not events(undisturbed, "resume")
@@ -102,22 +98,6 @@ def test_a_response_gets_its_token_budget_in_each_stage(undisturbed):
                 assert (tokens[:-1] == BUDGET).all() and (tokens[-1] <= BUDGET or group.group_id in cut.group_ids)
                 versions_seen.add(tuple(versions.tolist()))
     assert {(0, 3), (0, 3, 6)} <= versions_seen, "the test needs responses that two and three stages have sampled"
-
-
-def test_each_span_has_the_log_probs_of_its_own_policy(undisturbed):
-    apart = 0
-    for stage in undisturbed.stages():
-        store = stores(stage)[0]
-        for group in store.read(store.chosen):
-            for response in group.responses:
-                own = np.zeros(len(response.tokens), np.float32)
-                for version in np.unique(response.versions):
-                    policy = undisturbed.version(int(version))
-                    under = logprobs_under(policy, group, response, SETTINGS["rollout__temperature"])
-                    own[response.versions == version] = under[response.versions == version]
-                np.testing.assert_allclose(response.rollout_logprobs, own, rtol=0, atol=1e-4)
-                apart += bool(np.abs(under - own).max() > 1e-2)  # ``under``: all tokens under the newest policy
-    assert apart > 3, "the test needs policies that differ"
 
 
 def test_staleness_is_counted_token_by_token(undisturbed):
@@ -172,19 +152,18 @@ def test_discarded_attempts_are_counted_over_all_stages(worker, monkeypatch):
     assert sorted(response.discarded for response in group.responses) == [2, 2, 2, 3]
 
 
-def test_two_replicas_generate_the_same_groups(undisturbed, new_run, phases):  # noqa: F811
-    run = new_run("two", **SETTINGS, rollout__workers=2)
-    phases(run, "rollout")
+def test_two_replicas_generate_the_same_groups(undisturbed, recipe, tmp_path):
+    train(recipe, tmp_path / "two", *options(rollout__workers=2), "--until", "rollout:0")
+    run = RunDir.open(tmp_path / "two")
     for ours, theirs in zip(stores(run.stage(0)), stores(undisturbed.stage(0)), strict=True):
         assert (ours.group_ids, ours.chosen) == (theirs.group_ids, theirs.chosen)
 
 
-FIRST, SECOND = "stages/000/rollouts", "stages/001/rollouts"
 MOMENTS = (  # (pattern of a file operation, which of the matching ones)
-    (rf"replace .*{FIRST}/unfinished/.*_00000008\.arrow", 1),
-    (rf"replace .*{FIRST}/w[^/]*\.arrow", 1),
-    (rf"replace .*{FIRST}/SEALED", 1),  # between the seals
-    (rf"replace .*{SECOND}/.*\.arrow", 2),
+    (r"replace .*stages/000/rollouts/unfinished/.*_00000008\.arrow", 1),
+    (r"replace .*stages/000/rollouts/w[^/]*\.arrow", 1),
+    (r"replace .*stages/000/rollouts/SEALED", 1),  # between the seals
+    (r"replace .*stages/001/rollouts/.*\.arrow", 2),
 )
 
 
@@ -204,21 +183,22 @@ def test_the_audit_accounts_for_every_group_and_token(undisturbed):
     for row in found.stages:
         assert (row.generated, row.trained, row.not_chosen, row.pending) == (CANDIDATES, TRAINED, 0, 0)
         assert row.carried == CANDIDATES - TRAINED
-    last = undisturbed.stage(2)
-    complete, cut = stores(last)
-    carried = sealed_groups(last.rollouts, "carried")
+    complete, cut = stores(undisturbed.stage(2))
+    carried = sealed_groups(undisturbed.stage(2).rollouts, "carried")
     kept = [(cut if complete.missing([group]) else complete).read([group])[0] for group in carried]
     waiting = sum(len(response.tokens) for group in kept for response in group.responses)
     assert sum(row.tokens - row.trained_tokens for row in found.stages) == waiting
 
 
 def test_unfinished_responses_are_shown(undisturbed):
-    cut = [group for stage in undisturbed.stages() for group in stores(stage)[1].read(stores(stage)[1].group_ids)]
-    expected = sum(response.finish_reason == "unfinished" for group in cut for response in group.responses)
-    root = undisturbed.root
-    (row,) = query(root, "select count(*) as n from unfinished where finish_reason = 'unfinished'")
-    (both,) = query(root, "select count(*) as n from responses where finish_reason = 'unfinished'")
-    assert row["n"] == expected > 0 == both["n"]
+    root, stored = undisturbed.root, [stores(stage)[1] for stage in undisturbed.stages()]
+    cut = [response for store in stored for group in store.read(store.group_ids) for response in group.responses]
+    counts = [
+        list(query(root, f"select count(*) as n from {table} where finish_reason = 'unfinished'"))
+        for table in ("unfinished", "responses")
+    ]
+    expected = sum(response.finish_reason == "unfinished" for response in cut)
+    assert expected > 0 and counts == [[{"n": expected}], [{"n": 0}]]
     state = RunState(root, undisturbed.recipe)
     said = [describe_event(event, state) for event in state.poll() if event["event"] == "partial_rollouts"]
     assert said[0] == "stage 1/3 rollout chose 6 of 18 groups, carries 12 on"
@@ -247,7 +227,6 @@ def test_the_audit_finds_groups_that_are_not_carried(undisturbed, tmp_path, stag
         ({"rollout__oversample": 1.0}, "token_budget = 2, but with rollout.oversample = 1.0 .*above 1"),
         ({"schedule__kind": "live", "schedule__sync_every": 1, "schedule__max_lag": 2, "rollout__oversample": 1.0},
          "token_budget = 2 is only for .*live run schedule.partial"),
-        ({"actor__routing_replay": "actor"}, "routing_replay.*rollout.token_budget"),
     ],
 )  # fmt: skip
 def test_unusable_token_budgets_are_refused(recipe, changes, message):

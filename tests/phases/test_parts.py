@@ -9,17 +9,14 @@ import pytest
 from megarl.commands.one_phase import branch_recipe
 from megarl.errors import UserError
 from megarl.phases.generation import SAME_REWARDS, RolloutStats
-from megarl.phases.rollout_worker import join_experts
 from megarl.phases.samples import to_samples
 from megarl.phases.updates import remove_checkpoints
-from megarl.recipe.load import load_recipe, override_recipe, parse_recipe
+from megarl.recipe.load import load_recipe, override_recipe
 from megarl.recipe.tables import ObjectiveTable
 from megarl.rollout.engine import Completion, expert_type
 from megarl.storage.metrics.summary import summary
 from megarl.storage.rollouts import Group, Response
 from megarl.storage.run_dir import RunDir
-
-DECODING = SimpleNamespace(decoding=6, decoding_tokens=7)  # an engine
 
 
 def group(number, rewards):
@@ -54,20 +51,6 @@ def test_experts_are_replayed_where_the_engine_recorded_them():
         to_samples([*groups, group(1, [1.0, 0.0])], ObjectiveTable(), True)
 
 
-def test_each_span_of_a_continued_response_keeps_its_experts():
-    """The prompt, of three tokens, has the experts of the first span."""
-
-    def part(tokens, version, rows):
-        experts = None if version is None else np.full((rows, 2, 1), version, np.int8)
-        empty = np.zeros(tokens)
-        return Completion(0, 0, empty.astype(np.int32), empty.astype(np.float32), "interrupted", experts, version)
-
-    parts = [part(0, 7, 2), part(2, 4, 4), part(1, -1, 5), part(0, 8, 5), part(3, 5, 8)]
-    assert join_experts(parts)[:, 0, 0].tolist() == [4, 4, 4, 4, -1, 5, 5, 5]
-    assert join_experts(parts[1:2])[:, 1, 0].tolist() == [4, 4, 4, 4]
-    assert join_experts([part(2, None, 4), part(1, None, 5)]) is None
-
-
 @pytest.mark.parametrize(("experts", "name"), [(128, "int8"), (129, "int16")])
 def test_expert_ids_have_the_smallest_integer_type_that_also_holds_minus_one(experts, name):
     assert expert_type(experts) == name
@@ -82,69 +65,59 @@ def test_metrics_of_an_update():
     assert values["truncated_fraction"] == 0.25
 
 
+class Told(list):
+    """The events of a stage, with statistics that log them."""
+
+    def stats(self, advantage="group_mean", evaluated=0):
+        run = SimpleNamespace(recipe=SimpleNamespace(objective=SimpleNamespace(advantage=advantage)))
+        stage = SimpleNamespace(log_event=lambda kind, **event: self.append((kind, event)), run=run)
+        engine = SimpleNamespace(decoding=6, decoding_tokens=7)
+        worker = SimpleNamespace(engine=engine, scoring=SimpleNamespace(over_limit=1), discarded=0)
+        return RolloutStats(stage, 0, worker, evaluated=evaluated)
+
+
 @pytest.mark.parametrize(
-    ("advantage", "rewards", "warned"),
+    ("advantage", "rewards", "evaluated", "warned"),
     [
-        ("group_mean", [0.0, 0.0], True),
-        ("group_mean_std", [0.0, 1.0], False),
-        ("batch_normalised", [0.0, 0.0], False),
-        ("mine.py:advantage", [0.0, 0.0], False),
+        ("group_mean", [0.0, 0.0], 0, True),
+        ("group_mean", [0.0, 0.0], 9, False),
+        ("group_mean_std", [0.0, 1.0], 0, False),
+        ("batch_normalised", [0.0, 0.0], 0, False),
+        ("mine.py:advantage", [0.0, 0.0], 0, False),
     ],
 )
-def test_equal_rewards_in_the_first_groups_are_told_if_no_update_can_learn_from_them(advantage, rewards, warned):
-    """The last of the groups has ``rewards``, all others equal ones."""
-    stats = RolloutStats(None, 0, None)
+def test_equal_rewards_in_the_first_groups_are_told_once(advantage, rewards, evaluated, warned):
+    """If no update can learn from them. The last of the groups has ``rewards``, all others equal ones."""
+    told = Told()
+    stats = told.stats(advantage, evaluated)
     stats.step([], [group(number, [float(number % 2)] * 2) for number in range(SAME_REWARDS - 1)])
-    assert not stats.equal_rewards(advantage)
+    stats.log()
     stats.step([], [group(SAME_REWARDS, rewards)])
-    assert stats.equal_rewards(advantage) is warned
-
-
-@pytest.mark.parametrize(
-    ("evaluated", "expected"),
-    [(0, ["rollout_progress", "equal_rewards", "rollout_progress"]), (9, ["evaluation_progress"] * 2)],
-)
-def test_equal_rewards_are_told_once_and_not_of_an_evaluation(evaluated, expected):
-    told, worker = [], SimpleNamespace(engine=DECODING, scoring=SimpleNamespace(over_limit=0), discarded=0)
-    recipe = SimpleNamespace(objective=ObjectiveTable())
-    stage = SimpleNamespace(log_event=lambda kind, **_: told.append(kind), run=SimpleNamespace(recipe=recipe))
-    stats = RolloutStats(stage, 0, worker, evaluated=evaluated)
-    for number in range(SAME_REWARDS):
-        stats.step([], [group(number, [0.0, 0.0])])
     stats.log()
     stats.log()
-    assert told == expected
+    progress = "evaluation_progress" if evaluated else "rollout_progress"
+    assert [kind for kind, _ in told] == [progress, progress, *["equal_rewards"] * warned, progress]
 
 
 def test_statistics_of_a_rollout():
-    scoring = SimpleNamespace(over_limit=1)
-    stats = RolloutStats(None, 0, SimpleNamespace(engine=DECODING, scoring=scoring, discarded=0))
+    told = Told()
+    stats = told.stats()
     scored = [group(n, rewards) for n, rewards in enumerate([[1.0, 1.0], [0.0, 0.0], [1.0, 0.0], [1.0, 1.0]])]
-    ended = [np.zeros(length, np.float32) for length in (3, 5, 4)]
-    reasons = ("stop", "length", "interrupted")
-    completions = [Completion(0, 0, x.astype(np.int32), x, why, None, 0) for x, why in zip(ended, reasons, strict=True)]
-    stats.step(completions, scored)
-    event = stats.event()
-    assert (event["groups"], event["responses"], event["decoding"], event["decoding_tokens"]) == (4, 8, 6, 7)
-    assert (event["ended"], event["tokens"]) == (2, 12)
-    assert event["over_limit"] == 1
-    assert (event["longest"], event["truncated"], event["reward_sum"]) == (2, 3, 5.0)
+    ended = {"stop": np.zeros(3, np.float32), "length": np.zeros(5, np.float32), "interrupted": np.zeros(4, np.float32)}
+    stats.step([Completion(0, 0, x.astype(np.int32), x, why, None, 0) for why, x in ended.items()], scored)
+    stats.log()
+    expected = {"groups": 4, "responses": 8, "decoding": 6, "decoding_tokens": 7, "ended": 2, "tokens": 12}
+    expected |= {"over_limit": 1, "longest": 2, "truncated": 3, "reward_sum": 5.0}
+    assert told[0][1].items() >= expected.items()
 
 
-def test_a_run_resumes_with_other_memory_replicas_and_engines(tmp_path):
-    tables = {
-        "model": {"path": "/model"},
-        "data": {"source": "file", "train": "/prompts.jsonl"},
-        "reward": {"kind": "exact"},
-        "stages": {"1": {"engine": "vllm"}},
-    }
-    recipe = parse_recipe(tables)
+def test_a_run_resumes_with_other_memory_replicas_and_engines(recipe, tmp_path):
+    recipe = load_recipe(recipe, ["stages.1.engine=vllm"])
     assert {stage: table.engine for stage, table in recipe.distinct_rollouts.items()} == {0: "builtin", 1: "vllm"}
-    assert recipe.rollout_of(4) == recipe.rollout_of(3) == recipe.rollout
+    assert recipe.rollout_of(0) == recipe.rollout
     RunDir.create(tmp_path, recipe)
-    smaller = override_recipe(
-        recipe, ["rollout.memory_fraction=0.5", "stages.1.workers=2", "rollout.groups_per_chunk=16"]
-    )
+    changes = ["rollout.memory_fraction=0.5", "stages.1.workers=2", "rollout.groups_per_chunk=16"]
+    smaller = override_recipe(recipe, changes)
     assert RunDir.create(tmp_path, smaller).recipe.rollout_of(1).workers == 2
     assert RunDir.open(tmp_path).recipe.rollout_of(1).memory_fraction == 0.5
     other = RunDir.create(tmp_path, override_recipe(smaller, ["stages.1.engine=builtin"]))
@@ -189,21 +162,16 @@ def test_a_branch_in_other_batches_makes_as_many_updates_as_its_groups_fill(reci
     assert branch_recipe(stage, changes).schedule.updates_per_stage == updates
 
 
-@pytest.mark.parametrize(("keep", "stay"), [(1, [2]), (2, [1, 2]), (9, [0, 1, 2]), (None, [0, 1, 2])])
+@pytest.mark.parametrize(("keep", "stay"), [(1, [0, 3]), (2, [0, 2, 3]), (9, [0, 1, 2, 3]), (None, [0, 1, 2, 3])])
 def test_checkpoints_of_the_last_finished_stages_are_kept(recipe, tmp_path, keep, stay):
-    overrides = [] if keep is None else [f"actor.keep_stages={keep}"]
-    run = RunDir.create(tmp_path / "run", load_recipe(recipe, overrides))
-    for stage in range(3):
-        (run.stage(stage).checkpoints / "update_000006").mkdir(parents=True)
-    remove_checkpoints(run, 3)
-    assert [stage for stage in range(3) if run.stage(stage).checkpoints.exists()] == stay
-
-
-def test_a_branch_never_removes_the_checkpoints_of_its_origin(recipe, tmp_path):
+    """Those of the run: the first stage has a link to those of another."""
+    settings = [f"actor.keep_stages={keep}"] if keep else []
+    run = RunDir.create(tmp_path / "run", load_recipe(recipe, ["schedule.stages=4", *settings]))
     origin = tmp_path / "origin"
-    (origin / "update_000006").mkdir(parents=True)
-    run = RunDir.create(tmp_path / "run", load_recipe(recipe, ["actor.keep_stages=1"]))
-    run.stage(0).checkpoints.parent.mkdir(parents=True)
+    for checkpoints in (origin, *(run.stage(stage).checkpoints for stage in (1, 2, 3))):
+        (checkpoints / "update_000006").mkdir(parents=True)
+    run.stage(0).directory.mkdir(parents=True, exist_ok=True)
     run.stage(0).checkpoints.symlink_to(origin)
-    remove_checkpoints(run, 2)
+    remove_checkpoints(run, 4)
+    assert [stage for stage in range(4) if run.stage(stage).checkpoints.exists()] == stay
     assert (origin / "update_000006").exists()

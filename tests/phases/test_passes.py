@@ -3,34 +3,23 @@
 import pytest
 
 from megarl.views.audit import audit
-from tests.actor.ranks import run_ranks
 from tests.helpers import read_lines
-from tests.phases import plain_loop
-from tests.phases.commands import succeed, train
-
-SETTINGS = ("schedule.stages=1", "schedule.passes=2", "eval.every=0")
-OPTIONS = [part for setting in SETTINGS for part in ("--set", setting)]
-WEIGHTS = "final/model.safetensors"
+from tests.phases.commands import settings, succeed, train
 
 
 @pytest.fixture(scope="module")
 def twice(recipe, tmp_path_factory):
     """A run of one stage with two passes of three updates."""
     run = tmp_path_factory.mktemp("twice") / "run"
-    train(recipe, run, *OPTIONS)
+    train(recipe, run, *settings("schedule.stages=1", "schedule.passes=2", "eval.every=0"))
     return run
 
 
-def test_every_pass_trains_the_same_batches_in_the_same_order(twice, tmp_path):
+def test_every_pass_trains_the_same_batches_in_the_same_order(twice):
     updates = read_lines(twice / "metrics.jsonl")
     assert [(line["pass"], line["staleness"]) for line in updates] == [(0, 0), (0, 1), (0, 2), (1, 3), (1, 4), (1, 5)]
     of_groups = [[line[key] for key in ("reward/mean", "tokens", "trained_tokens")] for line in updates]
     assert of_groups[:3] == of_groups[3:] and len(set(map(tuple, of_groups[:3]))) == 3
-    run_ranks(plain_loop.train, (twice, tmp_path / "loop"), 1)
-    assert (tmp_path / "loop/model.safetensors").read_bytes() == (twice / WEIGHTS).read_bytes()
-
-
-def test_the_audit_of_several_passes_accounts_for_every_group(twice):
     found = audit(twice, 1000)
     assert found.problems == []
     (row,) = found.stages
@@ -42,8 +31,8 @@ def test_a_branch_trains_the_same_rollouts_in_batches_of_another_size(twice, tmp
     """By two ranks. 12 groups would fill 6 updates of 2 groups; the setting asks for 5."""
     branch = tmp_path / "branch"
     changes = ("schedule.prompts_per_update=2", "schedule.passes=1", "schedule.updates_per_stage=5")
-    options = [part for change in (*changes, "actor.processes_per_node=2") for part in ("--set", change)]
-    succeed("optimize", twice, "--stage", "0", "--output", branch, *options)
+    ranks = "actor.processes_per_node=2"
+    succeed("optimize", twice, "--stage", "0", "--output", branch, *settings(*changes, ranks))
     once, updates = read_lines(twice / "metrics.jsonl")[:3], read_lines(branch / "metrics.jsonl")
     assert [line["staleness"] for line in updates] == list(range(5)) and "pass" not in updates[0]
     # two updates of the branch train the groups of one update of the origin

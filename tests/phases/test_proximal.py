@@ -10,14 +10,13 @@ from megarl.storage.run_dir import RunDir
 from tests.actor.ranks import run_ranks
 from tests.helpers import read_lines
 from tests.phases import plain_loop
-from tests.phases.commands import train
+from tests.phases.commands import settings, train
 from tests.phases.test_kill import kill_at
 
-SETTINGS = (
+OPTIONS = settings(
     "objective.name=decoupled_ppo", "objective.proximal_updates=3", "objective.eps_low=0.001",
     "objective.eps_high=0.001", "actor.checkpoint_every=3", "schedule.stages=1", "eval.every=0", "metrics.detail=2",
 )  # fmt: skip
-OPTIONS = [part for setting in SETTINGS for part in ("--set", setting)]
 WEIGHTS = "final/model.safetensors"
 
 
@@ -52,12 +51,9 @@ def test_every_nth_line_of_metrics_has_details(run):
     tokens = line["muted_tokens"]
     muted = round(line["trained_tokens"] * (1 - line["kept_fraction"]))
     assert sum(tokens["muted"]) == muted > 0  # all tokens are listed, since the vocabulary has fewer than 50
-    assert tokens["muted"] == sorted(tokens["muted"], reverse=True)
-    assert all(0 <= a <= b for a, b in zip(tokens["muted"], tokens["trained"], strict=True))
     tokenizer = load_tokenizer(RunDir.open(run).recipe.model.tokenizer_path)
     assert tokens["text"] == [tokenizer.decode([token]) for token in tokens["id"]] and "a" in tokens["text"]
     assert sum(map(sum, line["entropy_by_ratio"]["counts"])) == line["trained_tokens"]
-    assert {"prefix/reverse_chi2", "prefix_occupancy/q01", "entropy_covariance"} <= line.keys()
     for line in lines:  # without variance in its groups a batch has no positive or negative advantages
         for name in ("response_tokens/positive", "response_tokens/negative", "positive_share/loss"):
             assert (name in line) == (line["zero_variance_fraction"] < 1), (line["update"], name)

@@ -29,13 +29,9 @@ def response(token, finish_reason="stop"):
     return Response(np.full(1, token, np.int32), np.zeros(1, np.float32), 0.0, finish_reason, 0)
 
 
-def text(tokens):
-    return str(tokens[0])
-
-
 def make(in_order, groups=3, samples=2, **table):
     pool = ScriptedPool()
-    scoring = Scoring(pool, RewardTable(kind="exact", **table), text, in_order, longest=10)
+    scoring = Scoring(pool, RewardTable(kind="exact", **table), lambda tokens: str(tokens[0]), in_order, longest=10)
     pending = [PendingGroup(i, Prompt(i, "", (5,), "", {}), samples) for i in range(groups)]
     return pool, scoring, pending
 

@@ -1,26 +1,16 @@
 """Stalled processes are found within their limit: SIGSTOP to each kind of process, SIGKILL to checkpoint writers."""
 
 import json
-import subprocess
-import sys
 import time
 from types import SimpleNamespace
 
-import psutil
 import pytest
 
+from megarl.storage.run_dir import RunDir
 from megarl.workers.watch import Watch, Watched
 from tests.extent import few
-from tests.helpers import (
-    fork_server_of,
-    megarl,
-    processes_of,
-    read_lines,
-    start_megarl,
-    wait_until_held,
-    wait_until_nobody_works_on,
-)
-from tests.phases.test_kill import assert_same_run
+from tests.helpers import events, fork_server_of, metrics, processes_of, wait_until_nobody_works_on
+from tests.phases.commands import settings, start_held, train
 
 pytestmark = pytest.mark.crash
 
@@ -31,8 +21,14 @@ EVALUATES = ("eval.every=1", "eval.prompts=128", "eval.samples=8")
 WRITES = r"open .*/checkpoints/\.update_000004\..*\.tmp/__0_1"  # opened by a fork of a fork of the rank
 
 
-def settings(*others):
-    return [part for setting in (*SMALL, f"run.stall_seconds={SECONDS}", *others) for part in ("--set", setting)]
+@pytest.fixture
+def start(recipe, tmp_path):
+    """A function that starts a run, in tmp_path / "run", and returns it with the process that is held."""
+    run, marker = tmp_path / "run", tmp_path / "held"
+    small = settings(*SMALL, f"run.stall_seconds={SECONDS}")
+    return lambda operation, count, *more: start_held(
+        marker, operation, count, "train", recipe, "--run-dir", run, *small, *more
+    )
 
 
 def of_rank(name):
@@ -50,87 +46,62 @@ def supervisor(parent):
 TRAINS, STORES = "open .*/metrics.jsonl", r"replace .*/rollouts/.*\.arrow"
 EVALUATED = r"replace .*/evaluations/.*\.arrow"
 
-# case: (finds the process to stop, what is held, settings, phase, place that the message names)
+# case: (finds the process to stop, what is held and how often before, settings, phase, place that the message names)
 CASES = {
-    "trainer": (of_rank("optimize:0"), TRAINS, (), "optimize", "update"),  # also matches the checkpoint update_000002
-    "generator": (of_rank("rollout:0"), STORES, (), "rollout", "chunk "),
-    "supervisor of verifiers": (supervisor, STORES, (), "rollout", "chunk "),
-    "evaluating": (of_rank("evaluate:0"), EVALUATED, (*LIVE, *EVALUATES), "evaluate", ""),
-    "live trainer": (of_rank("live:0"), TRAINS, LIVE, "live", ""),
-    "live generator": (of_rank("live:1"), STORES, LIVE, "live", ""),
-    "fork server": (fork_server_of, TRAINS, (), "optimize", ""),
-    "writer": (None, WRITES, ("actor.checkpoint_every=4", "run.stall_seconds=24"), "optimize", "update_000004"),
+    "trainer": (of_rank("optimize:0"), (TRAINS, 2), (), "optimize", "update"),  # also matches the checkpoint
+    "generator": (of_rank("rollout:0"), (STORES, 2), (), "rollout", "chunk "),
+    "supervisor of verifiers": (supervisor, (STORES, 2), (), "rollout", "chunk "),
+    "evaluating": (of_rank("evaluate:0"), (EVALUATED, 1), (*LIVE, *EVALUATES), "evaluate", ""),
+    "live trainer": (of_rank("live:0"), (TRAINS, 2), LIVE, "live", ""),
+    "live generator": (of_rank("live:1"), (STORES, 2), LIVE, "live", ""),
+    "fork server": (fork_server_of, (TRAINS, 2), (), "optimize", ""),
+    "writer": (None, (WRITES, 1), ("actor.checkpoint_every=4", "run.stall_seconds=24"), "optimize", "update_000004"),
 }
 
 
 @pytest.mark.parametrize("case", few(CASES, "live generator", "fork server", "writer"))
-def test_a_stopped_process_ends_the_phase_and_is_named(case, recipe, tmp_path):
+def test_a_stopped_process_ends_the_phase_and_is_named(case, start, tmp_path):
     find, operation, others, phase, place = CASES[case]
-    run, held = tmp_path / "run", tmp_path / "held"
-    hold = [operation, 1 if case in ("writer", "evaluating") else 2, str(held)]
-    command = start_megarl("train", recipe, "--run-dir", run, *settings(*others), hold=hold)
-    writer = wait_until_held(command, held)
-    victim = find(command.pid) if find else psutil.Process(writer)
+    run = tmp_path / "run"
+    command, held = start(*operation, *settings(*others))
+    victim = find(command.pid) if find else held
     name = victim.name()
     victim.suspend()
-    held.write_text("")
+    (tmp_path / "held").write_text("")
     assert command.wait() == 1, command.stderr
     message = command.stderr[command.stderr.rindex("megarl: ") :]
     first = message.splitlines()[0]
     assert f"{phase} of stage 0: no progress for" in first and f"process {victim.pid} ({name})" in first, message
     assert "is stopped" in first and place in first, message
-    (event,) = [event for event in read_lines(run / "events.jsonl") if event["event"] == "no_progress"]
+    (event,) = events(RunDir.open(run), "no_progress")
     assert event["phase"] == phase and event["cause"] in first
     assert event["cause"] in command.stdout  # the progress display
-    rank = 1 if case == "live generator" else 0
-    log = run / f"logs/000_{phase}/attempt_0/rank_000{rank}.log"
+    log = run / f"logs/000_{phase}/attempt_0/rank_000{int(case == 'live generator')}.log"
     assert str(log) in message
     if case != "fork server":  # the ranks that it had forked were not stopped and have ended
         assert "most recent call first" in log.read_text()
     wait_until_nobody_works_on(run)
 
 
-def test_a_phase_with_a_stopped_trainer_is_restarted(recipe, tmp_path):
-    undisturbed = megarl("train", recipe, "--run-dir", tmp_path / "undisturbed", *settings())
-    assert undisturbed.returncode == 0, undisturbed.stderr
-    run, held = tmp_path / "run", tmp_path / "held"
-    hold = [TRAINS, 4, str(held)]
-    command = start_megarl("train", recipe, "--run-dir", run, *settings("run.max_restarts=1"), hold=hold)
-    trainer = psutil.Process(wait_until_held(command, held))
+def test_a_phase_with_a_stopped_trainer_is_restarted(start, tmp_path):
+    command, trainer = start(TRAINS, 4, *settings("run.max_restarts=1"))
     trainer.suspend()
-    held.write_text("")
+    (tmp_path / "held").write_text("")
     assert command.wait() == 0, command.stderr
-    (restart,) = [event for event in read_lines(run / "events.jsonl") if event["event"] == "restart"]
+    run = RunDir.open(tmp_path / "run")
+    (restart,) = events(run, "restart")
     assert "no progress for" in restart["cause"] and f"process {trainer.pid} (optimize:0)" in restart["cause"]
-    assert "most recent call first" in (run / "logs/000_optimize/attempt_0/rank_0000.log").read_text()
-    assert_same_run(tmp_path / "undisturbed", run)
-
-
-def test_a_stopped_verifier_is_replaced(recipe, tmp_path):
-    run, held = tmp_path / "run", tmp_path / "held"
-    arguments = ("train", recipe, "--run-dir", run, "--until", "rollout:0", *settings())
-    command = start_megarl(*arguments, hold=[STORES, 2, str(held)])
-    wait_until_held(command, held)
-    worker = supervisor(command.pid).children()[0]
-    worker.suspend()
-    held.write_text("")
-    assert command.wait() == 0, command.stderr
-    assert not [event for event in read_lines(run / "events.jsonl") if event["event"] == "no_progress"]
-    assert not worker.is_running()
+    assert [update["update"] for update in metrics(run)] == list(range(1, 13))
 
 
 @pytest.mark.parametrize("generation", ["fork of a fork", "fork"])
-def test_a_killed_checkpoint_writer_fails_the_save_at_once(generation, recipe, tmp_path):
-    run, held = tmp_path / "run", tmp_path / "held"
-    patient = settings("actor.checkpoint_every=4", "run.stall_seconds=600")
-    command = start_megarl("train", recipe, "--run-dir", run, *patient, hold=[WRITES, 1, str(held)])
-    writer = psutil.Process(wait_until_held(command, held))
+def test_a_killed_checkpoint_writer_fails_the_save_at_once(generation, start, recipe, tmp_path):
+    command, writer = start(WRITES, 1, *settings("actor.checkpoint_every=4", "run.stall_seconds=600"))
     (writer if generation == "fork of a fork" else writer.parent()).kill()
     assert command.wait() == 1
     assert "a process that wrote the checkpoint update_000004 was killed by signal 9" in command.stderr, command.stderr
-    result = megarl("train", recipe, "--run-dir", run, *patient)
-    assert result.returncode == 0, result.stderr
-    assert [update["update"] for update in read_lines(run / "metrics.jsonl")] == list(range(1, 13))
+    train(recipe, tmp_path / "run", *settings(*SMALL, "actor.checkpoint_every=4"))
+    assert [update["update"] for update in metrics(RunDir.open(tmp_path / "run"))] == list(range(1, 13))
 
 
 class Clock:
@@ -192,15 +163,6 @@ def test_a_stall_is_found_if_all_ranks_of_the_only_node_wait(alone, monkeypatch,
     assert bool(found) == alone  # with several nodes, ranks of the others may be at work
 
 
-HANDLES = """
-import signal
-signal.signal(signal.SIGUSR1, lambda *_: None)
-print("begins", flush=True)
-while True:
-    signal.pause()
-"""
-
-
 def test_the_dump_waits_until_stacks_are_complete(tmp_path, monkeypatch):
     """They are written line by line, at times of a simulated clock."""
     log, now, lines = tmp_path / "log", 0.0, [(0.2, "File\n"), (0.9, "File\n"), (1.6, "end\n")]
@@ -212,12 +174,7 @@ def test_the_dump_waits_until_stacks_are_complete(tmp_path, monkeypatch):
         while lines and lines[0][0] <= now:
             log.write_text(log.read_text() + lines.pop(0)[1])
 
-    with subprocess.Popen([sys.executable, "-c", HANDLES], stdout=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout.readline() == "begins\n"
-            watch = Watch([Watched(0, process.pid, tmp_path / "beats", log)], 1.0, True, print)
-            monkeypatch.setattr("megarl.workers.watch.time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
-            watch.dump([])
-        finally:
-            process.kill()
+    monkeypatch.setattr("megarl.workers.watch.os", SimpleNamespace(kill=lambda *_: None))
+    monkeypatch.setattr("megarl.workers.watch.time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
+    Watch([Watched(0, 1, tmp_path / "beats", log)], 1.0, True, print).dump([])
     assert log.read_text() == "File\nFile\nend\n" and now < 5

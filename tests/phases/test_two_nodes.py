@@ -1,6 +1,5 @@
 """Runs on two nodes, whose agents are two processes of one machine, compared with the same run on one node."""
 
-import json
 import os
 import shutil
 import signal
@@ -9,13 +8,21 @@ import time
 import pytest
 
 from megarl.errors import UserError
-from megarl.storage.rollouts import RolloutStore
-from megarl.workers.node_rank import NodeRank, find_node_rank, first_host
+from megarl.workers.node_rank import NodeRank, find_node_rank
 from megarl.workers.nodes import LEADER_LOST_SECONDS
 from tests.extent import EVERY
-from tests.helpers import free_ports, megarl, processes_of, start_megarl, stop_and_release, wait_until_nobody_works_on
+from tests.helpers import (
+    free_ports,
+    processes_of,
+    read_lines,
+    start_megarl,
+    stop_and_release,
+    wait_until_nobody_works_on,
+)
 from tests.network import Network
-from tests.phases.test_kill import lines
+from tests.phases import commands
+from tests.phases.commands import train
+from tests.phases.test_kill import lines, rollouts_of
 
 # a task that an untrained model sometimes solves, since one letter in its place is enough: else there is no gradient
 EASY = ("reward.kind=reasoning_gym", "reward.correct_above=0.1", "reward.require_stop=false")
@@ -32,7 +39,7 @@ SILENT = "or hangs: no heartbeat for 15 s"  # as docs/architecture.md says
 
 
 def settings(*others):
-    return [part for setting in (*SETTINGS, *others) for part in ("--set", setting)]
+    return commands.settings(*SETTINGS, *others)
 
 
 class TwoNodes:
@@ -58,6 +65,10 @@ class TwoNodes:
         """(exit code, output) of each agent."""
         return [(agent.wait(timeout), agent.stdout + agent.stderr) for agent in self.agents]
 
+    def succeed(self):
+        for code, output in self.wait():
+            assert code == 0, output
+
     def wait_for(self, condition):
         while not condition(self.run):
             for agent in self.agents:
@@ -71,9 +82,6 @@ class TwoNodes:
         for held in self.held.values():
             held.write_text("")
 
-    def children(self, rank, phase):
-        return processes_of(self.agents[rank].pid, phase)
-
     def __enter__(self):
         return self
 
@@ -84,12 +92,11 @@ class TwoNodes:
 
 
 def updates(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return read_lines(run / "metrics.jsonl")
 
 
 def events(run, name):
-    found = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    return [event for event in found if event["event"] == name]
+    return [event for event in read_lines(run / "events.jsonl") if event["event"] == name]
 
 
 def complaint(output):
@@ -100,8 +107,7 @@ def complaint(output):
 @pytest.fixture(scope="module")
 def one_node(recipe, tmp_path_factory):
     run = tmp_path_factory.mktemp("one") / "run"
-    result = megarl("train", recipe, "--run-dir", run, *settings("rollout.workers=2", "actor.processes_per_node=2"))
-    assert result.returncode == 0, result.stderr
+    train(recipe, run, *settings("rollout.workers=2", "actor.processes_per_node=2"))
     return run
 
 
@@ -109,8 +115,7 @@ def one_node(recipe, tmp_path_factory):
 def two_nodes(recipe, tmp_path_factory):
     run = tmp_path_factory.mktemp("two") / "run"
     with TwoNodes(recipe, run) as two:
-        for code, output in two.wait():
-            assert code == 0, output
+        two.succeed()
     return run
 
 
@@ -124,13 +129,7 @@ def sealed(two_nodes, tmp_path):
 
 
 def assert_same_rollouts(one, other):
-    stores = [RolloutStore(run / "stages/000/rollouts") for run in (one, other)]
-    assert stores[0].group_ids == stores[1].group_ids
-    for one, other in zip(*(store.read(store.group_ids) for store in stores), strict=True):
-        for a, b in zip(one.responses, other.responses, strict=True):
-            assert (
-                a.tokens.tolist() == b.tokens.tolist() and a.rollout_logprobs.tobytes() == b.rollout_logprobs.tobytes()
-            )
+    assert rollouts_of(one / "stages/000/rollouts") == rollouts_of(other / "stages/000/rollouts")
 
 
 def assert_same_result(one, other):
@@ -184,9 +183,8 @@ def test_sigterm_to_one_agent_saves_between_checkpoints_and_the_run_continues(re
     assert 0 < done < 6
     wait_until_nobody_works_on(sealed)
     with TwoNodes(recipe, sealed) as two:
-        (code, output), _ = two.wait()
-    assert code == 0, output
-    assert f"skips {done} of 6 updates" in output
+        two.succeed()
+    assert f"skips {done} of 6 updates" in two.agents[0].stdout + two.agents[0].stderr
     assert [event["skipped"] for event in events(sealed, "resume")] == [done]
     assert_same_result(two_nodes, sealed)
 
@@ -195,12 +193,11 @@ def test_dead_process_of_one_node_restarts_the_phase_on_both(recipe, two_nodes, 
     run = tmp_path / "run"
     with TwoNodes(recipe, run, "--until", "rollout:0", hold=A_SHARD) as two:
         two.wait_until_held()
-        two.wait_for(lambda _: two.children(1, "rollout"))
-        (worker,) = two.children(1, "rollout")
-        worker.send_signal(signal.SIGKILL)
+        two.wait_for(lambda _: processes_of(two.agents[1].pid, "rollout"))
+        (worker,) = processes_of(two.agents[1].pid, "rollout")
+        worker.kill()
         two.release()
-        for code, output in two.wait():
-            assert code == 0, output
+        two.succeed()
     (restart,) = events(run, "restart")
     assert restart["phase"] == "rollout" and restart["attempt"] == 1
     assert "rank 1, node 1" in restart["cause"] and "killed by signal 9" in restart["cause"]
@@ -209,17 +206,17 @@ def test_dead_process_of_one_node_restarts_the_phase_on_both(recipe, two_nodes, 
 
 
 def test_a_stopped_process_of_one_node_is_named_and_all_ranks_are_listed(recipe, sealed):
-    options = ("--set", "run.stall_seconds=20", "--set", "run.max_restarts=0")
-    with TwoNodes(recipe, sealed, *options, hold=SECOND_UPDATE) as two:
+    patience = commands.settings("run.stall_seconds=20", "run.max_restarts=0")
+    with TwoNodes(recipe, sealed, *patience, hold=SECOND_UPDATE) as two:
         two.wait_until_held()
-        (rank,) = two.children(1, "optimize")
+        (rank,) = processes_of(two.agents[1].pid, "optimize")
         rank.suspend()
         two.release()
         (code, output), _ = two.wait()
     assert code == 1
     message = complaint(output)
-    assert "node 1" in message.splitlines()[0] and "no progress for" in message.splitlines()[0], message
-    assert f"process {rank.pid} (optimize:1) of rank 1 is stopped" in message.splitlines()[0], message
+    for words in ("node 1", "no progress for", f"process {rank.pid} (optimize:1) of rank 1 is stopped"):
+        assert words in message.splitlines()[0], message
     assert all(f"rank {number} (process" in message for number in (0, 1)), message
     # to write its stack the stopped process is continued, and the other one may then end its work before it is asked
     assert "most recent call" in (sealed / "logs/000_optimize/attempt_0/rank_0001.log").read_text()
@@ -255,8 +252,7 @@ def test_nodes_on_a_slow_link_survive_a_moment_without_it_and_end_in_time_once_i
         assert events(run, "restart") == []
         network.cut(False)
         with TwoNodes(recipe, run, network=network) as two:
-            for code, output in two.wait():
-                assert code == 0, output
+            two.succeed()
     assert [update["update"] for update in updates(run)] == list(range(1, 7))
     assert_same_rollouts(two_nodes, run)
     assert_same_result(two_nodes, run)
@@ -264,6 +260,7 @@ def test_nodes_on_a_slow_link_survive_a_moment_without_it_and_end_in_time_once_i
 
 TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "h"}
 SLURM = {"SLURM_JOB_ID": "20007", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "1"}
+SLURM |= {"SLURM_STEP_NODELIST": "gpu[07-09],x"}
 
 
 @pytest.mark.parametrize(
@@ -271,13 +268,13 @@ SLURM = {"SLURM_JOB_ID": "20007", "SLURM_STEP_NUM_NODES": "2", "SLURM_STEP_NUM_T
     [
         ({}, NodeRank()),
         ({"SLURM_JOB_ID": "5", "SLURM_NNODES": "2"}, NodeRank()),  # a batch script outside any step
-        ({**SLURM, "SLURM_STEP_NODELIST": "gpu[07-09],x"}, NodeRank(1, 2, "gpu07", 25014)),
-        ({**SLURM, "SLURM_STEP_NODELIST": "a,b", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "99"},
-         NodeRank(1, 2, "10.0.0.1", 99)),
-        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "7"}, NodeRank(0, 2, "h", 7)),
+        (SLURM, NodeRank(1, 2, "gpu07", 25014)),
+        (SLURM | {"MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "99"}, NodeRank(1, 2, "10.0.0.1", 99)),
+        (SLURM | {"SLURM_STEP_NODELIST": "r[2-3]n[4,5]"}, NodeRank(1, 2, "r2n4", 25014)),
+        (TWO | {"MASTER_PORT": "7"}, NodeRank(1, 2, "h", 7)),
         (TWO, NodeRank(1, 2, "h", 29500)),
     ],
-)  # fmt: skip
+)
 def test_node_rank_from_the_environment(environment, place):
     assert find_node_rank(environment) == place
 
@@ -285,32 +282,13 @@ def test_node_rank_from_the_environment(environment, place):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        ({**SLURM, "SLURM_STEP_NODELIST": "a,b", "SLURM_STEP_NUM_TASKS": "16"}, "16 tasks on 2 nodes"),
-        ({"NNODES": "2", "NODE_RANK": "0", "MASTER_PORT": "7"}, "MASTER_ADDR is not"),
-        (
-            {"NNODES": "2", "NODE_RANK": "2", "MASTER_ADDR": "h", "MASTER_PORT": "7"},
-            "NODE_RANK = '2': .* from 0 to 1",
-        ),
-        ({"NNODES": "two", "NODE_RANK": "0", "MASTER_ADDR": "h"}, "NNODES = 'two': expected an integer"),
-        ({**TWO, "MASTER_PORT": "x"}, "MASTER_PORT = 'x': expected an integer"),
-        ({**TWO, "MASTER_PORT": "65536"}, "MASTER_PORT = '65536': expected an integer from 1 to 65534"),
-        ({**TWO, "MASTER_PORT": "0"}, "MASTER_PORT = '0': expected an integer from 1 to 65534"),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "16"}, "16 tasks on 2 nodes"),
+        ({"NNODES": "2", "NODE_RANK": "0"}, "MASTER_ADDR is not"),
+        (TWO | {"NODE_RANK": "2"}, "NODE_RANK = '2': .* from 0 to 1"),
+        (TWO | {"NNODES": "two"}, "NNODES = 'two': expected an integer"),
+        (TWO | {"MASTER_PORT": "65535"}, "MASTER_PORT = '65535': expected an integer from 1 to 65534"),
     ],
 )
 def test_wrong_environments_of_nodes_are_refused(environment, message):
     with pytest.raises(UserError, match=message):
         find_node_rank(environment)
-
-
-@pytest.mark.parametrize(
-    ("nodelist", "host"),
-    [
-        ("n1", "n1"),
-        ("gpu[001-004,009],b", "gpu001"),
-        ("r[2-3]n[4,5]", "r2n4"),
-        ("a,b", "a"),
-        ("10.0.0.[1-2]", "10.0.0.1"),
-    ],
-)
-def test_first_host_of_a_slurm_nodelist(nodelist, host):
-    assert first_host(nodelist) == host

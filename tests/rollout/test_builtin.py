@@ -85,6 +85,18 @@ def test_requests_are_served_one_after_another_with_the_same_results_as_alone(mo
         assert found == expected
 
 
+def test_a_continuation_in_another_block_of_random_numbers_changes_nothing(moe_dir):
+    engine, length = BuiltinEngine(moe_dir, 0), DRAWS + 20
+    whole = generate(engine, PROMPTS, sampling(PROMPTS, 1, length))
+    begun = generate(engine, PROMPTS, sampling(PROMPTS, 1, length, budget=DRAWS + 9))
+    prefixes = tuple(tuple(begun[key].tokens.tolist()) for key in sorted(begun))
+    assert {len(prefix) for prefix in prefixes} == {DRAWS + 9}
+    for key, rest in generate(engine, PROMPTS, sampling(PROMPTS, 1, length, prefixes=prefixes)).items():
+        assert [*begun[key].tokens, *rest.tokens] == whole[key].tokens.tolist()
+        both = np.concatenate([begun[key].logprobs, rest.logprobs])
+        np.testing.assert_allclose(both, whole[key].logprobs, rtol=0, atol=1e-5)
+
+
 def test_sleep_frees_the_weights(moe_dir):
     engine = BuiltinEngine(moe_dir, 0)
     weights = weakref.ref(next(engine._model.parameters()))

@@ -8,7 +8,6 @@ import threading
 import time
 from types import SimpleNamespace
 
-import psutil
 import pytest
 import torch.distributed as dist
 
@@ -27,9 +26,13 @@ pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExc
 
 @pytest.fixture
 def node(tmp_path):
-    """A function: rank -> the agent of one of two nodes."""
-    port = free_ports(2)[0]
-    return lambda rank, run_dir=tmp_path: Nodes(NodeRank(rank, 2, "127.0.0.1", port), run_dir=run_dir)
+    """A function: rank -> the agent of one of two nodes, with the port of their store."""
+
+    def start(rank, run_dir=tmp_path):
+        return Nodes(NodeRank(rank, 2, "127.0.0.1", start.port), run_dir=run_dir)
+
+    start.port = free_ports(2)[0]
+    return start
 
 
 @pytest.fixture(autouse=True)
@@ -45,118 +48,103 @@ def lost(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(
-    ("error", "outcome", "cause"),
-    [(OSError("no room in /tmp"), "failed", "no room in /tmp"), (KeyboardInterrupt(), "stopped", "KeyboardInterrupt")],
-)
-def test_an_agent_that_fails_or_is_stopped_reports_the_cause(error, outcome, cause, node):
+@contextlib.contextmanager
+def two(node, follow):
+    """The agent of the first node, while ``follow`` has that of the second in a thread."""
 
-    def follow():
-        with contextlib.suppress(type(error)), node(1) as agents:
-            agents.meet()
-            raise error
+    def work():
+        with contextlib.suppress(OSError), node(1) as agents:
+            follow(agents)
 
-    follower = threading.Thread(target=follow)
+    follower = threading.Thread(target=work)
     follower.start()
-    with node(0) as agents:
+    try:
+        with node(0) as agents:
+            yield agents
+    finally:
+        follower.join()
+
+
+def wait_until_aborted(agents):
+    while not agents.aborted():
+        time.sleep(0.01)
+
+
+def test_an_agent_that_fails_reports_the_cause(node):
+    def follow(agents):
+        agents.meet()
+        raise OSError("no room in /tmp")
+
+    with two(node, follow) as agents:
         agents.begin({})
-        while not agents.aborted():
-            time.sleep(0.01)
+        wait_until_aborted(agents)
         agents.report(Report("done"))
         report = agents.reports()[1]
-        assert report.outcome == outcome
-        assert "node 1" in report.cause and cause in report.cause
-    follower.join()
+        assert report.outcome == "failed"
+        assert "node 1" in report.cause and "no room in /tmp" in report.cause
 
 
 def test_the_end_of_the_first_agent_aborts_what_it_has_begun_and_ends_the_others(node, lost):
     seen = []
 
-    def follow():
-        with node(1) as agents:
-            assert agents.meet() is not None
-            while not agents.aborted():
-                time.sleep(0.01)
-            agents.report(Report("aborted"))
-            seen.append(agents.meet())
+    def follow(agents):
+        assert agents.meet() is not None
+        wait_until_aborted(agents)
+        agents.report(Report("aborted"))
+        seen.append(agents.meet())
 
-    follower = threading.Thread(target=follow)
-    follower.start()
-    with contextlib.suppress(OSError), node(0) as agents:
+    with contextlib.suppress(OSError), two(node, follow) as agents:
         agents.begin({})
         raise OSError("no space left on device")
-    follower.join()
     assert seen == [None] and lost.empty()
 
 
-def attempts(*events):
-    """What the first agent begins: attempts at an optimize phase, each with the size of its events.jsonl."""
-    begun = {"stage": 1, "phase": "optimize", "processes": 4}
-    return iter([*(begun | {"attempt": n, "events": size} for n, size in enumerate(events)), None])
-
-
 def test_other_agents_make_the_attempts_that_the_first_one_begins(recipe, tmp_path, monkeypatch):
-    """On some shared file systems it becomes visible late what the first agent wrote."""
-    run, seen = RunDir.create(tmp_path / "run", load_recipe(recipe)), []
+    """What it wrote may become visible late on a shared file system, and never on one that is not shared."""
+    run, seen, reports = RunDir.create(tmp_path / "run", load_recipe(recipe)), [], []
     run.stage(1).log_event("phase_start", phase="optimize", nodes=2, processes=4)
     after = run.events.read_bytes()
     run.events.unlink()
     monkeypatch.setattr(launcher.time, "sleep", lambda _: run.events.write_bytes(after))
     monkeypatch.setattr(launcher, "_run_here", lambda nodes, *attempt: seen.append(attempt))
-    met = attempts(len(after), len(after))
-    launcher.follow(SimpleNamespace(meet=met.__next__, report=lambda _: None, name=lambda: "node 1"), run.root)
+    begun = {"stage": 1, "phase": "optimize", "processes": 4, "events": len(after)}
+
+    def follow(attempts):
+        met = iter([*attempts, None])
+        launcher.follow(SimpleNamespace(meet=met.__next__, report=reports.append, name=lambda: "node 1"), run.root)
+
+    follow([begun | {"attempt": attempt} for attempt in (0, 1)])
     logs = [run.logs / f"001_optimize/attempt_{attempt}" for attempt in (0, 1)]
     assert seen == [(run.stage(1), "optimize", 4, folder) for folder in logs]
-
-
-def test_an_agent_with_another_file_system_refuses(recipe, tmp_path, monkeypatch):
-    run = RunDir.create(tmp_path / "run", load_recipe(recipe))
     monkeypatch.setattr(launcher, "APPEAR_SECONDS", 0)
-    met, reports = attempts(100), []
-    launcher.follow(SimpleNamespace(meet=met.__next__, report=reports.append, name=lambda: "node 1"), run.root)
-    assert reports[0].mistake and "lacks what node 0 wrote" in reports[0].cause and "nodes share" in reports[0].cause
+    follow([begun | {"attempt": 0, "events": len(after) + 1}])
+    last = reports[-1]
+    assert last.mistake and "lacks what node 0 wrote" in last.cause and "nodes share" in last.cause
 
 
 def test_a_replica_that_waits_for_others_can_be_interrupted():
-    class Left(Exception):
-        pass
-
-    asked = []
-
-    def leave():
-        asked.append(None)
-        if len(asked) == 3:
-            raise Left
-
-    with pytest.raises(Left):
-        ReplicaGroup(dist.HashStore(), 0, 2, leave).barrier("generated")
+    with pytest.raises(StopIteration):
+        ReplicaGroup(dist.HashStore(), 0, 2, iter(range(3)).__next__).barrier("generated")
 
 
-def test_an_agent_waits_for_the_start_after_one_that_is_ending(tmp_path):
+def test_an_agent_waits_for_the_start_after_one_that_is_ending(node, tmp_path, monkeypatch):
     """At the same port: its store says that the first agent has left, and then it ends."""
-    port, met, ends = free_ports(2)[0], [], threading.Event()
+    met, asked, check = [], threading.Event(), dist.PrefixStore.check
+    monkeypatch.setattr(dist.PrefixStore, "check", lambda *of: asked.set() or check(*of))
+    ending = nodes._serve(node.port)
+    (tmp_path / nodes.WORD).write_text("before")
+    ending.set(nodes.WORD, "before")
+    dist.PrefixStore("before", ending).set("0", json.dumps({"attempt": 1, "report": None, "left": True}))
 
     def follow():
-        with Nodes(NodeRank(1, 2, "127.0.0.1", port), run_dir=tmp_path) as agents:
+        with node(1) as agents:
             met.append(agents.meet())
 
-    before = nodes._serve(port)
-    asked = SimpleNamespace(check=dist.PrefixStore.check)
-
-    def check(store, keys):
-        ends.set()
-        return asked.check(store, keys)
-
-    (tmp_path / nodes.WORD).write_text("before")
-    before.set(nodes.WORD, "before")
-    dist.PrefixStore("before", before).set("0", json.dumps({"attempt": 1, "report": None, "left": True}))
     follower = threading.Thread(target=follow)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist.PrefixStore, "check", check)
-        follower.start()
-        assert ends.wait(60)
-    del before
-    with Nodes(NodeRank(0, 2, "127.0.0.1", port), run_dir=tmp_path) as agents:
+    follower.start()
+    assert asked.wait(60)
+    del ending
+    with node(0) as agents:
         agents.begin({"stage": 3})
         agents.report(Report("done"))
         follower.join()
@@ -164,35 +152,24 @@ def test_an_agent_waits_for_the_start_after_one_that_is_ending(tmp_path):
 
 
 def test_a_second_agent_of_a_node_is_refused(node, monkeypatch):
-    def follow():
-        with node(1) as agents:
-            agents.meet()
-
-    follower = threading.Thread(target=follow)
-    follower.start()
-    with node(0) as agents:
+    with two(node, lambda agents: agents.meet()) as agents:
         monkeypatch.setattr(nodes, "JOIN_SECONDS", 0.5)
         with pytest.raises(PhaseFailed, match=r"node 0 of 2 did not join .* a rank of their own"):
             node(1)
         agents.begin({})
-        follower.join()
         agents.report(Report("done"))
 
 
 def test_a_cause_is_cut_to_what_the_store_takes(node):
-    def follow():
-        with node(1) as agents:
-            agents.meet()
-            agents.report(Report("failed", "first line\n" + 2**23 * "x" + "\nlast line"))
-            agents.meet()
+    def follow(agents):
+        agents.meet()
+        agents.report(Report("failed", "first line\n" + 2**23 * "x" + "\nlast line"))
+        agents.meet()
 
-    follower = threading.Thread(target=follow)
-    follower.start()
-    with node(0) as agents:
+    with two(node, follow) as agents:
         agents.begin({})
         agents.report(Report("done"))
         cause = agents.reports()[1].cause
-    follower.join()
     assert len(cause) < 20_010 and cause.startswith("first line\n") and cause.endswith("\nlast line")
 
 
@@ -228,15 +205,12 @@ def test_the_processes_of_two_nodes_share_a_store_in_each_attempt(node, monkeypa
     """Another one in the next attempt, which must not see what torch wrote when this one failed."""
     places = []
 
-    def follow():
-        with node(1) as agents:
-            while agents.meet() is not None:
-                places.append(agents.phase_store)
-                agents.report(Report("done"))
+    def follow(agents):
+        while agents.meet() is not None:
+            places.append(agents.phase_store)
+            agents.report(Report("done"))
 
-    follower = threading.Thread(target=follow)
-    follower.start()
-    with node(0) as agents:
+    with two(node, follow) as agents:
         for attempt in range(2):
             agents.begin({})
             monkeypatch.setenv("MEGARL_STORE", agents.phase_store)
@@ -247,7 +221,6 @@ def test_the_processes_of_two_nodes_share_a_store_in_each_attempt(node, monkeypa
             agents.report(Report("done"))
             assert agents.reports() == {0: Report("done"), 1: Report("done")}
             assert places[attempt] == agents.phase_store
-    follower.join()
 
 
 def test_a_file_with_a_colon_in_its_path_is_no_address(tmp_path, monkeypatch):
@@ -267,16 +240,6 @@ def test_a_port_serves_every_attempt_and_a_taken_one_is_named():
         nodes._serve(port)
 
 
-def test_the_only_node_of_a_run_listens_nowhere():
-    before = {connection.laddr for connection in psutil.Process().net_connections() if connection.status == "LISTEN"}
-    with Nodes(NodeRank()) as agents:
-        agents.begin({})
-        agents.report(Report("done"))
-        assert agents.reports() == {0: Report("done")} and agents.phase_store == ""
-        now = {connection.laddr for connection in psutil.Process().net_connections() if connection.status == "LISTEN"}
-    assert now <= before
-
-
 @pytest.mark.parametrize("silent", [False, True])
 def test_a_follower_without_a_leader_says_where_it_looked(silent, tmp_path, monkeypatch):
     """silent: somebody else listens there and says nothing."""
@@ -294,43 +257,14 @@ def test_a_store_that_does_not_answer_is_noticed(node, monkeypatch, lost):
     monkeypatch.setattr(nodes, "DEAD_AFTER_SECONDS", 1.0)
     met, answers, get = threading.Event(), threading.Event(), dist.PrefixStore.get
 
-    def follow():
-        with contextlib.suppress(SystemExit), node(1) as agents:
-            agents.meet()
-            monkeypatch.setattr(dist.PrefixStore, "get", lambda *of: answers.wait(60) and get(*of))
-            met.set()
-            agents.meet()  # waits for an attempt that never begins
+    def follow(agents):
+        agents.meet()
+        monkeypatch.setattr(dist.PrefixStore, "get", lambda *of: answers.wait(60) and get(*of))
+        met.set()
+        agents.meet()  # waits for an attempt that never begins
 
-    follower = threading.Thread(target=follow)
-    follower.start()
-    with node(0) as agents:
+    with two(node, follow) as agents:
         agents.begin({})
         assert met.wait(60)
         assert lost.get(timeout=60) == 1
-        follower.join()
         answers.set()
-
-
-def test_an_agent_that_falls_silent_counts_as_dead(node, monkeypatch):
-    monkeypatch.setattr(nodes, "DEAD_AFTER_SECONDS", 2.0)
-    silent, leaves, ended = threading.Event(), threading.Event(), threading.Event()
-
-    def follow():
-        with node(1) as agents:
-            agents.meet()
-            monkeypatch.setattr(agents, "_abort", lambda: ended.wait(60))  # the thread that exchanges hangs there
-            silent.set()
-            leaves.wait(60)
-
-    thread = threading.Thread(target=follow)
-    thread.start()
-    with node(0) as agents:
-        agents.begin({})
-        assert silent.wait(60)
-        agents.report(Report("done"))
-        report = agents.reports()[1]
-        assert report.outcome == "failed" and report.primary and "node 1" in report.cause and "hangs" in report.cause
-        assert agents.aborted()
-        leaves.set()
-        thread.join()
-        ended.set()

@@ -32,8 +32,7 @@ SCRIPTS = {
     "done": "pass",
     "fails": "import sys; sys.exit(1)",
     "waits": "import signal as s, sys; s.signal(s.SIGTERM, lambda *_: sys.exit(143)); print('ready'); s.pause()",
-    "pauses": "import signal as s; s.signal(s.SIGUSR1, s.SIG_IGN); print('ready')\nwhile True: s.pause()",
-    "ignores": "import signal as s; s.signal(s.SIGTERM, s.SIG_IGN); print('ready')\nwhile True: s.pause()",
+    "ignores": "import signal as s; [s.signal(n, s.SIG_IGN) for n in (10, 15)]; print('ready')\nwhile 1: s.pause()",
     # these two have a child in a process group of its own, like an engine's server, which takes a moment to end
     "leaves": "import subprocess as s; print(s.Popen(['sleep', '1'], process_group=0).pid); raise SystemExit(1)",
     "stands": "import subprocess as s; print(s.Popen(['sleep', '1'], process_group=0).pid); s.run(['sleep', '60'])",
@@ -50,7 +49,7 @@ class Scripts:
         ]
         self.pids = [process.pid for process in self.started]
         for name, process in zip(names, self.started, strict=True):
-            if name in ("waits", "pauses", "ignores"):
+            if name in ("waits", "ignores"):
                 process.stdout.readline()
 
     def poll(self, seconds):
@@ -65,21 +64,19 @@ class Scripts:
         self.signal(signal.SIGKILL)
 
 
-def test_supervise_returns_when_all_processes_are_done():
-    ended = supervise(Scripts("done", "done"))
-    assert (ended.codes, ended.first, ended.stopped) == ({0: 0, 1: 0}, frozenset(), False)
-
-
-def test_when_one_process_fails_the_others_are_asked_to_stop():
-    ended = supervise(Scripts("waits", "fails", "waits"))
-    assert ended.codes == {0: 143, 1: 1, 2: 143}
-    assert (ended.first, ended.stopped) == (frozenset({1}), False)
-
-
-def test_a_process_that_ignores_sigterm_is_killed_after_the_shutdown_time(monkeypatch):
-    monkeypatch.setenv("MEGARL_SHUTDOWN_SECONDS", "0.2")
-    ended = supervise(Scripts("ignores", "fails"))
-    assert (ended.codes, ended.first) == ({0: -signal.SIGKILL, 1: 1}, frozenset({1}))
+@pytest.mark.parametrize(
+    ("scripts", "codes"),
+    [
+        (("done", "done"), (0, 0)),
+        (("waits", "fails", "waits"), (143, 1, 143)),  # the others are asked to stop
+        (("ignores", "fails"), (-signal.SIGKILL, 1)),  # and killed after the shutdown time
+    ],
+)
+def test_when_one_process_fails_the_others_end_too(scripts, codes, monkeypatch):
+    monkeypatch.setenv("MEGARL_SHUTDOWN_SECONDS", "0.2" if "ignores" in scripts else "600")
+    ended = supervise(Scripts(*scripts))
+    failed = frozenset({1} if "fails" in scripts else ())
+    assert (ended.codes, ended.first, ended.stopped) == (dict(enumerate(codes)), failed, False)
 
 
 @pytest.mark.parametrize(("script", "code"), [("leaves", 1), ("stands", -signal.SIGKILL)])
@@ -96,7 +93,7 @@ def test_processes_that_an_ended_phase_left_are_waited_for(script, code):
 def test_a_stall_that_another_node_notices_first_is_that_of_the_process_stopped_here(stopped, tmp_path, monkeypatch):
     """The ranks of the other node wait for it, and may come to their limit before it comes to its own."""
     monkeypatch.setattr("megarl.workers.watch.DUMP_SECONDS", 0.0)
-    scripts = Scripts("pauses")
+    scripts = Scripts("ignores")
     process = psutil.Process(scripts.pids[0])
     name = process.name()
     while stopped and process.status() != psutil.STATUS_STOPPED:
@@ -131,15 +128,6 @@ def test_a_signal_to_the_agent_is_passed_on_once_and_a_second_interrupt_kills():
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-@pytest.mark.parametrize(
-    ("code", "stopped", "outcome"), [(0, False, "done"), (0, True, "stopped"), (1, True, "stopped")]
-)
-def test_a_stop_signal_ends_the_run_even_if_the_phase_was_just_done(tmp_path, code, stopped, outcome):
-    ended = processes.Ended({0: code}, frozenset({0} if code else ()), stopped)
-    here = launcher.Here(SimpleNamespace(rank=0, count=1), None, "optimize", 1, tmp_path, tmp_path)
-    assert here.report(ended).outcome == outcome
-
-
 @pytest.fixture
 def stage(recipe, tmp_path):
     run = RunDir.create(tmp_path / "run", load_recipe(recipe))
@@ -147,12 +135,21 @@ def stage(recipe, tmp_path):
     return run.stage(0)
 
 
-@pytest.mark.parametrize(("aborted", "outcome"), [(False, "failed"), (True, "aborted")])
-def test_a_process_that_the_kernel_killed_is_the_cause_even_if_another_node_failed_by_it(stage, aborted, outcome):
-    ended = processes.Ended({0: -signal.SIGKILL, 1: -signal.SIGTERM}, frozenset({0}), False, aborted=aborted)
+@pytest.mark.parametrize(
+    ("codes", "how", "outcome"),
+    [
+        ((0, 0), {}, "done"),
+        ((0, 0), {"stopped": True}, "stopped"),  # even if the phase was just done
+        ((1, 0), {"stopped": True}, "stopped"),
+        ((-signal.SIGKILL, -signal.SIGTERM), {}, "failed"),
+        ((-signal.SIGKILL, -signal.SIGTERM), {"aborted": True}, "aborted"),  # another node failed by it
+    ],
+)
+def test_a_stop_signal_ends_the_run_and_the_kernels_kill_is_its_cause(stage, codes, how, outcome):
+    first = frozenset({0} if codes[0] else ())
+    ended = processes.Ended(dict(enumerate(codes)), first, **{"stopped": False, **how})
     agents = SimpleNamespace(rank=0, count=2, name=lambda: "node 0", aborted=lambda: "1")
-    folder = stage.run.root
-    report = launcher.Here(agents, stage, "optimize", 2, folder, folder).report(ended)
+    report = launcher.Here(agents, stage, "optimize", 2, stage.run.root, stage.run.root).report(ended)
     assert report.outcome == outcome
     assert ("ran out of memory" in report.cause and report.primary) == (outcome == "failed")
 
@@ -174,15 +171,22 @@ def server(monkeypatch):
     processes.kill_server()
 
 
-def test_without_a_fork_server_a_phase_starts_in_new_interpreters(stage, monkeypatch, server):
-    monkeypatch.setattr(preload, "order", lambda *_: "no JSON")  # the server fails
+@pytest.mark.parametrize("how", ["broken", "stopped"])
+def test_without_a_fork_server_a_phase_starts_in_new_interpreters(how, stage, monkeypatch, server, capfd):
+    """One that does not answer is given up after ``run.stall_seconds``."""
+    recipe = override_recipe(stage.run.recipe, ["run.stall_seconds=6"])
+    if how == "broken":
+        monkeypatch.setattr(preload, "order", lambda *_: "no JSON")
     with Nodes(NodeRank()) as nodes:
-        check(nodes.starter, stage.run.recipe)
+        if how == "stopped":
+            nodes.starter.prepare(recipe)
+            server().suspend()
+        check(nodes.starter, recipe)
         with pytest.raises(UserError, match="torch sees 0"):
-            check(nodes.starter, override_recipe(stage.run.recipe, ["actor.backend=cuda"]))
+            check(nodes.starter, override_recipe(recipe, ["actor.backend=cuda"]))
         run_phase(nodes, stage, "evaluate", 1)
-        assert nodes.starter._server_failed
     assert stage.evaluation()["prompts"] == 16
+    assert capfd.readouterr().err.count("the fork server failed, or did not answer for 6 s") == 1
 
 
 def test_forks_and_new_interpreters_give_the_same_evaluation(stage, monkeypatch):
@@ -197,9 +201,7 @@ def test_forks_and_new_interpreters_give_the_same_evaluation(stage, monkeypatch)
     with Nodes(NodeRank()) as nodes:
         run_phase(nodes, stage, "evaluate", 1)
     new = RunDir.open(stage.run.root).stage(stage.number).evaluation()  # a new RunDir reads the events again
-    for changing in ("time", "seconds", "generate_seconds"):
-        del fork[changing], new[changing]
-    assert fork == new
+    assert all(fork[name] == new[name] for name in fork.keys() - {"time", "seconds", "generate_seconds"})
 
 
 def test_a_process_has_the_agents_environment_and_a_session_of_its_own(tmp_path, monkeypatch, recipe):
@@ -250,18 +252,6 @@ def end_with(go, code, end):
     with open(end, "w") as file:
         file.write(str(code))
     sys.exit(code)
-
-
-def test_a_fork_server_that_was_stopped_before_the_first_phase_is_given_up_after_the_recipes_time(stage, server, capfd):
-    """The check of the recipe and the phase do without it."""
-    recipe = override_recipe(stage.run.recipe, ["run.stall_seconds=6"])
-    with Nodes(NodeRank()) as nodes:
-        nodes.starter.prepare(recipe)
-        server().suspend()
-        check(nodes.starter, recipe)
-        assert fork_server_of(os.getpid()) is None
-        run_phase(nodes, stage, "evaluate", 1)
-    assert capfd.readouterr().err.count("the fork server failed, or did not answer for 6 s") == 1
 
 
 READY_TO_FORK = """

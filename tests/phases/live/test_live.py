@@ -5,7 +5,8 @@ import shutil
 import pytest
 
 from megarl.storage.rollouts import RolloutStore
-from tests.phases.live.conftest import events, histogram, metrics
+from tests.helpers import events, metrics
+from tests.phases.live.conftest import go_on, histogram
 from tests.storage.sample_rollouts import as_bytes
 
 TIMES = {"seconds", "tokens_per_second", "idle_seconds"}
@@ -23,14 +24,12 @@ def weights(policy):
 LIVE = {"apart": {"lockstep": True}, "together": {"lockstep": True, "colocate": True, "rollout__workers": 2}}
 
 
-def test_lockstep_equals_the_staged_run_with_as_many_updates(phases, new_run):
+def test_lockstep_equals_the_staged_run_with_as_many_updates(new_run):
     """Also where roles take turns on the same devices, though one of two engines may have no further chunks."""
     # a staged run computes the log-probs that TIS needs with a second model, a live one before the first of two updates
     settings = {"objective__truncated_importance__maximum": 1.0}
     staged = new_run("staged", stages=2, updates_per_stage=2, **settings)
-    for stage in range(2):
-        phases(staged, "rollout", stage)
-        phases(staged, "optimize", stage)
+    go_on(staged)
     one = [as_bytes(group) for stage in range(2) for group in groups(staged, stage)]
 
     def comparable(run):
@@ -39,22 +38,22 @@ def test_lockstep_equals_the_staged_run_with_as_many_updates(phases, new_run):
 
     for name, how in LIVE.items():
         live = new_run(name, kind="live", stages=1, updates_per_stage=4, sync_every=2, **how, **settings)
-        phases(live, "live")
+        go_on(live)
         assert weights(live.final) == weights(staged.final)
         assert [as_bytes(group) for group in groups(live)] == one
         assert comparable(live) == comparable(staged)
         assert live.versions() == []  # all are removed once the stage has ended
 
 
-def test_delay_gives_exactly_the_lags_of_a_buffer(phases, new_run):
+def test_delay_gives_exactly_the_lags_of_a_buffer(new_run):
     """With two engines and two trainers."""
     run = new_run(
         "run", kind="live", stages=2, updates_per_stage=8, sync_every=2, delay=2, prompts_per_update=2,
         actor__processes_per_node=2, rollout__workers=2, rollout__groups_per_chunk=2, actor__checkpoint_every=40,
     )  # fmt: skip
-    phases(run, "live", 0)
+    go_on(run, "--until", "optimize:0")
     assert run.versions() == [4, 6]  # the next stage's first batches need these
-    phases(run, "live", 1)
+    go_on(run)
     assert run.versions() == []
     updates = metrics(run)
     assert [update["staleness"] for update in updates] == [*range(4), *[4, 5] * 6]
@@ -65,11 +64,7 @@ def test_delay_gives_exactly_the_lags_of_a_buffer(phases, new_run):
     check_idle_times(run)
     # what was trained cannot be generated again: an engine would wait forever for a version that was removed
     shutil.rmtree(run.stage(1).rollouts)
-    phases.start(run, "live", 1)
-    assert 2 in phases.wait()
-    assert "groups that updates of the stage have trained (the first is 16)" in "".join(
-        path.read_text() for path in phases.logs.glob("*.log")
-    )
+    assert "groups that updates of the stage have trained (the first is 16)" in go_on(run, code=2).stderr
 
 
 def check_idle_times(run):
@@ -85,12 +80,12 @@ def check_idle_times(run):
         assert event["ratio"] == pytest.approx(event["idle_seconds"] / event["seconds"], abs=1e-3)
 
 
-def test_taking_turns_engines_generate_all_that_they_may_and_trainers_train_all_of_it(phases, new_run):
+def test_taking_turns_engines_generate_all_that_they_may_and_trainers_train_all_of_it(new_run):
     run = new_run(
         "run", kind="live", stages=1, updates_per_stage=16, sync_every=2, max_lag=7, colocate=True,
         actor__checkpoint_every=24, prompts_per_update=2, rollout__groups_per_chunk=2,
     )  # fmt: skip
-    phases(run, "live")
+    go_on(run)
     assert [update["staleness"] for update in metrics(run)] == [batch % 8 for batch in range(16)]
     assert max(histogram(metrics(run))) == 7
     for number, group in enumerate(groups(run)):

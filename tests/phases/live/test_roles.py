@@ -9,7 +9,6 @@ from megarl.commands.one_phase import branch_recipe, optimize_stage, rollout_sta
 from megarl.errors import UserError
 from megarl.phases.live.service import leave_trainers_devices
 from megarl.phases.live.trainer import find_role
-from megarl.planner.preflight import check_recipe
 from megarl.recipe.load import load_recipe
 from megarl.storage.run_dir import RunDir
 from megarl.workers.nodes import NodeRank, Nodes
@@ -48,15 +47,6 @@ def test_engines_see_the_gpus_that_trainers_leave(recipe, tmp_path, monkeypatch,
     monkeypatch.setattr(os, "environ", environment)
     leave_trainers_devices(RunDir(tmp_path, loaded).stage(0))
     assert (environment["LOCAL_RANK"], environment["CUDA_VISIBLE_DEVICES"]) == expected
-
-
-def test_settings_that_need_one_policy_per_stage_are_refused(recipe):
-    check_recipe(load_recipe(recipe, LIVE))
-    with pytest.raises(UserError, match='routing_replay = "actor".*in a live run.* several policies generate it'):
-        check_recipe(load_recipe(recipe, [*LIVE, "actor.routing_replay=actor"]))
-    # the proximal policy is a recent one, not that of the stage
-    for current in (["objective.name=decoupled_ppo", "objective.proximal_updates=2"], ["objective.icepop={}"]):
-        check_recipe(load_recipe(recipe, [*LIVE, *current]))
 
 
 def test_a_live_run_needs_devices_for_trainers_and_engines(recipe):

@@ -1,5 +1,7 @@
 """The rollout store of a live stage: several policies, responses of several versions, a reader beside the writers."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -44,14 +46,12 @@ def test_versions_of_tokens_are_stored(tmp_path):
 
 
 def test_wrong_versions_are_refused(tmp_path):
+    group = continued(0, [0, 4])
     with live_writer(tmp_path) as writer:
-        group = continued(0, [0, 4])
         for versions, first in ((np.array([0], np.int32), 0), (np.array([0, 4]), 0), (np.array([0, 4], np.int32), 1)):
-            wrong = Response(
-                np.arange(2, dtype=np.int32), group.responses[0].rollout_logprobs, 1.0, "stop", first, versions
-            )
+            wrong = replace(group.responses[0], policy_version=first, policy_versions=versions)
             with pytest.raises(UserError, match="policy_versions must be int32"):
-                writer.append([Group(0, group.prompt_tokens, (wrong,))], "a" * 64)
+                writer.append([replace(group, responses=(wrong,))], "a" * 64)
 
 
 def test_a_reader_sees_what_several_writers_append_and_the_seal(tmp_path):

@@ -28,27 +28,25 @@ class Trainers:
         # all that they may use of torch.distributed; a collective would be an AttributeError
         ranks = SimpleNamespace(get_rank=lambda: LOCAL.rank, get_world_size=lambda: 2)
         monkeypatch.setattr(trainer, "dist", ranks)
-        self.released = []
+        self.released, self.found, self.polls, self.stored = [], {}, [0, 0], threading.Event()
         monkeypatch.setattr(trainer, "release", lambda device: self.released.append(LOCAL.rank))
         store = dist.HashStore()
-        self.state, self.stored, self.found, self.polls = LiveState(store, 1), threading.Event(), {}, [0, 0]
-        self.batches = [self.make(LiveState(store, 1), colocate, rank) for rank in (0, 1)]
+        self.state = LiveState(store, 1)
+        self.batches = [self.make(LiveState(store, 1), colocate) for _ in range(2)]
         self.threads = [threading.Thread(target=self.read, args=(rank,), daemon=True) for rank in (0, 1)]
 
-    def make(self, state, colocate, rank):
-        def missing(update):
-            self.polls[rank] += 1
-            return not self.stored.is_set()
-
+    def make(self, state, colocate):
         batches = object.__new__(LiveBatches)
         batches.actor = SimpleNamespace(device=torch.device("cpu"))
         batches.state, batches.stop = state, SimpleNamespace(asked=False)
-        batches.schedule = SimpleNamespace(colocate=colocate)
-        batches.stage = SimpleNamespace(first_update=0)
-        batches.store = SimpleNamespace(read=lambda groups: ["a group"])
-        batches.idle_seconds = 0.0
-        batches._missing, batches._groups, batches._check_lags = missing, lambda update: [0], lambda *_: None
+        batches.schedule, batches.stage = SimpleNamespace(colocate=colocate), SimpleNamespace(first_update=0)
+        batches.store, batches.idle_seconds = SimpleNamespace(read=lambda groups: ["a group"]), 0.0
+        batches._missing, batches._groups, batches._check_lags = self.missing, lambda update: [0], lambda *_: None
         return batches
+
+    def missing(self, update):
+        self.polls[LOCAL.rank] += 1
+        return not self.stored.is_set()
 
     def read(self, rank):
         LOCAL.rank = rank
@@ -60,6 +58,10 @@ class Trainers:
             assert time.monotonic() < deadline
             time.sleep(0.005)
 
+    def poll_again(self):
+        before = self.polls[0]
+        self.until(lambda: self.polls[0] > before + 5)
+
     def end(self):
         for thread in self.threads:
             thread.join(60)
@@ -70,15 +72,13 @@ def test_engines_begin_once_all_trainers_have_released_memory_and_trainers_once_
     trainers = Trainers(monkeypatch, colocate=True)
     trainers.threads[0].start()
     trainers.state.rest(0, 0)  # an engine that has generated all that it may
-    before = trainers.polls[0]
-    trainers.until(lambda: trainers.polls[0] > before + 5)
+    trainers.poll_again()
     assert trainers.state.round() == 0  # the other trainer still holds its memory
     trainers.threads[1].start()
     trainers.until(lambda: trainers.state.round() == 1)
     assert sorted(trainers.released) == [0, 1]
     trainers.stored.set()
-    before = trainers.polls[0]
-    trainers.until(lambda: trainers.polls[0] > before + 5)
+    trainers.poll_again()
     assert trainers.found == {}  # the engine is still at work
     trainers.state.rest(0, 1)
     assert trainers.end() == {0: ["a group"], 1: ["a group"]}

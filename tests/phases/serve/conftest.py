@@ -22,10 +22,10 @@ ASKED = [{"role": "user", "content": "2+3?"}]
 class Server:
     """Serves 40 groups in front of ``ask``, by default a real engine."""
 
-    def __init__(self, settings, ask=None, renderer=None, store=lambda name, group: None):
+    def __init__(self, settings, ask=None):
         tokenizer = load_tokenizer(settings.model.path)
-        self.renderer, text = renderer or Renderer(settings.data, tokenizer), decoder(tokenizer)
-        conversations = Conversations(settings, range(40), self.renderer, text, 0, store, {}, frozenset())
+        renderer, store = Renderer(settings.data, tokenizer), lambda name, group: None
+        conversations = Conversations(settings, range(40), renderer, decoder(tokenizer), 0, store, {}, frozenset())
         self.engine, self.answered = None if ask else BuiltinEngine(settings.model.path, 0), []
         self.context = serving(0, conversations, ask or self.answer, KEY, "m")
         self.http = httpx.Client(trust_env=False, timeout=60, headers={"Authorization": f"Bearer {KEY}"})

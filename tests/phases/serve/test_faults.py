@@ -16,41 +16,30 @@ from megarl.rollout.engine import fault
 from tests.phases.mutants import nan
 
 
-class Asked:
-    """One turn that is asked of a real engine, whose first answers ``damage`` changes."""
-
-    def __init__(self, recipe, damage, times):
-        settings = load_recipe(recipe)
-        worker = object.__new__(RolloutWorker)
-        worker.recipe, worker.stop_token_ids = settings, (1,)
-        self.vocabulary = worker.vocabulary = read_hf_config(settings.model.path)["vocab_size"]
-        worker.engine, self.given = BuiltinEngine(settings.model.path, 0), []
-        step = worker.engine.step
-
-        def damaged():
-            ended = []
-            for number, one in step():
-                self.given.append(one)
-                ended.append((number, damage(one) if len(self.given) <= times else one))
-            return ended
-
-        worker.engine.step = damaged
-        self.turn, self.answer = Turn(Conversation(0, [3, 4]), ChatRequest([], None, None), [], 6, 5), None
-        self.queue = TurnQueue(worker, lambda: self.answer is not None)
-        self.thread = threading.Thread(target=self.ask, daemon=True)
-        self.thread.start()
-
-    def ask(self):
-        self.answer = self.queue.ask(self.turn)
-
-
 def test_a_faulty_answer_is_generated_again_with_another_seed(recipe):
-    asked = Asked(recipe, nan, times=2)
-    asked.queue.run(lambda: False)
-    asked.thread.join(60)
-    assert fault(asked.answer, 6, asked.vocabulary) is None and asked.answer is asked.given[2]
-    assert asked.turn.discarded == 2
-    assert not any(np.array_equal(asked.given[0].logprobs, other.logprobs) for other in asked.given[1:])
+    """A turn is asked of a real engine, whose first two answers are damaged."""
+    path = load_recipe(recipe).model.path
+    worker = object.__new__(RolloutWorker)
+    worker.recipe, worker.stop_token_ids, worker.engine = load_recipe(recipe), (1,), BuiltinEngine(path, 0)
+    worker.vocabulary = read_hf_config(path)["vocab_size"]
+    step, given, answers = worker.engine.step, [], []
+
+    def damaged():
+        ended = step()
+        before = len(given)
+        given.extend(one for _, one in ended)
+        return [(to, nan(one) if before + n < 2 else one) for n, (to, one) in enumerate(ended)]
+
+    worker.engine.step = damaged
+    turn = Turn(Conversation(0, [3, 4]), ChatRequest([], None, None), [], 6, 5)
+    queue = TurnQueue(worker, lambda: bool(answers))
+    asking = threading.Thread(target=lambda: answers.append(queue.ask(turn)), daemon=True)
+    asking.start()
+    queue.run(lambda: False)
+    asking.join(60)
+    assert answers[0] is given[2] and fault(given[2], 6, worker.vocabulary) is None
+    assert turn.discarded == 2
+    assert not any(np.array_equal(given[0].logprobs, other.logprobs) for other in given[1:])
 
 
 def test_the_discarded_answers_of_all_turns_are_stored_with_the_response():

@@ -86,36 +86,33 @@ def test_arguments_of_the_template_are_accepted_as_the_recipe_has_them():
             parse(arguments=own, chat_template_kwargs=given)
 
 
+FUNCTIONS = [{"type": "function", "function": {"name": "add"}}]
+CALLING = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+SAID = {"role": "assistant", "content": "5"}
+CALLED = SAID | {"tool_calls": [CALLING]}
+TEXT = {"type": "text", "text": "2"}
 GOOD_MESSAGES = [
     {"role": "user", "content": "2", "name": "Ann"},
     {"role": "developer", "content": "2"},
-    {"role": "user", "content": [{"type": "text", "text": "2"}, {"type": "text", "text": "+3"}]},
+    {"role": "user", "content": [TEXT, {"type": "text", "text": "+3"}]},
     {"role": "tool", "content": "5", "tool_call_id": "c"},
     {"role": "assistant", "content": None, "refusal": None, "audio": None, "annotations": [], "function_call": None},
-    {
-        "role": "assistant",
-        "tool_calls": [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}, "index": 0}],
-    },
+    {"role": "assistant", "tool_calls": [CALLING | {"index": 0}]},
 ]
 BAD_MESSAGES = [
     {"content": "2"},
     {"role": 5, "content": "2"},
     {"role": "user"},
-    {"role": "user", "content": None},
-    *({"role": "user", "content": content} for content in (5, [], ["2"])),
-    *({"role": "user", "content": [{"type": "text", "text": "2"}, part]} for part in (
-        {"type": "image_url", "text": "2"}, {"type": "text", "text": None}, {"type": "text", "text": "2", "image": {}},
-    )),
-    *({"role": "assistant", "content": "2", name: value} for name, value in {
-        "reasoning_content": "so", "annotations": [{}], "name": 5, "tool_call_id": 5, "tool_calls": 5,
-    }.items()),
-    {"role": "user", "content": "2", "tool_calls": [{"id": "c", "function": {"name": "f", "arguments": "{}"}}]},
-    *({"role": "assistant", "tool_calls": calls} for calls in (
-        [5], [{"id": "c", "function": {"name": "f"}}],
-        [{"id": "c", "function": {"name": "f", "arguments": {"a": 1}}}],
-        [{"id": "c", "type": "custom", "function": {"name": "f", "arguments": "{}"}}],
-    )),
-]  # fmt: skip
+    *({"role": "user", "content": content} for content in (None, 5, [], ["2"])),
+    *({"role": "user", "content": [TEXT, TEXT | part]} for part in ({"type": "image_url"}, {"text": None}, {"a": {}})),
+    *(SAID | extra for extra in ({"reasoning_content": "so"}, {"annotations": [{}]}, {"name": 5}, {"tool_call_id": 5})),
+    {"role": "user", "content": "2", "tool_calls": [CALLING]},
+    *(SAID | {"tool_calls": calls} for calls in (5, [5], [CALLING | {"type": "custom"}])),
+    *(
+        SAID | {"tool_calls": [CALLING | {"function": {"name": "f"} | given}]}
+        for given in ({}, {"arguments": {"a": 1}})
+    ),
+]
 
 
 def test_nothing_in_a_message_is_dropped():
@@ -127,17 +124,12 @@ def test_nothing_in_a_message_is_dropped():
         assert refused.value.status == 400, message
 
 
-FUNCTIONS = [{"type": "function", "function": {"name": "add"}}]
 ONLY_USERS = (
     "{%- for m in messages %}{% if m.role == 'user' or m.role == 'assistant' %}<|im_start|>{{ m.role }}\n"
     "{{ m.content }}<|im_end|>\n{% endif %}{% endfor -%}<|im_start|>assistant\n"
 )
-
-
 UNNAMED = ONLY_USERS.replace("m.role == 'assistant'", "true")
 NAMED = UNNAMED.replace("{{ m.role }}", "{{ m.role }}{% if m.name %} {{ m.name }}{% endif %}")
-SAID = {"role": "assistant", "content": "5"}
-CALLED = SAID | {"tool_calls": [{"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}]}
 
 
 @pytest.mark.parametrize(
@@ -170,9 +162,9 @@ def test_what_the_template_does_not_show_is_refused(settings, template, messages
 
 def test_results_of_calls_have_the_order_of_the_calls(settings):
     """Most templates show no ids: ms-swift's pull request 10174, colibri's 118."""
-    calls = [{"id": i, "type": "function", "function": {"name": "f", "arguments": "{}"}} for i in "abc"]
+    calling = {"role": "assistant", "tool_calls": [CALLING | {"id": name} for name in "abc"]}
 
-    def order(*given, begin=({"role": "assistant", "tool_calls": calls},)):
+    def order(*given, begin=(calling,)):
         results = [{"role": "tool", "content": text, "tool_call_id": name} for text, name in given]
         sent = [*ASKED, *begin, *results, {"role": "user", "content": "so?"}]
         return [one["content"] for one in parse_chat_request({"messages": sent}, 1.0).messages[1 + len(begin) : -1]]
@@ -182,16 +174,14 @@ def test_results_of_calls_have_the_order_of_the_calls(settings):
     assert order("2b", "2b") == ["2", "2"]
     assert order("2b", ("1", None)) == order("2b", ("1", "")) == ["2", "1"]  # without an id the order is the client's
     assert order("2x", "1a", begin=({"role": "assistant", "content": "f()"},)) == ["2", "1"]  # calls of the agent's own
-    again = {"role": "user", "content": "again"}
-    assert order("2b", "1a", begin=({"role": "assistant", "tool_calls": calls}, again)) == ["2", "1"]
+    assert order("2b", "1a", begin=(calling, {"role": "user", "content": "again"})) == ["2", "1"]
     with pytest.raises(Refused, match="tool_call_id = 'd' names no call"):
         order("1a", "4d")
 
 
 def test_a_client_may_write_the_arguments_of_a_call_in_its_own_way():
     def call(arguments):
-        calls = [{"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}]
-        return {"role": "assistant", "content": "", "tool_calls": calls}
+        return SAID | {"tool_calls": [CALLING | {"function": {"name": "add", "arguments": arguments}}]}
 
     ours = call('{"a": 2, "b": 3}')
     assert same(ours, call('{"b":3,"a":2}'))  # as JavaScript's clients write them (pydantic-ai 6300), or sorted
@@ -234,27 +224,17 @@ def test_changed_tools_and_unknown_fields_of_a_reward_are_refused(served):
 
 def test_answers_are_objects_of_the_official_client(served):
     """Every answer, whole and as a stream, is valid by the client's own types; both kinds occur, calls and texts."""
-    reasons = set()
-    for number in range(12):
-        client = served.client(f"c{number}")
-        raw = client.chat.completions.with_raw_response.create(model="m", messages=ASKED, tools=TOOLS)
-        whole = ChatCompletion.model_validate_json(raw.http_response.content)
-        message = whole.choices[0].message
+    reasons, asked = set(), {"messages": ASKED, "tools": TOOLS}
+    for name in map(str, range(12)):
+        whole = ChatCompletion.model_validate(served.send(asked, name).json())
         reasons.add(whole.choices[0].finish_reason)
-        stream = served.send({"messages": ASKED, "tools": TOOLS, "stream": True}, f"c{number}").text
-        *events, done, rest = stream.split("\n\n")
+        *events, done, rest = served.send(asked | {"stream": True}, name).text.split("\n\n")
         assert (done, rest) == ("data: [DONE]", "")
         for event in events:
             ChatCompletionChunk.model_validate_json(event.removeprefix("data: "))
-        for call in message.tool_calls or ():
-            assert call.function.name == "add" and json.loads(call.function.arguments) == {"a": 2, "b": 3}
-        again = client.chat.completions.create(
-            model="m", messages=[*ASKED, message, {"role": "user", "content": "again"}], tools=TOOLS
-        )
-        assert again.choices[0].message.role == "assistant"
-        (model,) = client.models.list().data
-        Model.model_validate(model.model_dump())
     assert "tool_calls" in reasons and len(reasons) > 1
+    (model,) = served.client("x").models.list().data
+    Model.model_validate(model.model_dump())
 
 
 def test_a_client_that_asks_gets_the_sampled_tokens_and_their_logprobs(served):
@@ -284,7 +264,6 @@ CALLS = {  # what the model writes -> the arguments that clients get; None: it i
     '{"name": "f"}': {},
     '{"name": "f", "arguments": "[1]"}': None,
     '{"name": "f", "arguments": {"a": NaN}}': None,
-    '{"name": "f", "arguments": {"a": 1' + "0" * 400 + "}}": None,
     '{"name": "f", "arguments": {"a": "\\ud800"}}': None,
     '{"name": null, "arguments": {}}': None,
     '{"name": "f", "arguments": {"a": 1}': None,

@@ -1,28 +1,11 @@
 """What strangers and careless agents send to the server: each connection and request costs only itself."""
 
 import socket
-import threading
 
 import pytest
 
-from megarl.data.templates import Renderer
-from megarl.data.tokenizer import load_tokenizer
 from megarl.phases.serve import server as server_module
-from tests.phases.serve.conftest import ASKED, Server
-
-
-class Tokenizing(Renderer):
-    """Waits for ``gate`` while it tokenises, and says in ``begun`` that it does."""
-
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.begun, self.gate = threading.Event(), threading.Event()
-        self.gate.set()
-
-    def chat(self, *arguments):
-        self.begun.set()
-        self.gate.wait(300)
-        return super().chat(*arguments)
+from tests.phases.serve.conftest import Server
 
 
 @pytest.fixture
@@ -30,8 +13,7 @@ def running(settings):
     def engine(turn):
         raise AssertionError("no request of these tests gets as far as the engine")
 
-    renderer = Tokenizing(settings.data, load_tokenizer(settings.model.path))
-    with Server(settings, engine, renderer) as one:
+    with Server(settings, engine) as one:
         yield one
 
 
@@ -40,16 +22,6 @@ def test_an_idle_connection_without_a_key_is_closed(running, monkeypatch):
     with socket.create_connection(("127.0.0.1", running.port), timeout=60) as idle:
         idle.sendall(b"GET /state HTTP/1.1\r\n")
         assert idle.recv(1) == b""
-
-
-def test_requests_do_not_wait_while_another_is_tokenised(running):
-    running.renderer.gate.clear()
-    waiting = threading.Thread(target=running.send, args=({"messages": ASKED},))
-    waiting.start()
-    assert running.renderer.begun.wait(60)
-    assert running.http.get(f"{running.address}/state").status_code == 200  # else it times out
-    running.renderer.gate.set()
-    waiting.join(60)
 
 
 def test_whatever_is_sent_is_answered_in_one_line(running, capfd):
