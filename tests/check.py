@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import re
 import subprocess
 import sys
 import time
@@ -57,18 +58,15 @@ def named_in(source: str) -> list[str]:
     return named
 
 
-def imports_of(file: str, modules: Iterable[str]) -> set[str]:
-    """The modules that a file imports, with the packages around them."""
-    named = named_in((ROOT / file).read_text())
-    found = {".".join(name.split(".")[:n]) for name in named for n in range(1, name.count(".") + 2)}
-    return found & set(modules)
-
-
 def graph() -> dict[str, set[str]]:
-    """{file: files that it imports}, all relative to the root."""
+    """{file: files that it imports, with the packages around them}, all relative to the root."""
     tracked = lines("git", "ls-files", "--cached", "--others", "--exclude-standard", *(f"{p}/**.py" for p in PLACES))
     files = {module_of(file): file for file in tracked if (ROOT / file).exists()}
-    edges = {file: {files[m] for m in imports_of(file, files)} for file in files.values()}
+    edges: dict[str, set[str]] = {}
+    for file in files.values():
+        names = [name.split(".") for name in named_in((ROOT / file).read_text())]
+        prefixes = {".".join(parts[:n]) for parts in names for n in range(1, len(parts) + 1)}
+        edges[file] = {files[name] for name in prefixes if name in files}
     for module, prefix in DYNAMIC.items():
         edges[files[module]] |= {file for name, file in files.items() if name.startswith(prefix)}
     for file in edges:  # pytest imports the conftest of every folder above a test; the uppermost one reaches everything
@@ -87,12 +85,8 @@ def reached(changed: Iterable[str], edges: dict[str, set[str]]) -> list[str]:
     while front:
         seen |= front
         front = dict.fromkeys(i for file in front for i in sorted(importers.get(file, ())) if i not in seen)
-    tests = [file for file in seen if is_test(file) and file in edges]
-    return [*tests, *(file for file in ALWAYS if file not in tests)]
-
-
-def is_test(file: str) -> bool:
-    return file.startswith("tests/") and Path(file).name.startswith("test_") and not file.startswith(SLOW)
+    tests = [file for file in seen if file in edges and re.match(r"tests/(.*/)?test_", file)]
+    return list(dict.fromkeys([*(file for file in tests if not file.startswith(SLOW)), *ALWAYS]))
 
 
 def _others(changed: Iterable[str], edges: dict[str, set[str]]) -> Iterator[str]:
@@ -112,12 +106,9 @@ def lines(*command: str) -> list[str]:
 class Limit:
     """Ends the tests after `SECONDS`."""
 
-    def __init__(self) -> None:
-        self.end = time.monotonic() + SECONDS
-
     @pytest.hookimpl
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        self.session = session
+        self.session, self.end = session, time.monotonic() + SECONDS
 
     @pytest.hookimpl
     def pytest_runtest_logreport(self) -> None:

@@ -32,7 +32,6 @@ LONG += ("commands/", "rewards/", "workers/", "objectives/", "recipe/", "kernels
 LONG += ("actor/", "rollout/", "distributed/", "test_suites", "test_imports")
 
 
-@functools.cache
 def place_of(file: str) -> int:
     """The place of a test's file, relative to the root, among `LONG`, or behind them."""
     return next((n for n, name in enumerate(LONG) if file.startswith(f"tests/{name}")), len(LONG))

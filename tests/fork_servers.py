@@ -20,18 +20,15 @@ class ForkServer(forkserver.ForkServer):
     def start(self) -> None:
         """Start it in `multiprocessing`'s folder of temporary files. What its forks write to stderr is in `errors`."""
         self.folder = util.get_temp_dir()
-        address = str(Path(self.folder, self.name))
-        stderr = os.dup(2)
-        with (
-            open(self.errors, "w") as errors,
-            unittest.mock.patch.object(connection, "arbitrary_address", return_value=address),
-        ):
+        address, stderr = str(Path(self.folder, self.name)), os.dup(2)
+        with open(self.errors, "w") as errors:
             os.dup2(errors.fileno(), 2)
-            try:
+        try:
+            with unittest.mock.patch.object(connection, "arbitrary_address", return_value=address):
                 super().ensure_running()
-            finally:
-                os.dup2(stderr, 2)
-                os.close(stderr)
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
 
     @property
     def errors(self) -> Path:

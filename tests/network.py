@@ -22,15 +22,12 @@ class Network:
         self.rate = rate
 
     def __enter__(self):
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.__exit__)
-            try:
-                self._make()
-            except OSError as error:
-                pytest.skip(f"needs iproute2: {error}")
-            except subprocess.CalledProcessError as error:
-                pytest.skip(f"needs permission to make network namespaces: {error.cmd}: {error.stderr}")
-            stack.pop_all()
+        try:
+            self._make()
+        except (OSError, subprocess.CalledProcessError) as error:
+            self.__exit__()
+            why = getattr(error, "stderr", error)
+            pytest.skip(f"needs iproute2 and permission to make network namespaces: {why}")
         return self
 
     def _make(self):

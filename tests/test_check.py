@@ -17,12 +17,7 @@ EDGES = {
 
 
 def test_a_change_reaches_what_imports_it_nearest_first():
-    assert reached(["low.py"], EDGES) == [
-        "tests/test_low.py",
-        "tests/test_high.py",
-        "tests/x/test_a.py",
-        *ALWAYS,
-    ]
+    assert reached(["low.py"], EDGES) == ["tests/test_low.py", "tests/test_high.py", "tests/x/test_a.py", *ALWAYS]
     assert reached(["apart.py"], EDGES) == ["tests/test_apart.py", *ALWAYS]
     assert reached(["tests/test_low.py"], EDGES) == ["tests/test_low.py", *ALWAYS]
     assert reached(["tests/x/rows.json"], EDGES) == ["tests/x/test_a.py", *ALWAYS]

@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,15 +36,6 @@ def device_works(late: bool) -> bool:
         return False
 
 
-def a_fork_reads_pinned_memory() -> bool:
-    pinned = torch.arange(1 << 20).pin_memory()
-    reader, writer = os.pipe()
-    if not os.fork():
-        os.write(writer, bytes([int(pinned.numpy()[-1]) == (1 << 20) - 1]))
-        os._exit(0)
-    return os.read(reader, 1) == b"\1"
-
-
 def forks_share_pinned_memory() -> list[bool]:
     """Whether a fork sees what its parent writes to pinned memory later, and whether an upload by the parent does."""
     pinned = torch.zeros(1 << 20, pin_memory=True)
@@ -65,29 +57,27 @@ def fill_free_memory_with_nan() -> None:
 
 
 PROBES: dict[str, Callable[[], Any]] = {
-    "expandable segments, set before CUDA begins": lambda: allocator(late=False),
-    "expandable segments, set after it": lambda: allocator(late=True),
-    "a device works that was hidden before CUDA began": lambda: device_works(late=False),
-    "a device works that was hidden after it": lambda: device_works(late=True),
-    "a fork reads pinned memory": a_fork_reads_pinned_memory,
+    "expandable segments, set before CUDA begins": partial(allocator, late=False),
+    "expandable segments, set after it": partial(allocator, late=True),
+    "a device works that was hidden before CUDA began": partial(device_works, late=False),
+    "a device works that was hidden after it": partial(device_works, late=True),
     "a fork shares pinned memory with its parent, and uploads have what the parent wrote": forks_share_pinned_memory,
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--small", action="store_true")
-    small = parser.parse_args().small  # on a simulated device, which has no allocator
-    failed = 0
+    parser.add_argument("--small", action="store_true", help="on a simulated device, which has no allocator")
+    small, failed = parser.parse_args().small, False
     for name, probe in PROBES.items():
         if small and name.startswith("expandable"):
             continue
         try:
             print(f"{name}: {in_fork(probe, SECONDS)}", flush=True)
         except AssertionError as error:
-            failed += 1
+            failed = True
             print(f"{name}: {error}", flush=True)
-    sys.exit(failed > 0)
+    sys.exit(failed)
 
 
 if __name__ == "__main__":
