@@ -69,7 +69,8 @@ def start_megarl(*arguments, env=None, hold=None, mutant=None, cwd=ROOT):
     """
     from tests.zygote import Command
 
-    return Command(arguments, dict(os.environ if env is None else env), hold, mutant, cwd)
+    environment = dict(os.environ if env is None else env)
+    return Command(arguments, environment=environment, hold=hold, mutant=mutant, cwd=str(cwd))
 
 
 def refused(*arguments):

@@ -46,16 +46,15 @@ def test_pass_at_k_agrees_with_the_closed_form_and_with_counting_all_draws():
         assert found[c, k - 1] == pytest.approx(sum(map(max, draws)) / len(draws), abs=1e-15)
 
 
-@pytest.mark.parametrize("k", [2, 8])
-def test_intervals_of_pass_at_k_cover_the_truth(k):
-    rng, n, prompts = np.random.default_rng(k), 8, 40
-    difficulty = rng.beta(1, 3, 200_000)
-    truth, hits = float((1 - (1 - difficulty) ** k).mean()), 0
+def test_intervals_of_pass_at_k_cover_the_truth():
+    rng, n, prompts = np.random.default_rng(0), 8, 40
+    difficulty, hits = rng.beta(1, 3, 200_000), np.zeros(n)
+    truth = [(1 - (1 - difficulty) ** k).mean() for k in range(1, n + 1)]
     for _ in range(400):
         right = (rng.random((prompts, n)) < rng.choice(difficulty, prompts)[:, None]).astype(float)
-        low, high = summarise(right)["pass_at_ci95"][k - 1]
-        hits += low <= truth <= high
-    assert hits / 400 > 0.92
+        low, high = np.transpose(summarise(right)["pass_at_ci95"])
+        hits += (low <= truth) & (truth <= high)
+    assert (hits / 400 > 0.92).all()
 
 
 @pytest.mark.parametrize(
@@ -68,7 +67,6 @@ def test_intervals_of_pass_at_k_cover_the_truth(k):
         ([1, 0, 0, 0], ["4", None, None, None], 1.0),  # no answer, no vote
         ([1], [None], 1.0),
         ([0, 0], [None, None], 0.0),
-        ([0, 0], ["5", "5"], 0.0),
     ],
 )
 def test_majority_votes_are_right_as_often_as_expected(correct, answers, expected):
@@ -109,8 +107,7 @@ def test_the_bootstrap_agrees_with_all_possible_resamples():
     [
         ("math", r"so \boxed{3} or rather \boxed{ \frac{1}{2} }.", r"\frac{1}{2}"),
         ("math", "That is $1,234.50.", "1,234.50"),
-        ("math", "no idea", None),
-        ("math", r"\boxed{", None),
+        ("math", r"no idea: \boxed{", None),
         ("exact", " abc\n", "abc"),
         ("exact", "  ", None),
         ("code", "print(1)", None),

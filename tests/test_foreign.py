@@ -16,9 +16,7 @@ TOO_DEEP = "nested more than 64 deep"
     ("text", "message"),
     [
         ("[" * 100_000, TOO_DEEP),
-        ("[" * 65 + "]" * 65, TOO_DEEP),
         ('{"a":' * 65 + "1" + "}" * 65, TOO_DEEP),
-        ("-" + "1" * 400, "does not fit into 64 bits"),
         ("[1, {" + f'"a": {1 << 63}' + "}]", "does not fit into 64 bits"),
         ("1" * 1_000_000, "digits"),
         ("{", "line 1"),

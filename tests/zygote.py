@@ -28,7 +28,6 @@ import psutil
 from megarl.phases.entry import become
 from megarl.workers import processes
 from tests.fork_servers import RUNS, functions
-from tests.helpers import ROOT
 
 CLONE_NEWNET = 0x40000000
 
@@ -139,20 +138,12 @@ def new_fork_server(replace: Any = setattr) -> Callable[[], None]:
 class Command:
     """A running `megarl`, used like `subprocess.Popen`."""
 
-    def __init__(
-        self,
-        arguments: tuple[Any, ...],
-        environment: dict[str, str],
-        hold: list[Any] | None,
-        mutant: str | None,
-        cwd: Path = ROOT,
-    ) -> None:
+    def __init__(self, arguments: tuple[Any, ...], **order: Any) -> None:
+        """order: "environment", "hold", "mutant" and "cwd" of `run_command`."""
         self.returncode = None
         self.folder = tempfile.TemporaryDirectory(prefix="megarl-command-")
         self.outputs = [Path(self.folder.name) / name for name in ("stdout", "stderr")]
-        order = {"log": str(self.outputs[0]), "errors": str(self.outputs[1])}
-        order |= {"arguments": list(map(str, arguments)), "environment": environment}
-        order |= {"hold": hold, "mutant": mutant, "cwd": str(cwd)}
+        order |= {"log": str(self.outputs[0]), "errors": str(self.outputs[1]), "arguments": list(map(str, arguments))}
         self.process = multiprocessing.get_context("forkserver").Process(target=run_command, args=(order,))
         patch = unittest.mock.patch.multiple
         with patch(forkserver, **functions(RUNS)), patch(util, spawnv_passfds=SPAWN):

@@ -32,7 +32,6 @@ import megarl
 print(megarl.__file__, logprobs.grad.abs().sum().item() > 0)
 """
 
-
 PROGRAMS = """
 from megarl.data.prompts import Prompt
 from megarl.recipe.tables import RewardTable
@@ -43,6 +42,9 @@ for sign in "+-":
     program = f"```python\\na, b = map(int, input().split())\\nprint(a {sign} b)\\n```"
     print(Code(RewardTable(kind="code")).score(prompt, program).value)
 """
+
+
+INSTALL = ("python", "-m", "pip", "install", "-q", "-c", f"{ROOT}/constraints.txt", "--find-links", f"{ROOT}/dist")
 
 
 @pytest.fixture(scope="module")
@@ -71,20 +73,15 @@ def run(wheel: Path, folder: Path) -> Command:
         assert done.returncode == code, done.stdout + done.stderr
         return done
 
-    install(call, "torch")  # first and alone: the small CPU build is taken where pip finds one
-    install(call, str(wheel))
+    for requirement in ("torch", wheel):  # torch alone: the small CPU build is taken where pip finds one
+        call(*INSTALL, str(requirement))
     return call
-
-
-def install(run: Command, *requirements: str) -> None:
-    where = ("-c", str(ROOT / "constraints.txt"), "--find-links", str(ROOT / "dist"))
-    run("python", "-m", "pip", "install", "-q", *where, *requirements)
 
 
 @pytest.fixture(scope="module")
 def trained(run: Command, wheel: Path) -> Command:
     """`run` with the extra ``train`` installed."""
-    install(run, f"{wheel}[train]")
+    run(*INSTALL, f"{wheel}[train]")
     return run
 
 
