@@ -1,8 +1,4 @@
-"""Which module may import what: heavy packages only where they are needed, and megarl's modules only lower rooms.
-
-Modules are imported one after another, beginning with those that may load the fewest heavy packages, so that the first
-one that loads a package is found.
-"""
+"""Which module may import what: heavy packages only where they are needed, and megarl's modules only lower rooms."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ import os
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import megarl
@@ -51,25 +46,14 @@ ROOMS = {
 ROOM = {folder: room for room, folders in ROOMS.items() for folder in folders}
 APART = ROOMS["actor, rollout, rewards"]  # they meet in a phase, and do not import each other
 
+# prints, for each group of modules, those of the watched packages that are loaded after its import
 IMPORTS = """
-import importlib, json, os, sys
-modules, watched, apart, path = json.loads(sys.argv[1])
-sys.path.insert(0, path)
-for module in modules:
-    if module in apart:
-        if os.fork():
-            os.wait()
-            continue
-        sys.path.remove(path)
-    before = set(sys.modules)
-    try:
+import importlib, json, sys
+groups, watched = map(json.loads, sys.argv[1:])
+for modules in groups:
+    for module in modules:
         importlib.import_module(module)
-        result = [name for name in watched if name in sys.modules and name not in before]
-    except ImportError as error:
-        result = [f"{type(error).__name__}: {error}"]
-    print(json.dumps([module, result]), flush=True)
-    if module in apart:
-        os._exit(0)
+    print(json.dumps([name for name in watched if name in sys.modules]), flush=True)
 """
 
 
@@ -77,38 +61,27 @@ def within(module: str, packages: tuple[str, ...]) -> bool:
     return any(module == package or module.startswith(package + ".") for package in packages)
 
 
-def imported(modules: list[str], watched: list[str], apart: Iterable[str] = (), path: str = "") -> dict[str, list[str]]:
-    """{module: those of `watched` that its import loads, or its error}; imported in this order in one process.
-
-    apart: modules that are imported in a fork of it. path: a folder of packages for all others.
-    """
-    command = [sys.executable, "-W", "ignore", "-c", IMPORTS, json.dumps([modules, watched, [*apart], path])]
-    environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=PACKAGE.parent, env=environment)
-    found = dict(json.loads(line) for line in result.stdout.splitlines() if line.startswith('["megarl'))
-    assert list(found) == modules, result.stdout + result.stderr
-    return found
-
-
-def test_command_line_recipe_and_storage_load_no_torch() -> None:
-    watched = ["torch", *HEAVY]
-    assert imported(WITHOUT_TORCH, watched) == {module: [] for module in WITHOUT_TORCH}
-
-
 def test_imports_load_heavy_packages_only_where_allowed(tmp_path: Path) -> None:
-    """The module of each engine is imported in a process of its own, and all others in another one.
+    """Modules are imported in groups, those that may load the fewest packages first; engines' need not be installed.
 
-    These must not ask for GPUs, as flashinfer does, which vLLM brings along and Megatron imports if it is there:
-    processes choose their GPUs later.
+    None may ask for GPUs, as flashinfer does, which vLLM brings along and Megatron imports if it is there: processes
+    choose their GPUs later.
     """
+    groups: dict[tuple[str, ...], list[str]] = {(): [*WITHOUT_TORCH]}
+    for module in MODULES:
+        if module not in WITHOUT_TORCH and not any(within(module, HEAVY[name]) for name in ENGINES):
+            heavy = ("megatron", "transformers")
+            groups.setdefault(("torch", *(name for name in heavy if within(module, HEAVY[name]))), []).append(module)
     (tmp_path / "flashinfer.py").write_text("raise RuntimeError('it asks for all GPUs')")
-    allowed = {module: [name for name in HEAVY if within(module, HEAVY[name])] for module in MODULES}
-    modules = sorted(MODULES, key=lambda module: (len(allowed[module]), "megatron" in allowed[module]))
-    engines = [engine.module for engine in ENGINES.values()]
-    found = imported(modules, list(HEAVY), engines, str(tmp_path))
-    for names in allowed.values():  # an engine may not be installed
-        names += [f"ModuleNotFoundError: No module named {name!r}" for name in names]
-    assert [(module, names) for module, names in found.items() if not set(names) <= set(allowed[module])] == []
+    order = sorted(groups, key=lambda names: (len(names), "megatron" in names))
+    asked = json.dumps([groups[names] for names in order]), json.dumps(["torch", *HEAVY])
+    command = [sys.executable, "-W", "ignore", "-c", IMPORTS, *asked]
+    environment = os.environ | {"PYTHONPATH": f"{PACKAGE.parent}:{tmp_path}"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=PACKAGE.parent, env=environment)
+    loaded = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert len(loaded) == len(groups), done.stdout + done.stderr
+    for group, names, allowed in zip(order, loaded, itertools.accumulate(map(set, order), set.union), strict=True):
+        assert set(names) <= allowed, groups[group]
 
 
 @functools.cache

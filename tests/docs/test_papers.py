@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from dataclasses import fields
 
-import pytest
-
 from megarl.objectives import OBJECTIVES
 from megarl.recipe.tables import Recipe
 from tests.helpers import ROOT
@@ -74,11 +72,3 @@ def test_values_are_well_formed_and_what_they_name_exists() -> None:
             assert f"def {function}(" in source
         if "row" in value:
             table.resolved(value)
-
-
-def test_a_label_follows_from_the_recipe(monkeypatch: pytest.MonkeyPatch) -> None:
-    value = {"line": 225, "row": "figure 8, table 2: BAPO", "key": "objective.positive_target", "value": 0.4}
-    other = {**value, "value": 0.45}
-    for found, label in (([value], "exact"), ([value, other], "deviates"), ([{**value, "absent": True}], "absent")):
-        monkeypatch.setattr(table, "values", lambda found=found: {"item": found})
-        assert table.label("item") == label

@@ -71,7 +71,6 @@ def steps(out: Path, work: Path, gpus: int, small: bool) -> list[Step]:
             True,
             WITH_PYTEST,
         ),
-        Step("probes", "what megarl assumes of CUDA, forks and the allocator", module("probes"), limit=60),
         Step(
             "kernels",
             "CUDA and Triton kernels equal the definitions, give the same bits each time and never wait",

@@ -22,7 +22,7 @@ from megarl.kernels.tokens import Tokens
 from megarl.objectives import OBJECTIVES
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.prefix_min import exclusive_min
-from tests.gpu.probes import fill_free_memory_with_nan
+from tests.gpu.memory import fill_free_memory_with_nan
 from tests.kernels.test_token_pass import BORDERS, inherited_values, make_batch
 
 REQUIRED = os.environ.get("MEGARL_REQUIRE_GPU") == "1"

@@ -24,7 +24,7 @@ from tests.actor.layout_ranks import (
     update_samples,
     whole_gradient,
 )
-from tests.gpu.probes import fill_free_memory_with_nan
+from tests.gpu.memory import fill_free_memory_with_nan
 from tests.rehearsal.branches import branches, many_pieces
 from tests.rehearsal.forks import in_ranks
 
