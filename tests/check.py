@@ -104,8 +104,6 @@ def lines(*command: str) -> list[str]:
 
 
 class Limit:
-    """Ends the tests after `SECONDS`."""
-
     @pytest.hookimpl
     def pytest_sessionstart(self, session: pytest.Session) -> None:
         self.session, self.end = session, time.monotonic() + SECONDS

@@ -33,7 +33,6 @@ LONG += ("actor/", "rollout/", "distributed/", "test_suites", "test_imports")
 
 
 def place_of(file: str) -> int:
-    """The place of a test's file, relative to the root, among `LONG`, or behind them."""
     return next((n for n, name in enumerate(LONG) if file.startswith(f"tests/{name}")), len(LONG))
 
 
@@ -44,8 +43,6 @@ def stays_together(file: str) -> bool:
 
 
 class Scheduler(LoadScopeScheduling):
-    """Shares out single tests, and the files whose tests stay together."""
-
     def _split_scope(self, nodeid):
         file = nodeid.partition("::")[0]
         return file if stays_together(file) else nodeid
@@ -67,7 +64,6 @@ def pytest_configure_node(node):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node, ids):
-    """Start the fork servers that all workers use, if there are tests of runs."""
     if not RUNS.folder and any(name.startswith("tests/phases/") for name in ids):
         RUNS.start()
         RANKS.start()
@@ -101,7 +97,6 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """The quickstart's untrained model and tokenizer."""
     path = tmp_path_factory.mktemp("model") / "model"
     write_untrained_model(path)
     return path

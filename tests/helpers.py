@@ -127,7 +127,6 @@ def fork_server_of(pid):
 
 
 def processes_of(pid, phase):
-    """The processes of a phase of the `megarl` with this process id."""
     found, below = [], []
     with contextlib.suppress(psutil.Error):  # the command has ended
         below = psutil.Process(pid).children(recursive=True)
@@ -158,7 +157,6 @@ def wait_until_nobody_works_on(run, seconds=60):
 
 
 def wait_for(command, condition):
-    """Wait until ``condition()`` holds; fails if ``command`` ends before."""
     while not condition():
         assert command.poll() is None, f"the command ended before that: {command.stdout}{command.stderr}"
         time.sleep(0.002)
@@ -212,12 +210,10 @@ def events(run, kind):
 
 
 def read_lines(path):
-    """The objects of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write_untrained_model(path):
-    """Write the quickstart's model before any training, and its tokenizer."""
     sys.path.insert(0, str(ROOT / "examples/quickstart"))
     try:
         from make_base import write_initial_model
@@ -233,7 +229,6 @@ def lines_so_far(path):
 
 
 def five_letters():
-    """The words of the tiny recipe: all of five letters a, b or c."""
     return ["".join(letters) for letters in itertools.product("abc", repeat=5)]
 
 

@@ -8,16 +8,12 @@ import pytest
 
 
 class Network:
-    """Two network namespaces, one for each node, and a link between them.
-
-    Without iproute2, or where the kernel refuses to make them, the test is skipped.
-    """
+    """Two network namespaces, one for each node, and a link between them; rate: of each direction, as tc writes it."""
 
     ADDRESSES, MACS = ("10.77.0.1", "10.77.0.2"), ("02:00:00:00:77:01", "02:00:00:00:77:02")
     NOBODY = "02:00:00:00:77:99"
 
     def __init__(self, rate):
-        """rate: of each direction, as tc writes it."""
         self.names = [f"megarl-{os.getpid()}-{rank}" for rank in (0, 1)]
         self.rate = rate
 
@@ -50,7 +46,6 @@ class Network:
             call(f"ip -n {self.names[rank]} neigh replace {address} lladdr {mac} dev eth0 nud permanent")
 
     def environment(self, rank):
-        """What an agent on node ``rank`` needs."""
         return {
             "MEGARL_TEST_NETWORK": f"/run/netns/{self.names[rank]}",
             "MASTER_ADDR": self.ADDRESSES[0],

@@ -183,13 +183,11 @@ def run(name: str, retry: bool = False, beside: bool = False) -> bool:
 
 
 def failures(memory: Path) -> set[str]:
-    """The tests whose last run failed, by pytest's own record."""
     record = memory / "v/cache/lastfailed"
     return set(json.loads(record.read_text())) if record.exists() else set()
 
 
 def of_the_gate(base: str | None) -> list[str]:
-    """`GATE` and the suites of what has changed since a commit."""
     if not base:
         return list(GATE)
     command = ["git", "diff", "--name-only", base, "HEAD"]

@@ -36,7 +36,6 @@ def test_interval_covers_the_truth_for_few_prompts_with_many_samples(prompts, di
 
 
 def test_pass_at_k_agrees_with_the_closed_form_and_with_counting_all_draws():
-    """1 - C(n - c, k) / C(n, k), for every number c of right responses and every k."""
     n = 6
     correct = np.array([[1.0] * c + [0.0] * (n - c) for c in range(n + 1)])
     found = pass_at(correct)
@@ -93,7 +92,6 @@ def test_the_sign_test_agrees_with_the_binomial_sum(better, worse):
 
 
 def test_the_bootstrap_agrees_with_all_possible_resamples():
-    """With 5 prompts there are only 3125 resamples."""
     a, b = np.array([0.5, 0.0, 0.25, 0.75, 1.0]), np.array([1.0, 0.5, 0.25, 0.5, 1.0])
     everything = np.array([np.mean(drawn) for drawn in itertools.product(b - a, repeat=5)])
     for found, share in zip(paired(a, b).ci95, (0.025, 0.975), strict=True):
@@ -118,6 +116,5 @@ def test_the_final_answer_of_a_response_is_extracted(kind, response, expected):
 
 
 def test_hostile_text_gives_a_short_answer_without_taking_long():
-    """Braces are followed only from the last few boxes, and numbers are looked for only at the end of the text."""
     for text in (r"\boxed{" * 50_000, "{" * 10**6, "1" * 10**6, "1," * 10**6, r"\boxed{}" * 10**5):
         assert len(answer_of("math", text) or "") <= LONGEST and BOXES < 10

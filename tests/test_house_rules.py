@@ -33,9 +33,6 @@ def test_functions_are_short() -> None:
     assert found == []
 
 
-# ---------------------------------------------------------------------------------------------------- repeated code
-
-
 def code_lines(source: str) -> list[tuple[int, str]]:
     """(line number, tokens) of each line of code, without comments, docstrings, imports and lone brackets."""
     left_out: set[int] = set()
@@ -69,8 +66,6 @@ def test_no_ten_lines_are_repeated() -> None:
     doubled = {"a": sources["megarl/errors.py"], "b": "# say\n" + sources["megarl/errors.py"]}
     assert shared_runs(doubled, SHARED_LINES)
 
-
-# ------------------------------------------------------------------------------------------ references to modules
 
 # a file of a policy, the metadata of an installed package, and modules of tests that cannot be imported or are added
 NO_MODULES = {f"megarl.{name}" for name in ("json", "dist", "workers.no_such_module", "phases.count", "rollout.short")}
@@ -115,12 +110,12 @@ def test_messages_name_the_extra_and_not_the_packages_that_it_installs() -> None
 
 
 def is_there(reference: str) -> bool:
-    """Whether ``megarl.a.b`` is a module, or a name in the source of one."""
+    """Whether ``megarl.a.b`` is a module, or names in the source of one."""
     path, names = ROOT / reference.replace(".", "/"), []
     while path != ROOT:
         for source in (path / "__init__.py", path.with_suffix(".py"), path / "__main__.py"):
             if source.is_file():
-                return not names or re.search(rf"\b{names[-1]}\b", source.read_text()) is not None
+                return all(re.search(rf"\b{name}\b", source.read_text()) for name in names)
         names.append(path.name)
         path = path.parent
     return False
@@ -132,6 +127,9 @@ def missing_modules(text: str) -> set[str]:
     for module, names in re.findall(r"(?m)^\s*from (megarl[\w.]*) import (\([^)]*\)|[^\n(]+)$", text):
         dotted |= {f"{module}.{name}" for name in re.findall(r"(?m)(?:^|[,(])\s*(\w+)", re.sub("#.*", "", names))}
     paths = {path.rstrip("./") for path in re.findall(r"(?<![\w.-])megarl/[\w/]+(?:\.\w+|/)", text)}
+    dotted |= {
+        f"{path}.{name}".replace("/", ".") for path, name in re.findall(r"`(megarl/[\w/]+)\.py: ([\w.]+)`", text)
+    }
     gone = {reference for reference in dotted if not is_there(reference)}
     return gone | {path for path in paths if not (ROOT / path).exists() and not path.startswith(MADE_BY_THE_BUILD)}
 
@@ -148,8 +146,6 @@ def test_links_between_documents_lead_somewhere() -> None:
     assert broken_links([ROOT / name for name, _ in tracked_texts() if name.endswith(".md")]) == []
 
 
-# ------------------------------------------------------------------------------------------------- folders of tests
-
 # of tests that are about no folder of megarl/, and those that mirror another one
 OTHER_TESTS = {"distributed", "docs", "examples", "faults", "gpu", "lab", "launch", "rehearsal", "wheel"}
 
@@ -158,9 +154,6 @@ def test_the_folders_of_tests_are_those_of_the_package() -> None:
     folders = {Path(name).parts[:2] for name, _ in tracked_texts() if name.count("/") > 1}
     sources, tests = ({name for top, name in folders if top == wanted} for wanted in ("megarl", "tests"))
     assert tests == sources | OTHER_TESTS
-
-
-# --------------------------------------------------------------------------------------------------- make's targets
 
 
 def test_no_test_measures_how_long_something_takes() -> None:

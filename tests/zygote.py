@@ -33,7 +33,6 @@ CLONE_NEWNET = 0x40000000
 
 
 def run_command(order: dict[str, Any]) -> None:
-    """Run a command line of `megarl` in a fork, and exit."""
     from megarl import cli
 
     become(order["log"], order["environment"])
@@ -93,7 +92,6 @@ def hold(pattern: str, count: int, marker: str) -> None:
 
 
 def call_held(held: list[Any], function: Any, arguments: tuple[Any, ...]) -> None:
-    """Call a function, with `hold` for its file operations."""
     hold(*held)
     function(*arguments)
 
@@ -157,7 +155,6 @@ class Command:
         return self.returncode
 
     def wait(self, timeout: float = 900.0) -> int:
-        """The exit code; `subprocess.TimeoutExpired` after so many seconds."""
         deadline = time.monotonic() + timeout
         while self.poll(0.05) is None:
             if time.monotonic() > deadline:

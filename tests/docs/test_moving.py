@@ -40,7 +40,6 @@ GROUPS, SIZE = 4, 4  # of the stage that the page makes
 
 
 def blocks(language: str) -> list[str]:
-    """The code blocks of the page in this language."""
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
@@ -75,7 +74,6 @@ def said(table: str, key: str | None, value: Any, objective: str) -> str:
 
 
 def problem(span: str) -> str | None:
-    """Why a piece of code that is megarl's names nothing of megarl."""
     match = KEY.fullmatch(span)
     if not match or span.endswith(FILES) or span in THEIRS:
         return None
@@ -110,13 +108,6 @@ def test_the_toml_is_of_recipes() -> None:
     schedule, adaptor = (tomllib.loads(block) for block in blocks("toml"))
     assert parse_recipe(base | schedule).schedule.lag_rule.max_lag == 15  # U - 1
     assert parse_recipe(base | adaptor).reward.path == f"{ROOT}/adaptor.py:score"
-    bounds = re.findall(r"max_lag`? = ([()kTU +1-]*1)", PAGE)  # "at most k steps off" is the oldest of "delay = k"
-    assert len(bounds) == 4
-    for k in (1, 3):
-        changed = {name: value for name, value in schedule["schedule"].items() if name != "lockstep"}
-        oldest = parse_recipe(base | {"schedule": changed | {"delay": k}}).schedule.lag_rule.max_lag
-        names = {"k": k, "T": k + 1, "U": changed["sync_every"]}
-        assert {eval(bound.replace(" U", " * U"), names) for bound in bounds} == {oldest}
 
 
 def samples_of(model):
@@ -136,7 +127,6 @@ def samples_of(model):
 
 
 def test_slimes_rollouts_become_a_stage(recipe, guessing_model, tmp_path, monkeypatch):
-    """The page's script and commands, with paths of this test."""
     samples = samples_of(guessing_model)
     torch.save({"rollout_id": 0, "samples": samples}, tmp_path / "0.pt")
     (tmp_path / "to_rows.py").write_text(blocks("python")[0])

@@ -17,7 +17,6 @@ README = (ROOT / "examples/README.md").read_text()
 
 
 def is_there(where: str) -> bool:
-    """Whether what the reference ``where`` of a row names exists."""
     kind, _, name = where.partition(":")
     if kind == "file":
         path, _, symbol = name.partition(":")

@@ -29,10 +29,7 @@ from tests.gpu.steps import BUDGETS, ROOT, Step, steps
 
 
 def run_steps(chosen: list[Step], out: Path, report: Callable[[Result], None]) -> list[Result]:
-    """Run steps one after another, but those `beside` each other together; also after a failure.
-
-    Once a group has used up its time, its others are skipped. What is known is written after each step.
-    """
+    """Run steps one after another, but those `beside` each other together. What is known is written after each."""
     results: list[Result] = []
     left: dict[str, float] = dict(BUDGETS)
     writing = threading.Lock()
@@ -58,10 +55,7 @@ def run_steps(chosen: list[Step], out: Path, report: Callable[[Result], None]) -
 
 
 def run_step(step: Step, left: float, log: Path) -> Result:
-    """Run a step in a process group of its own, which is killed when the step ends or reaches its limit.
-
-    left: seconds that its group still has.
-    """
+    """Run a step in a process group of its own, killed at its end or limit. left: seconds that its group still has."""
     used_up = f"the {BUDGETS[step.group]} s of all of {step.group} are used up" if left < 1 else None
     if reason := step.lacks() or used_up:
         return Result(step.name, step.shows, "skipped", reason, 0.0)

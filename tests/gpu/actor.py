@@ -1,6 +1,5 @@
 """Updates of a small model in bfloat16 on the GPUs compared with float32 on the CPU: gradient, losses, gradient norms.
 
-The cases are kernels, layers and model families, and with several GPUs also layouts of two and four ranks.
 `tests/rehearsal/on_device/test_updates.py` does so on the rehearsal device; here the arithmetic is the GPU's own.
 """
 
@@ -32,7 +31,6 @@ FAMILIES |= dict.fromkeys(("olmoe", "deepseek_v3", "qwen3_next", "gpt_oss"), TOR
 
 
 def cases(gpus: int) -> dict[str, Case]:
-    """The cases that this number of GPUs allows, by name."""
     found = {name: Case(actor=actor) for name, actor in ACTORS.items()}
     found |= {family: Case(actor=actor, family=family) for family, actor in FAMILIES.items()}
     found |= {name: Case(layout, actor=TORCH) for name, layout in LAYOUTS.items() if 1 < layout.ranks <= gpus}
@@ -41,7 +39,6 @@ def cases(gpus: int) -> dict[str, Case]:
 
 
 def lacks(name: str) -> str | None:
-    """The reason to skip a case, or None."""
     from megarl.kernels.library import find_library, triton_lacks
 
     if name == "kernels cuda" and not find_library("cuda"):
@@ -53,7 +50,6 @@ def lacks(name: str) -> str | None:
 
 @contextlib.contextmanager
 def waits() -> Iterator[list[str]]:
-    """Collects torch's warnings of operations that waited for the device."""
     import torch
 
     found: list[str] = []

@@ -42,7 +42,6 @@ def options_of(values: list[str]) -> list[str]:
 
 
 def base(work: Path, small: bool) -> list[str]:
-    """The settings of runs with the quickstart's base model, trained on the GPU by its script."""
     output, values = work / "base", settings(work, small)
     if not output.exists():
         script = [sys.executable, "-W", "ignore", "examples/quickstart/make_base.py", "--output", str(output)]
@@ -72,13 +71,11 @@ def kill_and_finish(run: Path, values: list[str], updates: int) -> None:
 
 
 def lines(path: Path, event: str | None = None) -> list[dict[str, Any]]:
-    """The lines of a file of JSON, or those of one kind of event."""
     found = map(json.loads, path.read_text().splitlines())
     return [line for line in found if event is None or line["event"] == event]
 
 
 def print_drift(run: Path) -> list[dict[str, Any]]:
-    """Print how far the engine was from the actor; with more than a run allows, it would have ended."""
     drifts = lines(run / "events.jsonl", "weight_drift")
     for event in drifts:
         print(
@@ -109,7 +106,6 @@ def live(work: Path, small: bool) -> None:
 
 
 def engine(work: Path, small: bool, name: str) -> None:
-    """One stage and the rollouts of the next one with another engine, so that it loads two policies."""
     run, values = work / f"run-{name}", [*base(work, small), f'rollout.engine="{name}"', "eval.every=0"]
     values += [] if small else ["schedule.updates_per_stage=16"]
     subprocess.run(command(run, values, "--until", "rollout:1"), check=True, cwd=ROOT)

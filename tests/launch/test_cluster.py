@@ -26,8 +26,6 @@ TINY += ("rollout.groups_per_chunk=1", f"actor.checkpoint_every={UPDATES}", "act
 
 
 class Job:
-    """A job submitted by launch/slurm.py."""
-
     def __init__(self, slurm, number, folder):
         self.slurm, self.number, self.folder = slurm, number, Path(folder)
 
@@ -49,7 +47,6 @@ class Job:
         return self.state
 
     def output(self):
-        """What the agents printed, attempt after attempt."""
         return "\n".join(path.read_text() for path in sorted(self.folder.glob(f"log-*_{self.number}_*.out")))
 
 
@@ -58,7 +55,6 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "DEADLINE",
 
 @pytest.fixture
 def submit(slurm, launch):
-    """Submit a run and return its jobs, which run the code of this checkout with the interpreter of the tests."""
 
     def submit(recipe, run, *options, waits_and_fails=False):
         arguments = [recipe, "--run-dir", run, "--account", "ci", "--partition", "low"]
@@ -74,7 +70,6 @@ def submit(slurm, launch):
 
 @pytest.fixture(scope="module")
 def local(recipe, tmp_path_factory):
-    """The run directory of an undisturbed run on this machine, without Slurm."""
     run = tmp_path_factory.mktemp("local") / "run"
     result = megarl("train", recipe, "--run-dir", run, *settings(*TINY, *ON_ONE))
     assert result.returncode == 0, result.stderr
@@ -107,7 +102,6 @@ def is_asked_to_stop(process):
 
 
 def preempt(slurm, job, run, phase):
-    """Submit a short job to the partition of higher priority, which takes both nodes while ``phase`` is under way."""
     before = job.restarts
     whole = ("-N2", "--ntasks-per-node=8", "-o", "/dev/null")
     with frozen(run, phase):
@@ -153,7 +147,6 @@ def test_a_job_that_runs_out_of_time_continues_in_its_next_allocation(recipe, lo
 
 
 def agents_of(run, node=None):
-    """The run's `megarl train` processes on the nodes of the private Slurm, or on one of them."""
     found = []
     for process in psutil.process_iter(["cmdline", "environ"]):
         command, environment = process.info["cmdline"] or [], process.info["environ"] or {}

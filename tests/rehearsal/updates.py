@@ -57,10 +57,9 @@ class Case:
 
 @dataclass
 class Outcome:
-    """Results of one rank, or of several (`outcome_of`). gradient: of the first update and the whole model, on the
-    first rank alone."""
+    """Results of one rank, or of several (`outcome_of`)."""
 
-    gradient: dict[str, torch.Tensor]
+    gradient: dict[str, torch.Tensor]  # of the first update and the whole model, on the first rank alone
     metrics: list[dict[str, float]]
     seen: list[Any]  # what ``counted()`` gave for each update
     micro_batches: int
@@ -70,8 +69,6 @@ class Outcome:
 
 @dataclass
 class Distance:
-    """The distance of two outcomes of the same case."""
-
     gradient: float  # relative to its length
     losses: list[tuple[float, float]]
     norms: list[tuple[float, float]]
@@ -99,7 +96,6 @@ def layers_of(family: str) -> int:
 
 
 def fits(family: str, layout: Layout) -> bool:
-    """Whether a family's tiny model can be divided like this."""
     with tempfile.TemporaryDirectory() as folder:
         hf = read_settings(Path(folder), family, num_hidden_layers=layers_of(family))
         wanted = parallelism.Layout.of(recipe_of(layout, Path(folder)), layout.ranks)
@@ -205,9 +201,7 @@ def train_twice(
     train: Callable[[Any, range], list[dict[str, float]]],
     folder: Path,
 ) -> list[dict[str, float]]:
-    """The updates of a case; those after its checkpoint are made again from it, and give the same bits.
-
-    The policy that is exported after them has the optimizer's weights."""
+    """The updates of a case; those after its checkpoint are made again from it, and give the same bits."""
     from megarl.actor import checkpoint, hf
     from megarl.actor.optimizer import gather_parameters
     from megarl.phases.rehearse import compare_export
@@ -255,7 +249,6 @@ def device_of(backend: str) -> torch.device:
 
 
 def join(rank: int, ranks: int, backend: str, meeting: Path) -> None:
-    """Join the process group like `megarl.actor.parallel.join`, without a launcher."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if backend == "cuda":

@@ -1,7 +1,4 @@
-"""The commands of containers/ that need neither a GPU nor root, in folders instead of an image.
-
-The wheel is built; pip looks at it and says what it would install, without the gigabytes that it depends on.
-"""
+"""The commands of containers/ that need neither a GPU nor root, in folders instead of an image."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ PATHS = re.compile(r"(?:(?<!\S)|(?<=[\"=]))/(src|wheels|build|opt)\b")
 
 
 def commands(name: str) -> list[list[str]]:
-    """The commands of each stage, without those that install Debian's packages."""
     text = (ROOT / f"containers/{name}.Dockerfile").read_text().replace("\\\n", " ")
     stages = [re.findall(r"(?m)^RUN (?:--mount=\S+ )*(.*)$", stage) for stage in text.split("\nFROM ")[1:]]
     return [[line for line in stage if "apt-get" not in line] for stage in stages]

@@ -80,7 +80,6 @@ def run(wheel: Path, folder: Path) -> Command:
 
 @pytest.fixture(scope="module")
 def trained(run: Command, wheel: Path) -> Command:
-    """`run` with the extra ``train`` installed."""
     run(*INSTALL, f"{wheel}[train]")
     return run
 

@@ -33,7 +33,6 @@ def test_results_do_not_depend_on_the_order_of_threads(name):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_triton_lm_head_equals_the_definition_without_a_wait(dtype):
-    """Log-probs and entropy are exact to the rounding of float32, gradients to that of their own dtype."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 32, generator=generator).to(dtype) for n in (70, 139))
     targets = torch.randint(0, 131, (70,), generator=generator)

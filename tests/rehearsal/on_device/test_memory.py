@@ -18,7 +18,6 @@ from megarl.planner.plan import Plan
 from megarl.recipe.layout import Layout
 from megarl.recipe.tables import Recipe
 from tests.actor.conftest import make_recipe, read_settings
-from tests.extent import EVERY
 from tests.planner.allocated import Live
 from tests.rehearsal.forks import in_ranks
 from tests.rehearsal.updates import device_of, join
@@ -71,10 +70,6 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
     ("qwen3_moe", ["moe"], LORA),
     ("gpt_oss_20b", ["moe", "core_attn"], {}),
 ]
-CASES += [  # compositions of what the others have one by one
-    *((family, ["moe"], {}) for family in ("qwen3_moe", "qwen3_next")),
-    *(("gpt_oss_20b", recompute, {}) for recompute in ("none", "full", ["moe"])),
-] * EVERY
 
 
 def one_rank(rank: int, ranks: int, hf: dict[str, Any], recipe: Recipe, share: bool, folder: Path) -> dict[str, int]:

@@ -42,7 +42,6 @@ def one_layer(rank: int, ranks: int, kernels: str, folder: Path, dtype: torch.dt
     with Moved() as moved, counted() as seen:
         output, _ = layer(hidden)
         output.backward(gradient)
-    print(kernels, moved.by_name.most_common(12))
     gradients = {name: parameter.grad for name, parameter in layer.named_parameters()} | {"hidden": hidden.grad}
     found = {name: x.float().cpu().numpy() for name, x in gradients.items()}
     return moved.bytes, seen.launch_count, seen.waits.total(), found

@@ -52,7 +52,6 @@ def megarl(*arguments: object, folder: Path = ROOT) -> None:
 
 
 def kill_at(checkpoint: Path, *arguments: object, folder: Path = ROOT) -> None:
-    """Start `megarl` without waiting for it, and kill it once there is a checkpoint."""
     if not (pid := os.fork()):
         try:
             command(*arguments, folder=folder)
@@ -202,7 +201,6 @@ def note_turns(monkeypatch, folder: Path) -> None:
 
 
 def check_turns(file: Path, engines: int) -> tuple[int, int]:
-    """Check the order of what an attempt did; returns its numbers of turns and collectives."""
     turns, collectives, started, resting, gone = 0, 0, 0, set(), set()
     for line in file.read_text().splitlines():
         what, _, worker = line.partition(" ")
@@ -226,7 +224,6 @@ def check_turns(file: Path, engines: int) -> tuple[int, int]:
 def test_on_shared_devices_engines_start_once_after_trainers_and_decode_without_collectives(
     recipe, tmp_path, monkeypatch
 ):
-    """At the first start and after a kill. The built-in engine stands for vLLM's, whose `sleep` is in test_vllm.py."""
     note_turns(monkeypatch, tmp_path)
     turns = ("schedule.colocate=true", "schedule.max_lag=3", "schedule.updates_per_stage=8", "actor.checkpoint_every=2")
     chosen = [*CUDA, *LIVE, *settings("actor.processes_per_node=2", *turns)]

@@ -144,7 +144,6 @@ def test_updates_agree_with_the_cpu(outcome, name):
 
 
 def check_waits(outcome: Outcome, allowed: int) -> None:
-    """An update has at most ``allowed`` waits of megarl, beside one per MoE layer and micro-batch for the dispatch."""
     for seen in outcome.seen:
         own = {place: n for place, n in seen.own_waits.items() if "megarl/actor/dispatch.py" not in place}
         assert sum(own.values()) <= allowed, "\n".join(f"{n} x {place}" for place, n in own.items())
