@@ -64,14 +64,12 @@ def waits() -> Iterator[list[str]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gpus", type=int, required=True)
-    parser.add_argument("--cases", nargs="+", help="only these")
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
-    chosen = options.cases or (SMALL if options.small else list(cases(options.gpus)))
     failed, right = False, dict[str, Outcome]()
     with tempfile.TemporaryDirectory(prefix="megarl-gpu-") as folder:
         for title, case in cases(options.gpus).items():
-            if title not in chosen:
+            if options.small and title not in SMALL:
                 continue
             try:
                 said = lacks(title)

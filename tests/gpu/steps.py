@@ -57,20 +57,9 @@ def steps(out: Path, work: Path, gpus: int, small: bool) -> list[Step]:
     pytest = [*python, "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/test_gpu.py"]
     side_by_side = ["-n", "8"] * (is_installed("pytest-xdist") and not small)
     sanitizer = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
-    update = module("actor", "--gpus", gpus)
-    first = ["--cases", "kernels torch", *["kernels triton"] * (not small)]
     return [
         Step("doctor", "what this machine has", [sys.executable, "-m", "megarl.cli", "doctor"], limit=60, beside=True),
         Step("build", "nvcc compiles csrc/cuda", module("build"), "first", 150, True, programs=("cmake", "nvcc")),
-        Step(
-            "contact",
-            "the actor updates a small model in bf16 at all",
-            [*update, *first],
-            "first",
-            120,
-            True,
-            WITH_PYTEST,
-        ),
         Step(
             "kernels",
             "CUDA and Triton kernels equal the definitions, give the same bits each time and never wait",
@@ -81,7 +70,7 @@ def steps(out: Path, work: Path, gpus: int, small: bool) -> list[Step]:
         Step(
             "actor",
             "bf16 updates on the GPU equal float32 on the CPU, by kernels, layers and layouts",
-            update,
+            module("actor", "--gpus", gpus),
             packages=WITH_PYTEST,
             beside=True,
         ),

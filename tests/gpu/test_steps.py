@@ -17,7 +17,7 @@ from tests.gpu.steps import BUDGETS, Step, steps
 from tests.helpers import ROOT
 from tests.rehearsal.build import build
 
-REHEARSED = ("doctor", "build", "contact", "kernels", "actor", "quickstart", "live", "sanitizer", "vllm")
+REHEARSED = ("doctor", "build", "kernels", "actor", "quickstart", "live", "sanitizer", "vllm")
 REHEARSED += ("ceilings", "actor_gpu", "linear_logprob", "token_pass", "selection", "weight_gradient", "adam")
 
 

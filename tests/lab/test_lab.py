@@ -6,12 +6,11 @@ import re
 import numpy as np
 import pytest
 
-from lab.claims import CLAIMS, FIRST, SECOND, Part, collapse, find, lead, verdict
+from lab.claims import FIRST, SECOND, Part, collapse, find, lead, verdict
 from lab.figures import charts
 from lab.results import Sweep, at, difference, estimate
 from lab.tables import read_all
 from megarl.commands.sweep import describe
-from megarl.recipe.sweep import load_sweep
 from tests.helpers import ROOT
 
 
@@ -34,17 +33,6 @@ def test_the_committed_charts_show_the_committed_results(monkeypatch):
         assert len(heights) == len(values), name
         line = np.polynomial.Polynomial.fit(values, heights, 1)
         assert heights == pytest.approx(line(values), abs=0.05), f"{name}: run `python -m lab.figures`"
-
-
-def test_every_claim_is_about_points_of_its_sweep(monkeypatch):
-    """The points that it asks for: a sweep without runs notes them."""
-    monkeypatch.chdir(ROOT)
-    asked: set[str] = set()
-    monkeypatch.setattr(Sweep, "curve", lambda self, point, seed, metric: asked.add(point) or {})
-    for part in {part for claims in CLAIMS.values() for claim in claims for part in claim.parts}:
-        asked.clear()
-        part.value(Sweep(), 0)
-        assert asked <= {point.name for point in load_sweep(ROOT / f"lab/{part.sweep}.toml").points()}, part.text
 
 
 def sweep_of(**finals):
