@@ -75,7 +75,6 @@ def graph() -> dict[str, set[str]]:
 
 
 def reached(changed: Iterable[str], edges: dict[str, set[str]]) -> list[str]:
-    """Files of tests that reach a changed file, those with the fewest imports between first."""
     importers: dict[str, set[str]] = {}
     for file, targets in edges.items():
         for target in targets:

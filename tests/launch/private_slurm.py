@@ -133,7 +133,6 @@ class PrivateSlurm:
             time.sleep(0.1)
 
     def __exit__(self, *_: object) -> None:
-        """Stop exactly the daemons that were started, that of munge last."""
         self.run("scancel", "--user", getpass.getuser(), "--signal=KILL", check=False)
         for daemon in (*self.daemons[1:], *self.daemons[:1]):
             daemon.terminate()

@@ -49,7 +49,6 @@ def imported_launcher(launch_python, tmp_path_factory):
 
 @pytest.fixture
 def launch(imported_launcher, tmp_path):
-    """Run launch/slurm.py without any Slurm."""
 
     def run(recipe, *options, code=0, submit=SUBMIT):
         outputs = tmp_path / "stdout", tmp_path / "stderr"

@@ -91,7 +91,6 @@ class Distance:
 
 
 def layers_of(family: str) -> int:
-    """The number of layers of a tiny model: a virtual pipeline needs `LAYERS`."""
     return LAYERS if family == "qwen3_moe" or EVERY_LAYOUT else LAYERS - 1
 
 

@@ -37,7 +37,6 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(image: Path, command: str) -> str:
-    """What a command of a Dockerfile prints, with `image` for the root and pip only planning what to install."""
     command = PATHS.sub(rf"{image}/\1", command).replace("--no-cache-dir", "--dry-run --no-deps")
     environment = os.environ | {"PATH": f"{image}/opt/venv/bin:{image}/python/bin:{os.environ['PATH']}"}
     done = subprocess.run(["sh", "-ec", command], env=environment, capture_output=True, text=True, check=False)
