@@ -74,7 +74,6 @@ def start_megarl(*arguments, env=None, hold=None, mutant=None, cwd=ROOT):
 
 
 def refused(*arguments):
-    """What `megarl`, in this process, says on stderr about a mistake."""
     from megarl.cli import main
 
     with pytest.raises(SystemExit) as end, contextlib.redirect_stderr(io.StringIO()) as told:
@@ -233,7 +232,6 @@ def five_letters():
 
 
 def write_laboratory(folder):
-    """Write the tiny recipe with a model whose rewards differ, for scripts, which have no fixtures."""
     write_untrained_model(folder / "initial")
     write_guessing_model(folder / "initial", folder / "model")
     return write_recipe(folder, folder / "model", five_letters())

@@ -82,7 +82,6 @@ def main() -> None:
 
 
 def compare(case: Case, folder: Path, right: dict[str, Outcome]) -> str:
-    """What a comparison with float32 on the CPU says. right: the CPU's outcomes so far, by family."""
     sealed = folder / case.family
     if case.family not in right:
         sealed.mkdir(exist_ok=True)

@@ -198,7 +198,6 @@ def test_chain_cancels_what_depends_on_a_failed_job(recipe, submit, tmp_path):
 
 
 def test_an_array_makes_every_run_of_a_sweep_once_and_one_table(recipe, slurm, submit, tmp_path):
-    """Two jobs share four runs of a sweep, which names its recipe relative to the directory where it is submitted."""
     sweep, output = tmp_path / "sweep.toml", tmp_path / "sweep"
     short = "schedule = { stages = 1, updates_per_stage = 2 }\neval = { every = 1 }"
     text = f'recipe = "{os.path.relpath(recipe, ROOT)}"\nseeds = [0, 1]\n[set]\n{short}\n'

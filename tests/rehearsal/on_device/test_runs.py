@@ -238,7 +238,6 @@ def test_on_shared_devices_engines_start_once_after_trainers_and_decode_without_
 
 
 def test_the_commands_of_the_readme_work(recipe, tmp_path):
-    """The commands exactly as in README.md, with a small recipe in recipe.toml. The run is killed once."""
     from megarl.storage.run_dir import RunDir
 
     changed = '[actor]\nbackend = "cuda"\nkernels = "cuda"\ncheckpoint_every = 1\n'
