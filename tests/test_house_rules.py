@@ -145,16 +145,6 @@ def test_links_between_documents_lead_somewhere() -> None:
     assert broken_links([ROOT / name for name, _ in tracked_texts() if name.endswith(".md")]) == []
 
 
-# of tests that are about no folder of megarl/, and those that mirror another one
-OTHER_TESTS = {"distributed", "docs", "examples", "faults", "gpu", "lab", "launch", "rehearsal", "wheel"}
-
-
-def test_the_folders_of_tests_are_those_of_the_package() -> None:
-    folders = {Path(name).parts[:2] for name, _ in tracked_texts() if name.count("/") > 1}
-    sources, tests = ({name for top, name in folders if top == wanted} for wanted in ("megarl", "tests"))
-    assert tests == sources | OTHER_TESTS
-
-
 def test_no_test_measures_how_long_something_takes() -> None:
     """That depends on what else the machine does; tests count work instead."""
     clock = re.compile(r"= *time\.(process_time|perf_counter|thread_time)\b|\bgetrusage\(")

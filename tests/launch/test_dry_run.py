@@ -185,7 +185,7 @@ def test_impossible_options_of_an_array_are_refused(launch, sweep_of_qwen):
     for options, words, code in [
         (("--array", 2, "--nodes", 2), "excludes --local, --chain, --set, --nodes", 2),
         (("--array", 2, "--set", "run.seed=1"), "excludes --local, --chain, --set, --nodes", 2),
-        (("--array", 0), "give at least 1", 1),
+        (("--array", 0), "give at least 1", 2),
         (("--array", 2, "--gpus-per-node", 4), "does not fill the 4 GPUs", 1),
     ]:
         refused = launch(sweep_of_qwen, *options, code=code)

@@ -193,13 +193,7 @@ def make_updates(
     )
 
 
-def train_twice(
-    case: Case,
-    actor: Any,
-    build: Callable[[str], Any],
-    train: Callable[[Any, range], list[dict[str, float]]],
-    folder: Path,
-) -> list[dict[str, float]]:
+def train_twice(case: Case, actor: Any, build: Any, train: Any, folder: Path) -> list[dict[str, float]]:
     """The updates of a case; those after its checkpoint are made again from it, and give the same bits."""
     from megarl.actor import checkpoint, hf
     from megarl.actor.optimizer import gather_parameters
