@@ -1,13 +1,11 @@
 """The suites of tests: ``make test``, ``make test-slow WHAT="layouts crashes"`` and ``make gate``.
 
-A suite first installs what it needs, out of sight of `.venv`. Every suite is run, also after one has failed. Those with
-one process of pytest run last, two at a time.
+Every suite is run, also after one has failed. Those with one process of pytest run last, two at a time.
 
     python -m tests.suites [NAME ...]          without a name: those of `CONTINUOUS` beside `make test`
     python -m tests.suites --gate [--base REV] `GATE`, and the suites whose `paths` it touches
 
-Under ``--gate`` failed tests run once more, alone. What passes then does not stop the change and is said to be flaky on
-a line of its own, ``FLAKY <test>``: it has a race, or what it tests has one.
+Under ``--gate`` failed tests run once more, alone. What passes then does not stop the change: ``FLAKY <test>``.
 """
 
 from __future__ import annotations

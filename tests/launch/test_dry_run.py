@@ -13,14 +13,7 @@ from megarl.errors import UserError
 from megarl.recipe.load import load_without_objective
 from tests.helpers import ROOT
 
-RECIPES = ROOT / "examples/qwen3_30b_a3b"
-
-
-@pytest.fixture
-def qwen():
-    return RECIPES / "mu_grpo.toml"
-
-
+QWEN = ROOT / "examples/qwen3_30b_a3b/mu_grpo.toml"
 SUBMIT = ("--run-dir", "runs/x", "--account", "lab", "--partition", "gpu", "--time", "08:00:00", "--dry-run")
 # runs launch/slurm.py for every line of stdin, each time in a fork of this process: importing nemo-run takes seconds
 FORKS = """
@@ -70,9 +63,9 @@ def scripts(result):
         yield directives, srun, text
 
 
-def test_the_script_for_four_nodes(launch, qwen):
+def test_the_script_for_four_nodes(launch):
     result = launch(
-        *(qwen, "--nodes", 4, "--margin", 120, "--retries", 7, "--after", 77),
+        *(QWEN, "--nodes", 4, "--margin", 120, "--retries", 7, "--after", 77),
         *("--env", "NCCL_IB_HCA=mlx5_0 mlx5_1", "--set", "schedule.stages=3", "--set", "objective.name=grpo"),
     )
     ((lines, srun, script),) = scripts(result)
@@ -84,7 +77,7 @@ def test_the_script_for_four_nodes(launch, qwen):
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
     for line in ("TORCHX_MAX_RETRIES=7", "MEGARL_SHUTDOWN_SECONDS=108", "NCCL_IB_HCA='mlx5_0 mlx5_1'"):
         assert f"export {line}\n" in script
-    agent = f"python -m megarl.cli train {qwen} --run-dir {ROOT}/runs/x --set schedule.stages=3"
+    agent = f"python -m megarl.cli train {QWEN} --run-dir {ROOT}/runs/x --set schedule.stages=3"
     assert (
         f"--cpu-bind=none {agent} --set objective.name=grpo --set 'model.path=\"{ROOT}/models/Qwen3-30B-A3B-Base\"'"
         in srun
@@ -92,22 +85,22 @@ def test_the_script_for_four_nodes(launch, qwen):
     assert "requeue" in script
 
 
-def test_a_recipe_is_checked_except_for_the_fields_of_its_objective(qwen):
+def test_a_recipe_is_checked_except_for_the_fields_of_its_objective():
     one_response = ["rollout.responses_per_prompt=1", "objective.advantage=batch_normalised", "objective.nowhere=1"]
-    recipe = load_without_objective(qwen, one_response)
+    recipe = load_without_objective(QWEN, one_response)
     assert (recipe.rollout.responses_per_prompt, recipe.objective.advantage) == (1, "batch_normalised")
     with pytest.raises(UserError, match="responses_per_prompt"):
-        load_without_objective(qwen, one_response[:1])
+        load_without_objective(QWEN, one_response[:1])
 
 
-def test_the_dry_run_names_missing_files(launch, qwen, tmp_path):
-    result = launch(qwen, "--nodes", 4, "--set", f"model.path='{tmp_path}'")
+def test_the_dry_run_names_missing_files(launch, tmp_path):
+    result = launch(QWEN, "--nodes", 4, "--set", f"model.path='{tmp_path}'")
     missing = [line for line in result.stderr.splitlines() if line.startswith("not on this machine: ")]
     assert missing and not any("[model]" in line for line in missing)
-    assert f"not on this machine: [data] train: {load_without_objective(qwen).data.train}" in missing
-    (suite, *_) = load_without_objective(qwen).suites
+    assert f"not on this machine: [data] train: {load_without_objective(QWEN).data.train}" in missing
+    (suite, *_) = load_without_objective(QWEN).suites
     assert f"not on this machine: [eval] suite {suite.name}: {suite.data.train}" in missing
-    assert "[model] path" in launch(qwen, "--nodes", 4).stderr
+    assert "[model] path" in launch(QWEN, "--nodes", 4).stderr
 
 
 def test_without_nemo_run_the_error_names_make_launch():
@@ -116,14 +109,14 @@ def test_without_nemo_run_the_error_names_make_launch():
     assert result.returncode == 1 and "`make launch`" in result.stderr
 
 
-def test_relative_paths_become_absolute_those_of_several_data_sources_too(launch, qwen, tmp_path):
-    text = re.sub(r"(?m)^(source|train|format) = .*\n", "", qwen.read_text().partition("[reward]")[0])
+def test_relative_paths_become_absolute_those_of_several_data_sources_too(launch, tmp_path):
+    text = re.sub(r"(?m)^(source|train|format) = .*\n", "", QWEN.read_text().partition("[reward]")[0])
     recipe = tmp_path / "recipe.toml"
     sources = (
         '[[data.sources]]\nsource = "file"\ntrain = "a.jsonl"\ncolumns = { prompt = "q.0" }\n'
         '[[data.sources]]\nsource = "reasoning_gym"\ntrain = "chain_sum"\noptions = { min_terms = 3 }\nweight = 0.5\n'
     )
-    rest = "[reward]" + qwen.read_text().partition("[reward]")[2]
+    rest = "[reward]" + QWEN.read_text().partition("[reward]")[2]
     # with several sources, suites have no default source
     rest = rest.replace("[[eval.suites]]\n", '[[eval.suites]]\nsource = "file"\n')
     recipe.write_text(text + sources + rest)
@@ -135,10 +128,10 @@ def test_relative_paths_become_absolute_those_of_several_data_sources_too(launch
     assert (sources[0].train, sources[1].options) == (f"{ROOT}/a.jsonl", {"min_terms": 3})
 
 
-def test_container_options_reach_srun_and_secrets_are_passed_by_name_and_never_printed(launch, qwen):
+def test_container_options_reach_srun_and_secrets_are_passed_by_name_and_never_printed(launch):
     image = ("--container-image", "image", "--container-mounts", "/fast:/fast", "--python", "/fast/bin/python")
     variables = ("--env", "WANDB_API_KEY", "--env", "TOKENIZERS_PARALLELISM=false")
-    result = launch(qwen, "--nodes", 4, *image, *variables)
+    result = launch(QWEN, "--nodes", 4, *image, *variables)
     assert "--container-env WANDB_API_KEY" in result.stdout and "f00dcafe" not in result.stdout + result.stderr
     assert "export TOKENIZERS_PARALLELISM=false\n" in result.stdout
     ((_, srun, _),) = scripts(result)
@@ -149,13 +142,13 @@ def test_container_options_reach_srun_and_secrets_are_passed_by_name_and_never_p
         "MLFLOW_TRACKING_URI=https://me:f00dcafe@host": "use --env MLFLOW_TRACKING_URI",
         "NOT_SET_HERE": "not set here",
     }.items():
-        refused = launch(qwen, "--env", variable, code=2)
+        refused = launch(QWEN, "--env", variable, code=2)
         assert words in refused.stderr and "f00dcafe" not in refused.stderr
 
 
-def test_a_chain_has_one_job_for_each_phase(launch, qwen):
+def test_a_chain_has_one_job_for_each_phase(launch):
     other = ("--optimize-nodes", 2, "--optimize-partition", "big")
-    found = list(scripts(launch(qwen, "--nodes", 3, "--chain", *other, "--set", "schedule.stages=2")))
+    found = list(scripts(launch(QWEN, "--nodes", 3, "--chain", *other, "--set", "schedule.stages=2")))
     asked = [(lines["nodes"], lines["partition"]) for lines, *_ in found]
     assert asked == [("3", "gpu"), ("2", "big"), ("3", "gpu"), ("2", "big"), ("3", "gpu")]
     until = [srun.partition(" --until ")[2] for _, srun, _ in found]
@@ -163,10 +156,10 @@ def test_a_chain_has_one_job_for_each_phase(launch, qwen):
 
 
 @pytest.fixture
-def sweep_of_qwen(qwen, tmp_path):
+def sweep_of_qwen(tmp_path):
     path = tmp_path / "sweep.toml"
     models = '[axes.model]\nhere = { }\nthere = { model = { path = "elsewhere" } }\n'
-    path.write_text(f'recipe = "{qwen}"\nseeds = [0, 1]\n[axes]\n"optimizer.lr" = [1e-6, 2e-6]\n{models}')
+    path.write_text(f'recipe = "{QWEN}"\nseeds = [0, 1]\n[axes]\n"optimizer.lr" = [1e-6, 2e-6]\n{models}')
     return path
 
 
@@ -204,11 +197,11 @@ def test_impossible_options_of_an_array_are_refused(launch, sweep_of_qwen):
         (2, 8, ['actor.backend="cpu"'], 'backend = "cpu"'),
     ],
 )  # fmt: skip
-def test_layouts_that_do_not_fill_the_nodes_are_refused(qwen, nodes, gpus, settings, message):
-    recipe = load_without_objective(qwen, settings)
+def test_layouts_that_do_not_fill_the_nodes_are_refused(nodes, gpus, settings, message):
+    recipe = load_without_objective(QWEN, settings)
     with pytest.raises(UserError, match=re.escape(message)):
         check_layout(recipe, ChainJob("run", None, True, nodes, None), gpus)
-    check_layout(load_without_objective(qwen), ChainJob("run", None, True, 4, None), 8)
+    check_layout(load_without_objective(QWEN), ChainJob("run", None, True, 4, None), 8)
 
 
 def test_cpu_recipe_asks_for_cores(launch, recipe):

@@ -101,9 +101,9 @@ def fits(family: str, layout: Layout) -> bool:
     return not any(wanted.problems(hf))
 
 
-def seal(family: str, folder: Path, **shape: int) -> None:
-    """Write a model that is exact in bfloat16, and rollouts of a policy near it. shape: changes of the tiny model."""
-    model = make_hf_model(family, **{"num_hidden_layers": layers_of(family), "initializer_range": 0.1} | shape)
+def seal(family: str, folder: Path) -> None:
+    """Write a model that is exact in bfloat16, and rollouts of a policy near it."""
+    model = make_hf_model(family, num_hidden_layers=layers_of(family), initializer_range=0.1)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer *= 10  # larger than differences of scores: between two nearly equal ones rounding would decide

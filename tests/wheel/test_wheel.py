@@ -31,19 +31,6 @@ loss.sum().backward()
 import megarl
 print(megarl.__file__, logprobs.grad.abs().sum().item() > 0)
 """
-
-PROGRAMS = """
-from megarl.data.prompts import Prompt
-from megarl.recipe.tables import RewardTable
-from megarl.rewards.code import Code
-
-prompt = Prompt(0, "?", (1,), "", {"metadata": {"tests": {"inputs": ["1 2"], "outputs": ["3"]}}})
-for sign in "+-":
-    program = f"```python\\na, b = map(int, input().split())\\nprint(a {sign} b)\\n```"
-    print(Code(RewardTable(kind="code")).score(prompt, program).value)
-"""
-
-
 INSTALL = ("python", "-m", "pip", "install", "-q", "-c", f"{ROOT}/constraints.txt", "--find-links", f"{ROOT}/dist")
 
 
@@ -115,9 +102,7 @@ def test_the_quickstart_is_trained_and_reported(trained: Command, folder: Path) 
     assert "'WHEEL[sql]'" in trained("megarl", "sql", "runs/quickstart", "select 1", code=2).stderr
 
 
-def test_a_program_is_scored_in_the_sandbox(trained: Command, folder: Path) -> None:
-    (folder / "score.py").write_text(PROGRAMS)
-    assert trained("python", "score.py").stdout.split() == ["1.0", "0.0"]
+def test_the_doctor_finds_the_kernels_and_runs_a_program_in_the_sandbox(trained: Command, folder: Path) -> None:
     found = json.loads(trained("megarl", "doctor", "--json").stdout)
     assert found["sandbox"] == "can run programs"
     assert found["cpu kernels"].startswith(str(folder))
