@@ -39,10 +39,6 @@ OTHERS = {  # start of a file's path -> tests
 ALWAYS = ("tests/test_imports.py", "tests/test_house_rules.py")
 
 
-def module_of(file: str) -> str:
-    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
-
-
 def named_in(source: str) -> list[str]:
     """Everything that a source imports, in functions too: modules, and names in modules."""
     named: list[str] = []
@@ -58,7 +54,8 @@ def named_in(source: str) -> list[str]:
 def graph() -> dict[str, set[str]]:
     """{file: files that it imports, with the packages around them}, all relative to the root."""
     tracked = lines("git", "ls-files", "--cached", "--others", "--exclude-standard", *(f"{p}/**.py" for p in PLACES))
-    files = {module_of(file): file for file in tracked if (ROOT / file).exists()}
+    modules = {file: file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in tracked}
+    files = {module: file for file, module in modules.items() if (ROOT / file).exists()}
     edges: dict[str, set[str]] = {}
     for file in files.values():
         names = [name.split(".") for name in named_in((ROOT / file).read_text())]

@@ -49,6 +49,5 @@ RANKS = ForkServer(
 
 
 def functions(server: forkserver.ForkServer) -> dict[str, Any]:
-    """What stands for `multiprocessing`'s one fork server in its module."""
     names = ("ensure_running", "connect_to_new_process", "set_forkserver_preload")
     return {name: getattr(server, name) for name in names}

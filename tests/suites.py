@@ -125,7 +125,6 @@ GATE = ("test", "layouts", "crashes", "rehearsal")
 
 
 def packages_of(name: str) -> Path | None:
-    """The folder with the packages of a suite; installs them if no earlier call did."""
     packages = SUITES[name].packages
     if not packages:
         return None

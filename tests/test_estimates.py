@@ -25,7 +25,6 @@ def test_interval_is_wilsons_for_one_sample_per_prompt():
 @pytest.mark.parametrize("prompts", [2, 5, 12, 30])
 @pytest.mark.parametrize("difficulty", [(2, 3), (0.3, 0.3), (0.5, 4), (20, 20)])
 def test_interval_covers_the_truth_for_few_prompts_with_many_samples(prompts, difficulty):
-    """The share of right responses is Beta-distributed over prompts: mostly 0 or 1, similar for all, or in between."""
     rng = np.random.default_rng(0)
     truth, trials = difficulty[0] / sum(difficulty), 600
     for samples in (4, 32):

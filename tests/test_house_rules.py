@@ -146,7 +146,6 @@ def test_links_between_documents_lead_somewhere() -> None:
 
 
 def test_no_test_measures_how_long_something_takes() -> None:
-    """That depends on what else the machine does; tests count work instead."""
     clock = re.compile(r"= *time\.(process_time|perf_counter|thread_time)\b|\bgetrusage\(")
     tests = ROOT.glob("tests/**/*.py")
     assert [str(path.relative_to(ROOT)) for path in tests if clock.search(path.read_text())] == []

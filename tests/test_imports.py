@@ -86,7 +86,6 @@ def test_imports_load_heavy_packages_only_where_allowed(tmp_path: Path) -> None:
 
 @functools.cache
 def statements(module: str) -> list[str]:
-    """Everything that `module` imports anywhere in its source, also lazily or only for type checkers."""
     path = PACKAGE.parent / Path(*module.split("."))
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return named_in(source.read_text())

@@ -134,8 +134,6 @@ def new_fork_server(replace: Any = setattr) -> Callable[[], None]:
 
 
 class Command:
-    """A running `megarl`, used like `subprocess.Popen`."""
-
     def __init__(self, arguments: tuple[Any, ...], **order: Any) -> None:
         """order: "environment", "hold", "mutant" and "cwd" of `run_command`."""
         self.returncode = None

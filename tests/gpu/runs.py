@@ -22,8 +22,7 @@ RECIPE = "examples/quickstart/recipe.toml"
 
 
 def settings(work: Path, small: bool) -> list[str]:
-    """Settings for the quickstart's recipe: words from a file instead of reasoning-gym's, the GPU, and only two stages:
-    each of their phases takes some 20 s to start there."""
+    """Words from a file instead of reasoning-gym's, the GPU, and only two stages, whose phases start slowly there."""
     prompts = work / "prompts.jsonl"
     rng = random.Random(0)
     words = ["".join(rng.choices(string.ascii_lowercase, k=rng.randint(3, 8))) for _ in range(WORDS)]
@@ -55,8 +54,7 @@ def command(run: Path, values: list[str], *arguments: str) -> list[str]:
 
 
 def kill_and_finish(run: Path, values: list[str], updates: int) -> None:
-    """Kill `megarl train` with SIGKILL once the run has a checkpoint; the processes of its phase end with it. Started
-    again, it makes each of its updates once."""
+    """Kill `megarl train` once the run has a checkpoint; started again, it makes each of its updates once."""
     process = subprocess.Popen(command(run, values), cwd=ROOT)
     while not list(run.glob("stages/000/checkpoints/update_*")):
         assert process.poll() is None, f"megarl train ended with {process.returncode} before its first checkpoint"
@@ -94,7 +92,6 @@ def quickstart(work: Path, small: bool) -> None:
 
 
 def live(work: Path, small: bool) -> None:
-    """A live stage whose trainer and engine take turns on the same GPU, killed once and resumed."""
     run, values = work / "live", base(work, small)
     values += ['schedule.kind="live"', "schedule.colocate=true", "schedule.stages=1"]
     updates, sync = (4, 2) if small else (48, 8)

@@ -158,7 +158,6 @@ def agents_of(run, node=None):
 
 
 def test_a_job_with_retries_finishes_after_its_agents_were_killed(recipe, local, submit, tmp_path):
-    """Each failure says its cause, and leaves no process."""
     run = tmp_path / "run"
     (job,) = submit(recipe, run, "--nodes", 2, "--retries", 2, *settings(*TINY))
     for node, begun in ((1, "stages/000/rollouts/*.arrow"), (0, "metrics.jsonl")):

@@ -115,7 +115,6 @@ def seal(family: str, folder: Path) -> None:
 def outcome_of(
     case: Case, backend: str, sealed: Path, counted: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> Outcome:
-    """The outcome of the rank that reports metrics, with the whole gradient and the branches of all ranks."""
     with tempfile.TemporaryDirectory() as name:
 
         def rank(rank: int) -> Outcome:
@@ -226,7 +225,6 @@ def train_twice(case: Case, actor: Any, build: Any, train: Any, folder: Path) ->
 
 
 def check_place(actor: Any, optimizer: str) -> None:
-    """Moments and master weights are where `OPTIMIZERS` wants them, in float32."""
     from megarl.actor.optimizer_state import distributed_optimizers
 
     states = [s for part in distributed_optimizers(actor.optimizer) for s in part.optimizer.state.values()]

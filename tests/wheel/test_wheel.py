@@ -18,17 +18,11 @@ from tests.helpers import ROOT, broken_links
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 FIRST_LOSS = """
-import torch
+import megarl, torch
+from megarl.objectives import build_objective, padded_terms
 
-from megarl.objectives.padded import padded_terms
-from megarl.objectives.m2po import M2Po
-
-logprobs = torch.tensor([[-0.5, -1.0, -2.0], [-0.1, -0.2, 0.0]], requires_grad=True)
-mask = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
-old = torch.full((2, 3), -1.0)
-loss = padded_terms(M2Po(), logprobs, old, torch.tensor([1.0, -1.0]), mask).loss
-loss.sum().backward()
-import megarl
+logprobs, old, mask = torch.zeros(2, 3, requires_grad=True), torch.zeros(2, 3), torch.ones(2, 3).bool()
+padded_terms(build_objective("m2po", {}), logprobs, old, torch.tensor([1.0, -1.0]), mask).loss.sum().backward()
 print(megarl.__file__, logprobs.grad.abs().sum().item() > 0)
 """
 INSTALL = ("python", "-m", "pip", "install", "-q", "-c", f"{ROOT}/constraints.txt", "--find-links", f"{ROOT}/dist")

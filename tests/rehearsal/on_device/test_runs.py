@@ -27,13 +27,6 @@ CUDA = settings('actor.backend="cuda"', 'actor.kernels="torch"')
 SHORT = settings("schedule.stages=1", "schedule.updates_per_stage=3", "eval.every=0")
 
 
-@pytest.fixture(scope="module")
-def untrained_recipe(tiny_model, tmp_path_factory):
-    """A recipe with an untrained model: its distribution is flat, so two layouts stay close; no answer is right."""
-    words = ["".join(letters) for letters in itertools.product("abcde", repeat=3)]
-    return write_recipe(tmp_path_factory.mktemp("untrained"), tiny_model, words)
-
-
 def command(*arguments: object, folder: Path = ROOT) -> None:
     """Run a command line in this fork. Its phases are forks of it, as those of runs on CPUs are of a fork server."""
     from megarl import cli
@@ -64,12 +57,13 @@ def kill_at(checkpoint: Path, *arguments: object, folder: Path = ROOT) -> None:
     os.waitpid(pid, 0)
 
 
-def test_train_then_optimize_in_another_layout(untrained_recipe, tmp_path):
+def test_train_then_optimize_in_another_layout(tiny_model, tmp_path):
     """Two stages with evaluations, the built-in engine and its drift check; then the first stage on two ranks."""
     from megarl.storage.run_dir import RunDir
 
-    short = settings("schedule.updates_per_stage=3")
-    megarl("train", untrained_recipe, "--run-dir", tmp_path / "run", *CUDA, *short)
+    words = ["".join(letters) for letters in itertools.product("abcde", repeat=3)]
+    recipe = write_recipe(tmp_path, tiny_model, words)  # untrained: its distribution is flat, so two layouts stay close
+    megarl("train", recipe, "--run-dir", tmp_path / "run", *CUDA, *settings("schedule.updates_per_stage=3"))
     run = RunDir.open(tmp_path / "run")
     lines = metrics(run)
     assert [line["update"] for line in lines] == list(range(1, 7))
@@ -109,7 +103,6 @@ def test_a_broken_actor_ends_the_run_before_any_rollout(recipe, tmp_path, monkey
 
 
 def test_doctor_runs_only_the_rehearsal_of_a_recipe(recipe, tmp_path, capfd):
-    """In a layout of two ranks. No scratch files are left."""
     ranks = settings("actor.processes_per_node=2", "actor.expert_parallel=2")
     megarl("doctor", "--recipe", recipe, "--scratch", tmp_path / "scratch", *CUDA, *ranks)
     assert "updates, their export and a checkpoint passed in" in capfd.readouterr().out
