@@ -160,9 +160,10 @@ def run(name: str, retry: bool = False, beside: bool = False) -> bool:
     def pytest(*arguments: str) -> int:
         options = ("-q", "--durations=0", "--durations-min=5", "-o", f"cache_dir={memory}")
         command = [PYTHON, "-m", "pytest", *options, *arguments, *suite.arguments]
-        piped = subprocess.PIPE if beside else None
-        done = subprocess.run(command, cwd=ROOT, env=environment, stdout=piped, text=True)
-        said.append(done.stdout or "")
+        with tempfile.TemporaryFile("w+") as output:  # no pipe, which a process that a test left would keep open
+            done = subprocess.run(command, cwd=ROOT, env=environment, stdout=output if beside else None)
+            output.seek(0)
+            said.append(output.read())
         return done.returncode
 
     # which tests stay together, and their order: tests/conftest.py
