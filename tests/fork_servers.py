@@ -10,8 +10,6 @@ from typing import Any
 
 
 class ForkServer(forkserver.ForkServer):
-    """One that other processes use too, if they are told the folder of its socket."""
-
     def __init__(self, name: str, preload: list[str]) -> None:
         super().__init__()
         self.name, self.folder = name, ""
@@ -20,18 +18,15 @@ class ForkServer(forkserver.ForkServer):
     def start(self) -> None:
         """Start it in `multiprocessing`'s folder of temporary files. What its forks write to stderr is in `errors`."""
         self.folder = util.get_temp_dir()
-        address = str(Path(self.folder, self.name))
-        stderr = os.dup(2)
-        with (
-            open(self.errors, "w") as errors,
-            unittest.mock.patch.object(connection, "arbitrary_address", return_value=address),
-        ):
+        address, stderr = str(Path(self.folder, self.name)), os.dup(2)
+        with open(self.errors, "w") as errors:
             os.dup2(errors.fileno(), 2)
-            try:
+        try:
+            with unittest.mock.patch.object(connection, "arbitrary_address", return_value=address):
                 super().ensure_running()
-            finally:
-                os.dup2(stderr, 2)
-                os.close(stderr)
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
 
     @property
     def errors(self) -> Path:
@@ -54,6 +49,5 @@ RANKS = ForkServer(
 
 
 def functions(server: forkserver.ForkServer) -> dict[str, Any]:
-    """What stands for `multiprocessing`'s one fork server in its module."""
     names = ("ensure_running", "connect_to_new_process", "set_forkserver_preload")
     return {name: getattr(server, name) for name in names}

@@ -69,11 +69,11 @@ def start_megarl(*arguments, env=None, hold=None, mutant=None, cwd=ROOT):
     """
     from tests.zygote import Command
 
-    return Command(arguments, dict(os.environ if env is None else env), hold, mutant, cwd)
+    environment = dict(os.environ if env is None else env)
+    return Command(arguments, environment=environment, hold=hold, mutant=mutant, cwd=str(cwd))
 
 
 def refused(*arguments):
-    """What `megarl`, in this process, says on stderr about a mistake."""
     from megarl.cli import main
 
     with pytest.raises(SystemExit) as end, contextlib.redirect_stderr(io.StringIO()) as told:
@@ -126,7 +126,6 @@ def fork_server_of(pid):
 
 
 def processes_of(pid, phase):
-    """The processes of a phase of the `megarl` with this process id."""
     found, below = [], []
     with contextlib.suppress(psutil.Error):  # the command has ended
         below = psutil.Process(pid).children(recursive=True)
@@ -157,7 +156,6 @@ def wait_until_nobody_works_on(run, seconds=60):
 
 
 def wait_for(command, condition):
-    """Wait until ``condition()`` holds; fails if ``command`` ends before."""
     while not condition():
         assert command.poll() is None, f"the command ended before that: {command.stdout}{command.stderr}"
         time.sleep(0.002)
@@ -211,12 +209,10 @@ def events(run, kind):
 
 
 def read_lines(path):
-    """The objects of a file of JSON lines."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def write_untrained_model(path):
-    """Write the quickstart's model before any training, and its tokenizer."""
     sys.path.insert(0, str(ROOT / "examples/quickstart"))
     try:
         from make_base import write_initial_model
@@ -232,12 +228,10 @@ def lines_so_far(path):
 
 
 def five_letters():
-    """The words of the tiny recipe: all of five letters a, b or c."""
     return ["".join(letters) for letters in itertools.product("abc", repeat=5)]
 
 
 def write_laboratory(folder):
-    """Write the tiny recipe with a model whose rewards differ, for scripts, which have no fixtures."""
     write_untrained_model(folder / "initial")
     write_guessing_model(folder / "initial", folder / "model")
     return write_recipe(folder, folder / "model", five_letters())

@@ -8,29 +8,22 @@ import pytest
 
 
 class Network:
-    """Two network namespaces, one for each node, and a link between them.
-
-    Without iproute2, or where the kernel refuses to make them, the test is skipped.
-    """
+    """Two network namespaces, one for each node, and a link between them; rate: of each direction, as tc writes it."""
 
     ADDRESSES, MACS = ("10.77.0.1", "10.77.0.2"), ("02:00:00:00:77:01", "02:00:00:00:77:02")
     NOBODY = "02:00:00:00:77:99"
 
     def __init__(self, rate):
-        """rate: of each direction, as tc writes it."""
         self.names = [f"megarl-{os.getpid()}-{rank}" for rank in (0, 1)]
         self.rate = rate
 
     def __enter__(self):
-        with contextlib.ExitStack() as stack:
-            stack.callback(self.__exit__)
-            try:
-                self._make()
-            except OSError as error:
-                pytest.skip(f"needs iproute2: {error}")
-            except subprocess.CalledProcessError as error:
-                pytest.skip(f"needs permission to make network namespaces: {error.cmd}: {error.stderr}")
-            stack.pop_all()
+        try:
+            self._make()
+        except (OSError, subprocess.CalledProcessError) as error:
+            self.__exit__()
+            why = getattr(error, "stderr", error)
+            pytest.skip(f"needs iproute2 and permission to make network namespaces: {why}")
         return self
 
     def _make(self):
@@ -53,7 +46,6 @@ class Network:
             call(f"ip -n {self.names[rank]} neigh replace {address} lladdr {mac} dev eth0 nud permanent")
 
     def environment(self, rank):
-        """What an agent on node ``rank`` needs."""
         return {
             "MEGARL_TEST_NETWORK": f"/run/netns/{self.names[rank]}",
             "MASTER_ADDR": self.ADDRESSES[0],

@@ -9,30 +9,16 @@ os.environ.pop("MEGARL_PRELOAD", None)  # else the next import would begin with 
 
 from megarl.phases.preload import become_server
 
+OTHERS = ("torch.distributed", "transformers.models.qwen3_moe", "reasoning_gym", "plotly.graph_objects", "rich.live")
 NAMES = (
-    "torch.distributed",
-    "transformers.models.qwen3_moe",
-    "megarl.cli",
-    "megarl.workers.launcher",
-    "megarl.commands.train",
-    "megarl.commands.one_phase",
-    "megarl.commands.evaluate",
-    "megarl.planner.preflight",
-    "reasoning_gym",
-    "megarl.rollout.builtin",
-    "megarl.phases.optimize",
-    "megarl.phases.rollout",
-    "megarl.actor.cpu_backend",
-    "megarl.phases.live.trainer",
-    "plotly.graph_objects",
-    "rich.live",
-    "tests.zygote",
+    *("cli", "workers.launcher", "commands.train", "commands.one_phase", "commands.evaluate", "planner.preflight"),
+    *("rollout.builtin", "phases.optimize", "phases.rollout", "actor.cpu_backend", "phases.live.trainer"),
 )
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 become_server(os.getppid())
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    for name in NAMES:
+    for name in (*OTHERS, *(f"megarl.{name}" for name in NAMES), "tests.zygote"):
         importlib.import_module(name)
 gc.freeze()

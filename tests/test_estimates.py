@@ -25,7 +25,6 @@ def test_interval_is_wilsons_for_one_sample_per_prompt():
 @pytest.mark.parametrize("prompts", [2, 5, 12, 30])
 @pytest.mark.parametrize("difficulty", [(2, 3), (0.3, 0.3), (0.5, 4), (20, 20)])
 def test_interval_covers_the_truth_for_few_prompts_with_many_samples(prompts, difficulty):
-    """The share of right responses is Beta-distributed over prompts: mostly 0 or 1, similar for all, or in between."""
     rng = np.random.default_rng(0)
     truth, trials = difficulty[0] / sum(difficulty), 600
     for samples in (4, 32):
@@ -36,7 +35,6 @@ def test_interval_covers_the_truth_for_few_prompts_with_many_samples(prompts, di
 
 
 def test_pass_at_k_agrees_with_the_closed_form_and_with_counting_all_draws():
-    """1 - C(n - c, k) / C(n, k), for every number c of right responses and every k."""
     n = 6
     correct = np.array([[1.0] * c + [0.0] * (n - c) for c in range(n + 1)])
     found = pass_at(correct)
@@ -46,16 +44,15 @@ def test_pass_at_k_agrees_with_the_closed_form_and_with_counting_all_draws():
         assert found[c, k - 1] == pytest.approx(sum(map(max, draws)) / len(draws), abs=1e-15)
 
 
-@pytest.mark.parametrize("k", [2, 8])
-def test_intervals_of_pass_at_k_cover_the_truth(k):
-    rng, n, prompts = np.random.default_rng(k), 8, 40
-    difficulty = rng.beta(1, 3, 200_000)
-    truth, hits = float((1 - (1 - difficulty) ** k).mean()), 0
+def test_intervals_of_pass_at_k_cover_the_truth():
+    rng, n, prompts = np.random.default_rng(0), 8, 40
+    difficulty, hits = rng.beta(1, 3, 200_000), np.zeros(n)
+    truth = [(1 - (1 - difficulty) ** k).mean() for k in range(1, n + 1)]
     for _ in range(400):
         right = (rng.random((prompts, n)) < rng.choice(difficulty, prompts)[:, None]).astype(float)
-        low, high = summarise(right)["pass_at_ci95"][k - 1]
-        hits += low <= truth <= high
-    assert hits / 400 > 0.92
+        low, high = np.transpose(summarise(right)["pass_at_ci95"])
+        hits += (low <= truth) & (truth <= high)
+    assert (hits / 400 > 0.92).all()
 
 
 @pytest.mark.parametrize(
@@ -68,7 +65,6 @@ def test_intervals_of_pass_at_k_cover_the_truth(k):
         ([1, 0, 0, 0], ["4", None, None, None], 1.0),  # no answer, no vote
         ([1], [None], 1.0),
         ([0, 0], [None, None], 0.0),
-        ([0, 0], ["5", "5"], 0.0),
     ],
 )
 def test_majority_votes_are_right_as_often_as_expected(correct, answers, expected):
@@ -95,7 +91,6 @@ def test_the_sign_test_agrees_with_the_binomial_sum(better, worse):
 
 
 def test_the_bootstrap_agrees_with_all_possible_resamples():
-    """With 5 prompts there are only 3125 resamples."""
     a, b = np.array([0.5, 0.0, 0.25, 0.75, 1.0]), np.array([1.0, 0.5, 0.25, 0.5, 1.0])
     everything = np.array([np.mean(drawn) for drawn in itertools.product(b - a, repeat=5)])
     for found, share in zip(paired(a, b).ci95, (0.025, 0.975), strict=True):
@@ -109,8 +104,7 @@ def test_the_bootstrap_agrees_with_all_possible_resamples():
     [
         ("math", r"so \boxed{3} or rather \boxed{ \frac{1}{2} }.", r"\frac{1}{2}"),
         ("math", "That is $1,234.50.", "1,234.50"),
-        ("math", "no idea", None),
-        ("math", r"\boxed{", None),
+        ("math", r"no idea: \boxed{", None),
         ("exact", " abc\n", "abc"),
         ("exact", "  ", None),
         ("code", "print(1)", None),
@@ -121,6 +115,5 @@ def test_the_final_answer_of_a_response_is_extracted(kind, response, expected):
 
 
 def test_hostile_text_gives_a_short_answer_without_taking_long():
-    """Braces are followed only from the last few boxes, and numbers are looked for only at the end of the text."""
     for text in (r"\boxed{" * 50_000, "{" * 10**6, "1" * 10**6, "1," * 10**6, r"\boxed{}" * 10**5):
         assert len(answer_of("math", text) or "") <= LONGEST and BOXES < 10

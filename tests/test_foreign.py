@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megarl.errors import UserError
-from megarl.foreign import DEEPEST, LARGEST, bounded, escape, parse_json, parse_toml, read_file, shown
+from megarl.foreign import DEEPEST, escape, parse_json, parse_toml, read_file, shown
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.load import load_recipe, parse_override
 
@@ -16,9 +16,7 @@ TOO_DEEP = "nested more than 64 deep"
     ("text", "message"),
     [
         ("[" * 100_000, TOO_DEEP),
-        ("[" * 65 + "]" * 65, TOO_DEEP),
         ('{"a":' * 65 + "1" + "}" * 65, TOO_DEEP),
-        ("-" + "1" * 400, "does not fit into 64 bits"),
         ("[1, {" + f'"a": {1 << 63}' + "}]", "does not fit into 64 bits"),
         ("1" * 1_000_000, "digits"),
         ("{", "line 1"),
@@ -67,14 +65,6 @@ def test_a_models_settings_beyond_the_limits_and_too_large_files_are_refused(tmp
         file.truncate(1 << 40)  # takes no space; reading it would take all memory
     with pytest.raises(ValueError, match="larger than 16 MiB"):
         read_file(tmp_path / "a")
-
-
-def test_a_reward_is_a_float_of_the_same_value_and_a_number_beyond_the_range_is_refused():
-    for value in (1e308, -LARGEST - 1, float("inf"), float("nan"), 10**400, 10**5000, "1", None, [1]):
-        with pytest.raises(ValueError, match="expected a finite number of at most 1,000,000"):
-            bounded(value)
-    assert [bounded(value) for value in (0, True, -1.5, LARGEST, -LARGEST)] == [0.0, 1.0, -1.5, LARGEST, -LARGEST]
-    assert all(type(bounded(value)) is float for value in (0, True))
 
 
 def test_anything_can_be_shown():

@@ -33,39 +33,30 @@ def test_functions_are_short() -> None:
     assert found == []
 
 
-# ---------------------------------------------------------------------------------------------------- repeated code
-
-
 def code_lines(source: str) -> list[tuple[int, str]]:
     """(line number, tokens) of each line of code, without comments, docstrings, imports and lone brackets."""
-    tree = ast.parse(source)
     left_out: set[int] = set()
-    for node in ast.walk(tree):
+    for node in ast.walk(ast.parse(source)):
         docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
         if docstring or isinstance(node, (ast.Import, ast.ImportFrom)):
             left_out.update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
-    lines: dict[int, list[str]] = {}
+    texts: dict[int, str] = {}
     for piece in tokenize.generate_tokens(io.StringIO(source).readline):
-        if piece.type not in (token.COMMENT, token.NL, token.NEWLINE, token.INDENT, token.DEDENT, token.ENDMARKER):
-            lines.setdefault(piece.start[0], []).append(piece.string)
-    texts = {number: " ".join(pieces) for number, pieces in lines.items() if number not in left_out}
+        if piece.type != token.COMMENT and piece.start[0] not in left_out:
+            texts[piece.start[0]] = f"{texts.get(piece.start[0], '')} {piece.string.strip()}"
     return [(number, text) for number, text in texts.items() if re.search(r"\w", text)]
 
 
 def shared_runs(sources: dict[str, str], length: int) -> list[str]:
-    """Places that repeat ``length`` or more lines of an earlier place, as "file:first-last ~ file:first"."""
-    seen: dict[tuple[str, ...], tuple[str, int]] = {}
+    """Places that repeat ``length`` lines of an earlier place, as "file:line ~ file:line"."""
+    seen: dict[tuple[str, ...], str] = {}
     found: list[str] = []
     for name, source in sources.items():
         lines = code_lines(source)
-        reported = -1  # the last line of this file in a repetition that was reported
         for start in range(len(lines) - length + 1):
-            window = lines[start : start + length]
-            original = seen.setdefault(tuple(text for _, text in window), (name, window[0][0]))
-            if original != (name, window[0][0]):
-                if window[0][0] > reported:
-                    found.append(f"{name}:{window[0][0]}-{window[-1][0]} ~ {original[0]}:{original[1]}")
-                reported = window[-1][0]
+            place = f"{name}:{lines[start][0]}"
+            original = seen.setdefault(tuple(text for _, text in lines[start : start + length]), place)
+            found += [f"{place} ~ {original}"] * (original != place)
     return found
 
 
@@ -76,21 +67,12 @@ def test_no_ten_lines_are_repeated() -> None:
     assert shared_runs(doubled, SHARED_LINES)
 
 
-# ------------------------------------------------------------------------------------------ references to modules
-
 # a file of a policy, the metadata of an installed package, and modules of tests that cannot be imported or are added
-NO_MODULES = (
-    "megarl.json",
-    "megarl.dist",
-    "megarl.workers.no_such_module",
-    "megarl.phases.count",
-    "megarl.rollout.short",
-)
+NO_MODULES = {f"megarl.{name}" for name in ("json", "dist", "workers.no_such_module", "phases.count", "rollout.short")}
 MADE_BY_THE_BUILD = ("megarl/kernels/lib", "megarl/rewards/bin")
 
 
 def tracked_texts() -> Iterator[tuple[str, str]]:
-    """(path, text) of the files that git tracks and that are text."""
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     for name in filter(None, listed.split("\0")):
         path = ROOT / name
@@ -126,27 +108,27 @@ def test_messages_name_the_extra_and_not_the_packages_that_it_installs() -> None
     assert [(path, name) for path, text in texts.items() for name in NAMED.findall(text) if name in packages] == []
 
 
-def source_of(module: str) -> Path | None:
-    path = ROOT / Path(*module.split("."))
-    candidates = (path / "__init__.py", path.with_suffix(".py"), path / "__main__.py")
-    return next((candidate for candidate in candidates if candidate.is_file()), None)
-
-
 def is_there(reference: str) -> bool:
-    """Whether ``megarl.a.b`` is a module, or a name in the source of one."""
-    parts = reference.split(".")
-    for length in range(len(parts), 0, -1):
-        if source := source_of(".".join(parts[:length])):
-            return length == len(parts) or re.search(rf"\b{parts[length]}\b", source.read_text()) is not None
+    """Whether ``megarl.a.b`` is a module, or names in the source of one."""
+    path, names = ROOT / reference.replace(".", "/"), []
+    while path != ROOT:
+        for source in (path / "__init__.py", path.with_suffix(".py"), path / "__main__.py"):
+            if source.is_file():
+                return all(re.search(rf"\b{name}\b", source.read_text()) for name in names)
+        names.append(path.name)
+        path = path.parent
     return False
 
 
 def missing_modules(text: str) -> set[str]:
     """The references ``megarl.a.b`` and paths ``megarl/a/b.py`` in ``text`` to things that do not exist."""
-    dotted = set(re.findall(r"(?<![\w./-])megarl(?:\.(?!__)[A-Za-z_]\w*)+", text)) - set(NO_MODULES)
+    dotted = set(re.findall(r"(?<![\w./-])megarl(?:\.(?!__)[A-Za-z_]\w*)+", text)) - NO_MODULES
     for module, names in re.findall(r"(?m)^\s*from (megarl[\w.]*) import (\([^)]*\)|[^\n(]+)$", text):
         dotted |= {f"{module}.{name}" for name in re.findall(r"(?m)(?:^|[,(])\s*(\w+)", re.sub("#.*", "", names))}
     paths = {path.rstrip("./") for path in re.findall(r"(?<![\w.-])megarl/[\w/]+(?:\.\w+|/)", text)}
+    dotted |= {
+        f"{path}.{name}".replace("/", ".") for path, name in re.findall(r"`(megarl/[\w/]+)\.py: ([\w.]+)`", text)
+    }
     gone = {reference for reference in dotted if not is_there(reference)}
     return gone | {path for path in paths if not (ROOT / path).exists() and not path.startswith(MADE_BY_THE_BUILD)}
 
@@ -163,25 +145,7 @@ def test_links_between_documents_lead_somewhere() -> None:
     assert broken_links([ROOT / name for name, _ in tracked_texts() if name.endswith(".md")]) == []
 
 
-# ------------------------------------------------------------------------------------------------- folders of tests
-
-# of tests that are about no folder of megarl/, and those that mirror another one
-OTHER_TESTS = ("distributed", "docs", "examples", "faults", "gpu", "lab", "launch", "rehearsal", "wheel")
-
-
-def test_the_folders_of_tests_are_those_of_the_package() -> None:
-    tracked = {Path(name).parent for name, _ in tracked_texts()}
-    sources = {part.name for part in tracked if part.parent == Path("megarl")}
-    tests = {part.parts[1] for part in tracked if part.parts[:1] == ("tests",) and len(part.parts) > 1}
-    assert tests == sources | set(OTHER_TESTS)
-    assert [name for name in OTHER_TESTS if not (ROOT / "tests" / name).is_dir()] == []
-
-
-# --------------------------------------------------------------------------------------------------- make's targets
-
-
 def test_no_test_measures_how_long_something_takes() -> None:
-    """That depends on what else the machine does; tests count work instead."""
     clock = re.compile(r"= *time\.(process_time|perf_counter|thread_time)\b|\bgetrusage\(")
     tests = ROOT.glob("tests/**/*.py")
     assert [str(path.relative_to(ROOT)) for path in tests if clock.search(path.read_text())] == []

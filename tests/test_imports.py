@@ -1,8 +1,4 @@
-"""Which module may import what: heavy packages only where they are needed, and megarl's modules only lower rooms.
-
-Modules are imported one after another, beginning with those that may load the fewest heavy packages, so that the first
-one that loads a package is found.
-"""
+"""Which module may import what: heavy packages only where they are needed, and megarl's modules only lower rooms."""
 
 from __future__ import annotations
 
@@ -14,7 +10,6 @@ import os
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 
 import megarl
@@ -39,23 +34,9 @@ WITHOUT_TORCH = [  # and without any of the heavy packages
     if name in LIGHT or (".".join(name.split(".")[1:2]) in LIGHT_FOLDERS and name not in OF_TENSORS)
 ]
 # Every folder and module of megarl/, in six rooms, lowest first: each may import its own room and those before it.
+CORE = "errors own_file foreign linux heartbeats batch advantages estimates distributed kernels objectives recipe"
 ROOMS = {
-    "core": (
-        "errors",
-        "own_file",
-        "foreign",
-        "linux",
-        "heartbeats",
-        "batch",
-        "advantages",
-        "estimates",
-        "distributed",
-        "kernels",
-        "objectives",
-        "recipe",
-        "models",
-        "data",
-    ),
+    "core": (*CORE.split(), "models", "data"),
     "storage": ("storage",),
     "actor, rollout, rewards": ("actor", "rollout", "rewards"),
     "phases": ("phases",),
@@ -65,25 +46,14 @@ ROOMS = {
 ROOM = {folder: room for room, folders in ROOMS.items() for folder in folders}
 APART = ROOMS["actor, rollout, rewards"]  # they meet in a phase, and do not import each other
 
+# prints, for each group of modules, those of the watched packages that are loaded after its import
 IMPORTS = """
-import importlib, json, os, sys
-modules, watched, apart, path = json.loads(sys.argv[1])
-sys.path.insert(0, path)
-for module in modules:
-    if module in apart:
-        if os.fork():
-            os.wait()
-            continue
-        sys.path.remove(path)
-    before = set(sys.modules)
-    try:
+import importlib, json, sys
+groups, watched = map(json.loads, sys.argv[1:])
+for modules in groups:
+    for module in modules:
         importlib.import_module(module)
-        result = [name for name in watched if name in sys.modules and name not in before]
-    except ImportError as error:
-        result = f"{type(error).__name__}: {error}"
-    print(json.dumps([module, result]), flush=True)
-    if module in apart:
-        os._exit(0)
+    print(json.dumps([name for name in watched if name in sys.modules]), flush=True)
 """
 
 
@@ -91,55 +61,31 @@ def within(module: str, packages: tuple[str, ...]) -> bool:
     return any(module == package or module.startswith(package + ".") for package in packages)
 
 
-def imported(
-    modules: list[str], watched: list[str], apart: Iterable[str] = (), path: str = ""
-) -> dict[str, list[str] | str]:
-    """{module: those of `watched` that its import loads, or why it fails}; imported in this order in one process.
-
-    apart: modules that are imported in a fork of it. path: a folder of packages for all others.
-    """
-    command = [sys.executable, "-W", "ignore", "-c", IMPORTS, json.dumps([modules, watched, [*apart], path])]
-    environment = os.environ | {"PYTHONPATH": str(PACKAGE.parent)}
-    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=PACKAGE.parent, env=environment)
-    found = dict(json.loads(line) for line in result.stdout.splitlines() if line.startswith('["megarl'))
-    assert list(found) == modules, result.stdout + result.stderr
-    return found
-
-
-def violations(found: dict[str, list[str] | str]) -> list[str]:
-    wrong = []
-    for module, result in found.items():
-        if isinstance(result, str):  # an engine that is not installed
-            missing = [
-                f"ModuleNotFoundError: No module named {name!r}" for name in HEAVY if within(module, HEAVY[name])
-            ]
-            wrong += [] if result in missing else [f"{module} cannot be imported: {result}"]
-        else:
-            wrong += [f"{module} imports {name}" for name in result if not within(module, HEAVY[name])]
-    return wrong
-
-
-def test_command_line_recipe_and_storage_load_no_torch() -> None:
-    watched = ["torch", *HEAVY]
-    assert imported(WITHOUT_TORCH, watched) == {module: [] for module in WITHOUT_TORCH}
-
-
 def test_imports_load_heavy_packages_only_where_allowed(tmp_path: Path) -> None:
-    """The module of each engine is imported in a process of its own, and all others in another one.
+    """Modules are imported in groups, those that may load the fewest packages first; engines' need not be installed.
 
-    These must not ask for GPUs, as flashinfer does, which vLLM brings along and Megatron imports if it is there:
-    processes choose their GPUs later.
+    None may ask for GPUs, as flashinfer does, which vLLM brings along and Megatron imports if it is there: processes
+    choose their GPUs later.
     """
+    groups: dict[tuple[str, ...], list[str]] = {(): [*WITHOUT_TORCH]}
+    for module in MODULES:
+        if module not in WITHOUT_TORCH and not any(within(module, HEAVY[name]) for name in ENGINES):
+            heavy = ("megatron", "transformers")
+            groups.setdefault(("torch", *(name for name in heavy if within(module, HEAVY[name]))), []).append(module)
     (tmp_path / "flashinfer.py").write_text("raise RuntimeError('it asks for all GPUs')")
-    allowed = {module: [name for name in HEAVY if within(module, HEAVY[name])] for module in MODULES}
-    modules = sorted(MODULES, key=lambda module: (len(allowed[module]), "megatron" in allowed[module]))
-    engines = [engine.module for engine in ENGINES.values()]
-    assert violations(imported(modules, list(HEAVY), engines, str(tmp_path))) == []
+    order = sorted(groups, key=lambda names: (len(names), "megatron" in names))
+    asked = json.dumps([groups[names] for names in order]), json.dumps(["torch", *HEAVY])
+    command = [sys.executable, "-W", "ignore", "-c", IMPORTS, *asked]
+    environment = os.environ | {"PYTHONPATH": f"{PACKAGE.parent}:{tmp_path}"}
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=PACKAGE.parent, env=environment)
+    loaded = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert len(loaded) == len(groups), done.stdout + done.stderr
+    for group, names, allowed in zip(order, loaded, itertools.accumulate(map(set, order), set.union), strict=True):
+        assert set(names) <= allowed, groups[group]
 
 
 @functools.cache
 def statements(module: str) -> list[str]:
-    """Everything that `module` imports anywhere in its source, also lazily or only for type checkers."""
     path = PACKAGE.parent / Path(*module.split("."))
     source = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return named_in(source.read_text())
@@ -160,28 +106,18 @@ def folder(module: str) -> str:
     return [*module.split("."), ""][1]
 
 
-def wrong_ways(graph: dict[str, list[str]]) -> list[str]:
-    """The imports of a higher room, and those between two of ``APART``."""
-    height = {name: list(ROOMS).index(room) for name, room in ROOM.items()} | {"": -1}
-    return [
-        f"{module} imports {name}"
-        for module, names in graph.items()
-        for name in names
-        if height[folder(name)] > height[folder(module)]
-        or ({folder(module), folder(name)} <= set(APART) and folder(module) != folder(name))
-    ]
-
-
-def test_every_folder_and_module_is_in_one_room() -> None:
-    assert sorted({folder(module) for module in MODULES} - {""}) == sorted(
-        name for folders in ROOMS.values() for name in folders
-    )
+def goes_up(module: str, name: str) -> bool:
+    """Whether an import is one of a higher room, or of another of ``APART``."""
+    height = {place: list(ROOMS).index(room) for place, room in ROOM.items()} | {"": -1}
+    own, other = folder(module), folder(name)
+    return height[other] > height[own] or ({own, other} <= set(APART) and own != other)
 
 
 def test_imports_go_downwards() -> None:
-    for module, name in (("batch", "storage.files"), ("actor.model", "rollout.engine")):
-        assert wrong_ways({f"megarl.{module}": [f"megarl.{name}"]})
-    assert wrong_ways({module: imports_of(module) for module in MODULES}) == []
+    assert sorted({folder(module) for module in MODULES} - {""}) == sorted(itertools.chain(*ROOMS.values()))
+    assert goes_up("megarl.batch", "megarl.storage.files") and goes_up("megarl.actor.model", "megarl.rollout.engine")
+    imports = [(module, name) for module in MODULES for name in imports_of(module)]
+    assert [f"{module} imports {name}" for module, name in imports if goes_up(module, name)] == []
 
 
 def imports_of(module: str) -> list[str]:
@@ -194,21 +130,10 @@ def imports_of(module: str) -> list[str]:
     return sorted(found - {module})
 
 
-def circle(graph: dict[str, list[str]]) -> list[str]:
-    """Modules that import each other, the first one again at the end; none if there is no circle."""
-    try:
-        graphlib.TopologicalSorter(graph).prepare()
-    except graphlib.CycleError as error:
-        return list(error.args[1])
-    return []
-
-
 def test_imports_form_no_circle() -> None:
-    """Neither of modules nor of folders."""
-    assert set(circle({"a": ["b"], "b": ["c"], "c": ["b", "d"], "d": [], "e": ["d"]})) == {"b", "c"}
     modules = {module: imports_of(module) for module in MODULES}
-    folders: dict[str, list[str]] = {}
+    folders: dict[str, set[str]] = {}
     for module, names in modules.items():
-        others = [folder(name) for name in names if folder(name) != folder(module)]
-        folders.setdefault(folder(module), []).extend(others)
-    assert circle(modules) + circle(folders) == []
+        folders.setdefault(folder(module), set()).update({folder(name) for name in names} - {folder(module)})
+    for graph in (modules, folders):
+        graphlib.TopologicalSorter(graph).prepare()  # raises an error that names the circle

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import subprocess
 
 import pytest
 
@@ -25,47 +25,32 @@ def test_passes():
 """
 
 
-@pytest.fixture
-def suite(tmp_path, monkeypatch):
-    def add(text: str, jobs: int) -> Path:
-        file = tmp_path / "test_small.py"
-        file.write_text(text)
-        monkeypatch.setattr(suites, "BUILD", tmp_path / "build")
-        monkeypatch.setitem(SUITES, "small", Suite((str(file), "-c", "/dev/null", *PLUGINS), jobs=jobs))
-        return file
-
-    return add
-
-
-def test_what_passes_alone_is_said_to_be_flaky(suite, capfd):
-    file = suite(FAILS_ONCE, jobs=2)
-    assert run("small", retry=True)
-    assert [line for line in capfd.readouterr().out.splitlines() if line.startswith("FLAKY")] == [
-        "FLAKY test_small.py::test_fails_once"
-    ]
-    assert file.with_suffix(".count").read_text() == "ran "  # only what failed runs again
-
-
 @pytest.mark.parametrize(
-    ("text", "jobs", "retry"),
+    ("text", "jobs", "retry", "flaky"),
     [
-        ("def test_fails():\n    assert False\n", 1, True),
-        (FAILS_ONCE, 1, False),
-        ("import does_not_exist_anywhere\n", 1, True),
-        ("def test_crashes():\n    import os; os._exit(9)\n", 2, True),
+        (FAILS_ONCE, 2, True, ["FLAKY test_small.py::test_fails_once"]),
+        (FAILS_ONCE, 1, False, []),
+        ("def test_fails():\n    assert False\n", 1, True, []),
+        ("import does_not_exist_anywhere\n", 1, True, []),
+        ("def test_crashes():\n    import os; os._exit(9)\n", 2, True, []),
     ],
 )
-def test_what_fails_always_or_may_not_run_again_fails_the_suite(suite, capfd, text, jobs, retry):
-    suite(text, jobs)
-    assert not run("small", retry=retry)
-    assert "FLAKY" not in capfd.readouterr().out
+def test_only_what_passes_when_it_runs_again_passes_and_is_said_to_be_flaky(
+    tmp_path, monkeypatch, capfd, text, jobs, retry, flaky
+):
+    file = tmp_path / "test_small.py"
+    file.write_text(text)
+    monkeypatch.setattr(suites, "BUILD", tmp_path / "build")
+    monkeypatch.setitem(SUITES, "small", Suite((str(file), "-c", "/dev/null", *PLUGINS), jobs=jobs))
+    assert run("small", retry=retry) == bool(flaky)
+    assert [line for line in capfd.readouterr().out.splitlines() if line.startswith("FLAKY")] == flaky
+    if flaky:  # only what failed ran again
+        assert file.with_suffix(".count").read_text() == "ran "
 
 
 def test_a_change_joins_the_suites_of_its_files(monkeypatch):
-    class Result:
-        stdout = "megarl/rewards/math.py\ndocs/faq.md\n"
-
-    monkeypatch.setattr(suites.subprocess, "run", lambda *_, **__: Result)
+    changed = subprocess.CompletedProcess((), 0, "megarl/rewards/math.py\ndocs/faq.md\n")
+    monkeypatch.setattr(suites.subprocess, "run", lambda *_, **__: changed)
     assert of_the_gate("some commit") == [*GATE, "hostile"]
     assert of_the_gate(None) == list(GATE)
 

@@ -28,13 +28,11 @@ import psutil
 from megarl.phases.entry import become
 from megarl.workers import processes
 from tests.fork_servers import RUNS, functions
-from tests.helpers import ROOT
 
 CLONE_NEWNET = 0x40000000
 
 
 def run_command(order: dict[str, Any]) -> None:
-    """Run a command line of `megarl` in a fork, and exit."""
     from megarl import cli
 
     become(order["log"], order["environment"])
@@ -131,22 +129,12 @@ def new_fork_server(replace: Any = setattr) -> Callable[[], None]:
 
 
 class Command:
-    """A running `megarl`, used like `subprocess.Popen`."""
-
-    def __init__(
-        self,
-        arguments: tuple[Any, ...],
-        environment: dict[str, str],
-        hold: list[Any] | None,
-        mutant: str | None,
-        cwd: Path = ROOT,
-    ) -> None:
+    def __init__(self, arguments: tuple[Any, ...], **order: Any) -> None:
+        """order: "environment", "hold", "mutant" and "cwd" of `run_command`."""
         self.returncode = None
         self.folder = tempfile.TemporaryDirectory(prefix="megarl-command-")
         self.outputs = [Path(self.folder.name) / name for name in ("stdout", "stderr")]
-        order = {"log": str(self.outputs[0]), "errors": str(self.outputs[1])}
-        order |= {"arguments": list(map(str, arguments)), "environment": environment}
-        order |= {"hold": hold, "mutant": mutant, "cwd": str(cwd)}
+        order |= {"log": str(self.outputs[0]), "errors": str(self.outputs[1]), "arguments": list(map(str, arguments))}
         self.process = multiprocessing.get_context("forkserver").Process(target=run_command, args=(order,))
         patch = unittest.mock.patch.multiple
         with patch(forkserver, **functions(RUNS)), patch(util, spawnv_passfds=SPAWN):
@@ -160,7 +148,6 @@ class Command:
         return self.returncode
 
     def wait(self, timeout: float = 900.0) -> int:
-        """The exit code; `subprocess.TimeoutExpired` after so many seconds."""
         deadline = time.monotonic() + timeout
         while self.poll(0.05) is None:
             if time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""A pretrained language model, SmolLM2-135M-Instruct: its texts, two updates of it, its export, faults in its weights.
+"""A pretrained language model, SmolLM2-135M-Instruct: its texts, two updates of it, its export.
 
 `examples/smollm2/make_base.py` makes it. Where its package is not cached and cannot be fetched, these tests are skipped
 (``make test-slow WHAT=examples``).
@@ -16,9 +16,8 @@ from megarl.data.prompts import open_prompts
 from megarl.data.tokenizer import stop_token_ids
 from megarl.recipe.load import load_recipe
 from megarl.rollout.builtin import BuiltinEngine
-from megarl.rollout.drift import hugging_face_reference, judge
-from megarl.rollout.engine import EngineFault, Request, Sampling, answers
-from megarl.storage.policies import read_reference
+from megarl.rollout.drift import hugging_face_reference
+from megarl.rollout.engine import Request, Sampling, answers
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from tests.helpers import ROOT, events, megarl, metrics
@@ -27,7 +26,6 @@ EXAMPLE = ROOT / "examples/smollm2"
 BASE = EXAMPLE / "base"
 START, END = 1, 2  # <|im_start|>, <|im_end|>
 SETTINGS = ("schedule.stages=1", "schedule.updates_per_stage=2", "schedule.prompts_per_update=4", "eval.every=0")
-LAYER = "model.layers.12."
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -48,12 +46,6 @@ def run(tmp_path_factory):
     return RunDir.open(root)
 
 
-@pytest.fixture(scope="module")
-def engine(run):
-    """The built-in engine with the policy after the two updates."""
-    return BuiltinEngine(run.stage(1).policy, 2)
-
-
 def test_prompts_have_the_chat_template_once_and_responses_end_with_its_end(monkeypatch):
     monkeypatch.chdir(ROOT)
     subprocess.run([sys.executable, EXAMPLE / "tasks.py"], check=True)
@@ -68,9 +60,10 @@ def test_prompts_have_the_chat_template_once_and_responses_end_with_its_end(monk
     assert stop_token_ids(tokenizer, BASE) == (END,)
 
 
-def test_the_export_loads_in_transformers_and_still_answers(run, engine):
+def test_the_export_loads_in_transformers_and_still_answers(run):
     """Transformers decodes greedily what the built-in engine does, with a stop token at the end."""
     path = run.stage(1).policy
+    engine = BuiltinEngine(path, 2)
     tokenizer = AutoTokenizer.from_pretrained(path)
     messages = [{"role": "user", "content": "What is the capital of France?"}]
     tokens = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
@@ -95,32 +88,3 @@ def test_the_first_update_is_on_policy_and_groups_teach(run):
     expected = hugging_face_reference(BASE, sequences).logprobs
     for response, logprobs in zip(group.responses, expected, strict=True):
         np.testing.assert_allclose(response.rollout_logprobs, logprobs[len(prompt) - 1 :], rtol=0, atol=1e-4)
-
-
-def stale_layer(weights, before):
-    return {name: before[name] for name in weights if name.startswith(LAYER)}
-
-
-def swapped_tensors(weights, before):
-    names = LAYER + "self_attn.k_proj.weight", LAYER + "self_attn.v_proj.weight"
-    return {name: weights[other] for name, other in zip(names, reversed(names), strict=True)}
-
-
-def bfloat16_tensor(weights, before):
-    name = LAYER + "mlp.down_proj.weight"
-    return {name: weights[name].bfloat16().float()}
-
-
-@pytest.mark.parametrize("fault", [stale_layer, swapped_tensors, bfloat16_tensor])
-def test_a_fault_in_one_layers_weights_is_found(run, engine, fault):
-    """The stale layer has the weights of two updates earlier."""
-    reference = read_reference(run.stage(1).policy)
-    assert judge(engine.score(reference.sequences), reference, engine.precision).max < 1e-4
-    weights = {name: weight.clone() for name, weight in engine._model.state_dict().items()}
-    before = AutoModelForCausalLM.from_pretrained(BASE).state_dict()
-    engine._model.load_state_dict(weights | fault(weights, before))
-    try:
-        with pytest.raises(EngineFault, match="weights are not the policy's"):
-            judge(engine.score(reference.sequences), reference, engine.precision)
-    finally:
-        engine._model.load_state_dict(weights)

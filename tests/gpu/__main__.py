@@ -2,7 +2,7 @@
 
     python -m tests.gpu [STEP ...] [--small]
 
-Writes ``summary.md``, ``steps.csv``, ``log.txt`` and the benchmarks' tables to $OUT, or build/gpu. STEP: the name of a
+Writes ``summary.md``, ``log.txt`` and the benchmarks' tables to $OUT, or build/gpu. STEP: the name of a
 step of `tests.gpu.steps`, or of a group of them: "first", "numbers" or "engines". It needs no package index: a step
 that lacks a package is skipped. The exit code is 1 if a step failed or there is no GPU, 2 for an unknown step, else 0.
 """
@@ -28,33 +28,24 @@ from tests.gpu.page import Result, write_page
 from tests.gpu.steps import BUDGETS, ROOT, Step, steps
 
 
-def devices() -> int | str:
-    """The number of GPUs that torch sees, or one line that says why there is none."""
-    try:
-        import torch
-    except ImportError as error:
-        return f"no GPU to test: torch cannot be imported ({error})"
-    return torch.cuda.device_count() or f"no GPU to test: torch {torch.__version__} sees none"
-
-
 def run_steps(chosen: list[Step], out: Path, report: Callable[[Result], None]) -> list[Result]:
-    """Run steps one after another, but those `beside` each other together; also after a failure.
-
-    Once a group has used up its time, its others are skipped. What is known is written after each step.
-    """
+    """Run steps one after another, but those `beside` each other together. What is known is written after each."""
     results: list[Result] = []
     left: dict[str, float] = dict(BUDGETS)
     writing = threading.Lock()
-    write_page(out, results, [step.name for step in chosen])
+
+    def write() -> None:
+        done = {result.name for result in results}
+        write_page(out, results, [step.name for step in chosen if step.name not in done])
 
     def run(step: Step) -> None:
         result = run_step(step, left[step.group], out / "log.txt")
         with writing:
             results.append(result)
             report(result)
-            done = {result.name for result in results}
-            write_page(out, results, [step.name for step in chosen if step.name not in done])
+            write()
 
+    write()
     with ThreadPoolExecutor(max(1, len(chosen))) as threads:
         for _, some in itertools.groupby(chosen, lambda step: (step.group, step.beside or step.name)):
             together, start = list(some), time.monotonic()
@@ -64,17 +55,11 @@ def run_steps(chosen: list[Step], out: Path, report: Callable[[Result], None]) -
 
 
 def run_step(step: Step, left: float, log: Path) -> Result:
-    """Run a step in a process group of its own, which is killed when the step ends or reaches its limit.
-
-    left: seconds that its group still has.
-    """
-    reason = step.lacks()
-    if reason is None and left < 1:
-        reason = f"the {BUDGETS[step.group]} s of all of {step.group} are used up"
-    if reason is not None:
+    """Run a step in a process group of its own, killed at its end or limit. left: seconds that its group still has."""
+    used_up = f"the {BUDGETS[step.group]} s of all of {step.group} are used up" if left < 1 else None
+    if reason := step.lacks() or used_up:
         return Result(step.name, step.shows, "skipped", reason, 0.0)
-    limit = min(step.limit, left)
-    start = time.monotonic()
+    limit, start = min(step.limit, left), time.monotonic()
     with tempfile.TemporaryFile("w+") as output:
         process = subprocess.Popen(
             step.command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
@@ -107,9 +92,12 @@ def main() -> None:
     parser.add_argument("steps", nargs="*", metavar="STEP")
     parser.add_argument("--small", action="store_true", help="sizes for a rehearsal, which measure nothing")
     options = parser.parse_args()
-    gpus = devices()
-    if isinstance(gpus, str):
-        sys.exit(gpus)
+    try:
+        import torch
+    except ImportError as error:
+        sys.exit(f"no GPU to test: torch cannot be imported ({error})")
+    if not (gpus := torch.cuda.device_count()):
+        sys.exit(f"no GPU to test: torch {torch.__version__} sees none")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the step in progress ends too
     out = Path(os.environ.get("OUT") or ROOT / "build/gpu").resolve()
     out.mkdir(parents=True, exist_ok=True)

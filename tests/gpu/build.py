@@ -1,7 +1,4 @@
-"""Compiles the kernels of `csrc/` if no installed megarl has those for CUDA, and puts them where Python finds them.
-
-It needs only CMake and nvcc, because a machine with GPUs may have no package index.
-"""
+"""Compiles the kernels of `csrc/` if no installed megarl has those for CUDA, with CMake and nvcc alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The summary of `make gpu`: one page of Markdown, and a table of the steps."""
+"""The summary of `make gpu`: one page of Markdown."""
 
 from __future__ import annotations
 
@@ -35,43 +35,38 @@ class Result:
 
 
 def write_page(out: Path, results: list[Result], waiting: list[str]) -> None:
-    """Write ``out/summary.md`` and ``out/steps.csv``; after each step, so that an interruption leaves the results."""
+    """Write ``out/summary.md``; after each step, so that an interruption leaves the results."""
     counts = Counter(r.outcome for r in results)
-    lines = ["# megarl on this machine's GPUs", ""]
-    lines += [f"- {name}: {value}" for name, value in origin().items()]
+    lines = ["# megarl on this machine's GPUs", "", *(f"- {name}: {value}" for name, value in origin().items())]
     lines += ["", ", ".join(f"{count} {outcome}" for outcome, count in counts.items()) or "nothing done", ""]
-    if waiting:
-        lines += [f"Not begun: {', '.join(waiting)}.", ""]
+    lines += [f"Not begun: {', '.join(waiting)}.", ""] * bool(waiting)
     lines += ["| step | shows that | outcome | s |", "|---|---|---|---|"]
     for r in results:
         lines += [f"| {r.name} | {r.shows} | {r.outcome}{': ' * bool(r.why)}{r.why} | {r.seconds:.0f} |"]
     for table in sorted(out.glob("*.csv")):
-        if table.name != "steps.csv":
-            lines += ["", f"## {table.stem}", "", *_table(table)]
+        with open(table, newline="") as file:
+            columns, *rows = csv.reader(file)
+        kept = [i for i, name in enumerate(columns) if name not in ORIGIN]
+        cells = ([row[i] for i in kept] for row in (columns, ["---"] * len(columns), *rows))
+        lines += ["", f"## {table.stem}", "", *(f"| {' | '.join(row)} |" for row in cells)]
     for result in results:
         if result.output:
             said = result.output.rstrip().splitlines()[-SAID:]
             lines += ["", f"## What {result.name} said last", "", "```", *said, "```"]
-    with open(out / "steps.csv", "w", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(["step", "outcome", "why", "seconds"])
-        writer.writerows([r.name, r.outcome, r.why, f"{r.seconds:.1f}"] for r in results)
     (out / "summary.md").write_text("\n".join(lines) + "\n")
 
 
 def origin() -> dict[str, str]:
-    """Date, commit, hardware and versions."""
     import torch
 
     devices = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
     installed = {d.metadata["Name"].lower().replace("_", "-"): d.version for d in importlib.metadata.distributions()}
+    driver = output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
         "date": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()),
         "commit": output_of("git", "describe", "--always", "--dirty=+", "--abbrev=12") or "unknown",
-        "gpu": ", ".join(f"{devices.count(name)} x {name}" for name in dict.fromkeys(devices)),
-        "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader").partition("\n")[0]
-        or "unknown",
-        "nvcc": output_of("nvcc", "--version").rpartition("\n")[2] or "none",
+        "gpu": ", ".join(f"{count} x {name}" for name, count in Counter(devices).items()),
+        "driver": driver.partition("\n")[0] or "unknown",
         "cuda of torch": torch.version.cuda or "none",
         "processor": f"{platform.machine()}, Python {platform.python_version()}",
     } | {package: installed.get(package, "none") for package in PACKAGES}
@@ -83,11 +78,3 @@ def output_of(*command: str) -> str:
         return ""
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     return "" if done.returncode else done.stdout.strip()
-
-
-def _table(path: Path) -> list[str]:
-    with open(path, newline="") as file:
-        columns, *rows = list(csv.reader(file))
-    kept = [i for i, name in enumerate(columns) if name not in ORIGIN]
-    lines = [columns, ["---"] * len(columns), *rows]
-    return ["| " + " | ".join(line[i] for i in kept) + " |" for line in lines]

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import shutil
 import sys
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # Seconds for all steps of a group: the first two fit a machine that is lent for a quarter of an hour, one call each.
 BUDGETS = {"first": 390, "numbers": 400, "engines": 600}
+WITH_PYTEST = ("pytest",)
 
 
 @dataclass(frozen=True)
@@ -23,32 +22,18 @@ class Step:
     group: str = "first"
     limit: int = 240  # seconds
     beside: bool = False  # runs at the same time as the steps around it that do, too
-    lacks: Callable[[], str | None] = lambda: None  # returns the reason to skip the step, or None
+    packages: tuple[str, ...] = ()  # that it needs, by their names in pip: an engine's CPU build has another name
+    programs: tuple[str, ...] = ()
+
+    def lacks(self) -> str | None:
+        """The reason to skip the step, or None."""
+        missing = [f"{name} not installed" for name in self.packages if not is_installed(name)]
+        missing += [f"{name} not on PATH" for name in self.programs if not shutil.which(name)]
+        return " and ".join(missing) or None
 
 
-def lacking(names: Sequence[str], find: Callable[[str], object], what: str) -> Callable[[], str | None]:
-    """A `Step.lacks` for names that ``find`` finds."""
-
-    def lacks() -> str | None:
-        missing = [name for name in names if not find(name)]
-        return what.format(" and ".join(missing)) if missing else None
-
-    return lacks
-
-
-def package(*names: str) -> Callable[[], str | None]:
-    """For packages, by the names with which Python imports them."""
-    return lacking(names, importlib.util.find_spec, "{} not installed")
-
-
-def distribution(name: str) -> Callable[[], str | None]:
-    """For a package by its name in pip: an engine's CPU build has another name and the same modules."""
-    return lacking([name], lambda name: [*importlib.metadata.distributions(name=name)], "{} not installed")
-
-
-def programs(*names: str) -> Callable[[], str | None]:
-    """For programs on PATH."""
-    return lacking(names, shutil.which, "{} not on PATH")
+def is_installed(package: str) -> bool:
+    return any(importlib.metadata.distributions(name=package))
 
 
 def steps(out: Path, work: Path, gpus: int, small: bool) -> list[Step]:
@@ -67,37 +52,26 @@ def steps(out: Path, work: Path, gpus: int, small: bool) -> list[Step]:
 
     def generate(engine: str) -> Step:
         shows = f"{engine}'s log-probs are those of the actor that exported the weights, for two policies"
-        return Step(engine, shows, run(engine), "engines", 300, lacks=distribution(engine))
+        return Step(engine, shows, run(engine), "engines", 300, packages=(engine,))
 
     pytest = [*python, "pytest", "-q", "-p", "no:cacheprovider", "tests/kernels/test_gpu.py"]
-    side_by_side = [] if small or package("xdist")() else ["-n", "8"]
+    side_by_side = ["-n", "8"] * (is_installed("pytest-xdist") and not small)
     sanitizer = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
     return [
         Step("doctor", "what this machine has", [sys.executable, "-m", "megarl.cli", "doctor"], limit=60, beside=True),
-        Step(
-            "build", "nvcc compiles csrc/cuda", module("build"), limit=150, lacks=programs("cmake", "nvcc"), beside=True
-        ),
-        Step(
-            "contact",
-            "the actor updates a small model in bf16 at all",
-            module("actor", "--gpus", gpus, "--cases", "kernels torch", *["kernels triton"] * (not small)),
-            limit=120,
-            lacks=package("pytest"),
-            beside=True,
-        ),
-        Step("probes", "what megarl assumes of CUDA, forks and the allocator", module("probes"), limit=60),
+        Step("build", "nvcc compiles csrc/cuda", module("build"), "first", 150, True, programs=("cmake", "nvcc")),
         Step(
             "kernels",
             "CUDA and Triton kernels equal the definitions, give the same bits each time and never wait",
             [*pytest, *side_by_side, *(["-k", "cuda and (gspo or bapo)"] if small else [])],
-            lacks=package("pytest"),
+            packages=WITH_PYTEST,
             beside=True,
         ),
         Step(
             "actor",
             "bf16 updates on the GPU equal float32 on the CPU, by kernels, layers and layouts",
             module("actor", "--gpus", gpus),
-            lacks=package("pytest"),
+            packages=WITH_PYTEST,
             beside=True,
         ),
         Step(
@@ -119,7 +93,7 @@ def steps(out: Path, work: Path, gpus: int, small: bool) -> list[Step]:
             "a token pass with ragged segments touches no memory that is not its own",
             [*sanitizer, *pytest, "-k", "cuda and gspo"],
             limit=70,
-            lacks=programs("compute-sanitizer"),
+            programs=("compute-sanitizer",),
         ),
         generate("vllm"),
         generate("sglang"),

@@ -20,51 +20,48 @@ import token_pass
 import weight_gradient
 from common import write_csv, write_table
 
+Row = dict[str, object]
 TOKENS, SMALL_TOKENS = [1 << 20, 1 << 24], 1 << 9
 REPEATS = 20
 SMALL_HEAD = {"tokens": 64, "width": 64, "vocabulary": 512}
-
-
-def small_ceilings() -> list[dict[str, object]]:
-    return [{"copy": linear_logprob.copy_ceiling(1 << 10), "product": linear_logprob.matmul_ceiling(64)}]
-
-
-def small_selection() -> list[dict[str, object]]:
-    return [selection.measure(name, SMALL_TOKENS, gpu.DEVICE, ["cuda"], 1, True) for name in ("m2po", "bapo")]
-
-
-def small_head() -> list[dict[str, object]]:
-    return [linear_logprob.gpu_row(head, SMALL_HEAD, 1e12, 1e12) for head in ("megarl torch", "materialised")]
-
-
-def small_actor() -> Iterator[dict[str, object]]:
-    return actor_gpu.rows(actor_gpu.TINY, ["torch, cuda", "transformer_engine, triton"], side=64)
-
-
-def actor_rows() -> Iterator[dict[str, object]]:
-    yield from actor_gpu.rows({QWEN3_MOE: actor_gpu.MODELS[QWEN3_MOE]}, WAYS)
-    yield from actor_gpu.rows(GROUPS, GROUP_WAYS)
-
-
-def adam_rows(parameters: int, threads: list[int]) -> Iterator[dict[str, object]]:
-    yield from adam.gpu_rows(parameters)
-    yield from adam.host_rows(parameters, threads)
-
-
 QWEN3_MOE = "Qwen3-30B-A3B, 2 layers"
 WAYS = ["torch, triton", "torch, torch", "torch, triton, recompute"]
 GROUPS = {name: model for name, model in actor_gpu.MODELS.items() if name.endswith("groups of 8")}
 GROUP_WAYS = ["torch, triton", "torch, triton, a prompt for each response"]
+
+
+def actor_rows() -> Iterator[Row]:
+    yield from actor_gpu.rows({QWEN3_MOE: actor_gpu.MODELS[QWEN3_MOE]}, WAYS)
+    yield from actor_gpu.rows(GROUPS, GROUP_WAYS)
+
+
+def adam_rows(parameters: int, threads: list[int]) -> Iterator[Row]:
+    yield from adam.gpu_rows(parameters)
+    yield from adam.host_rows(parameters, threads)
+
+
 # name: (rows on a GPU, rows of a rehearsal)
-TABLES: dict[str, tuple[Callable[[], Iterable[dict[str, object]]], Callable[[], Iterable[dict[str, object]]]]] = {
-    "ceilings": (gpu.ceilings, small_ceilings),
+TABLES: dict[str, tuple[Callable[[], Iterable[Row]], Callable[[], Iterable[Row]]]] = {
+    "ceilings": (
+        gpu.ceilings,
+        lambda: [{"copy": linear_logprob.copy_ceiling(1 << 10), "product": linear_logprob.matmul_ceiling(64)}],
+    ),
     "token_pass": (
         lambda: gpu.pass_rows(TOKENS, REPEATS),
         lambda: [token_pass.measure("gspo", SMALL_TOKENS, gpu.DEVICE, ["cuda"], 1)],
     ),
-    "selection": (lambda: gpu.selection_rows([gpu.LOOP_TOKENS, *TOKENS], REPEATS), small_selection),
-    "linear_logprob": (linear_logprob.gpu_rows, small_head),
-    "actor_gpu": (actor_rows, small_actor),
+    "selection": (
+        lambda: gpu.selection_rows([gpu.LOOP_TOKENS, *TOKENS], REPEATS),
+        lambda: [selection.measure(name, SMALL_TOKENS, gpu.DEVICE, ["cuda"], 1, True) for name in ("m2po", "bapo")],
+    ),
+    "linear_logprob": (
+        linear_logprob.gpu_rows,
+        lambda: [linear_logprob.gpu_row(head, SMALL_HEAD, 1e12, 1e12) for head in ("megarl torch", "materialised")],
+    ),
+    "actor_gpu": (
+        actor_rows,
+        lambda: actor_gpu.rows(actor_gpu.TINY, ["torch, cuda", "transformer_engine, triton"], side=64),
+    ),
     "operators": (
         lambda: actor_gpu.operator_rows(*actor_gpu.MODELS[QWEN3_MOE]),
         lambda: actor_gpu.operator_rows(*actor_gpu.TINY["tiny"]),
@@ -80,10 +77,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--small", action="store_true")
     options = parser.parse_args()
-    whole, small = TABLES[options.table]
-    name = options.table if options.table.endswith("_gpu") else f"{options.table}_gpu"
-    rows = []
-    for row in small() if options.small else whole():
+    name, rows = f"{options.table.removesuffix('_gpu')}_gpu", []
+    for row in TABLES[options.table][options.small]():
         # a backend that fails is an error in a rehearsal, and on a GPU only a cell of the table
         assert not (options.small and row.get("failed")), row
         rows.append(row)

@@ -18,7 +18,7 @@ from megarl.kernels import library
 from megarl.kernels.linear_logprob import definition, linear_logprob
 from megarl.kernels.token_pass import Rule
 from megarl.kernels.token_pass.language import RULES
-from tests.gpu.probes import fill_free_memory_with_nan
+from tests.gpu.memory import fill_free_memory_with_nan
 from tests.kernels.test_token_pass import BORDERS, as_in_cpp, compare, gradient, inherited_values, make_batch
 from tests.objectives.test_against_papers import CASES as PAPERS
 

@@ -6,16 +6,12 @@ import re
 import numpy as np
 import pytest
 
-from lab.claims import CLAIMS, FIRST, SECOND, Claim, Part, collapse, find, lead, verdict
+from lab.claims import FIRST, SECOND, Part, collapse, find, lead, verdict
 from lab.figures import charts
 from lab.results import Sweep, at, difference, estimate
-from lab.tables import text
+from lab.tables import read_all
 from megarl.commands.sweep import describe
-from megarl.objectives import OBJECTIVES
-from megarl.recipe.sweep import load_sweep
 from tests.helpers import ROOT
-
-ALL_CLAIMS = [claim for claims in CLAIMS.values() for claim in claims]
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("lab/*.toml")), ids=lambda path: path.stem)
@@ -25,50 +21,21 @@ def test_every_sweep_of_the_lab_passes_its_dry_run(path, tmp_path, monkeypatch):
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_committed_charts_show_the_committed_results(sweeps):
+def test_the_committed_charts_show_the_committed_results(monkeypatch):
     """The heights of the points in an SVG are a linear function of the values, up to rounding to .01 pixels."""
-    found = charts(sweeps)
+    monkeypatch.chdir(ROOT)
+    found = charts(read_all())
     assert set(found) == {path.stem for path in ROOT.glob("docs/lab/*.svg")}
     for name, chart in found.items():
-        drawn = re.findall(
-            r'class="point" transform="translate\(.*?,(.*?)\)', (ROOT / f"docs/lab/{name}.svg").read_text()
-        )
-        values = [y for trace in chart.traces for y in trace["y"]]
-        assert len(drawn) == len(values), name
-        heights = np.array(drawn, float)
+        svg = (ROOT / f"docs/lab/{name}.svg").read_text()
+        heights = [float(y) for y in re.findall(r'class="point" transform="translate\(.*?,(.*?)\)', svg)]
+        values = np.array([y for trace in chart.traces for y in trace["y"]])
+        assert len(heights) == len(values), name
         line = np.polynomial.Polynomial.fit(values, heights, 1)
-        assert heights == pytest.approx(line(np.array(values)), abs=0.05), f"{name}: run `python -m lab.figures`"
-
-
-@pytest.mark.parametrize("sweeps", [("frozen", "frozen_peers"), ("grid",)], ids=["frozen", "grid"])
-def test_every_objective_is_in_the_sweeps(sweeps):
-    points = [point for name in sweeps for point in load_sweep(ROOT / f"lab/{name}.toml").points()]
-    assert {dict(point.settings)["objective.name"] for point in points} == set(OBJECTIVES)
-
-
-def test_every_claim_is_about_points_of_its_sweep(monkeypatch):
-    monkeypatch.chdir(ROOT)
-    asked: dict[str, set[str]] = {}
-
-    class Asked(Sweep):
-        def curve(self, point, seed, metric):
-            asked.setdefault(self.name, set()).add(point)
-            return {}
-
-    sweeps = {}
-    for name in {part.sweep for claim in ALL_CLAIMS for part in claim.parts}:
-        sweeps[name] = Asked()
-        sweeps[name].name = name
-    for claim in ALL_CLAIMS:
-        for part in claim.parts:
-            part.value(sweeps[part.sweep], 0)
-    for name, points in asked.items():
-        table = load_sweep(ROOT / f"lab/{name}.toml")
-        assert points <= {point.name for point in table.points()}
+        assert heights == pytest.approx(line(values), abs=0.05), f"{name}: run `python -m lab.figures`"
 
 
 def sweep_of(**finals):
-    """{"frozen": a sweep}. finals: for each point its accuracy at update 256, one per seed."""
     accuracy = {(point, seed): {0: 0.1, 256: x} for point, xs in finals.items() for seed, x in enumerate(xs)}
     return {"frozen": Sweep(accuracy)}
 
@@ -98,25 +65,19 @@ def test_a_part_holds_if_its_whole_interval_is_on_its_side(first, side, state):
 
 @pytest.mark.parametrize(
     ("sides", "word"),
-    [
-        (("above", "above"), "reproduced"),
-        (("above", "below"), "partly"),
-        (("below", "below"), "not reproduced"),
-    ],
+    [("above above", "reproduced"), ("above below", "partly"), ("below below", "not reproduced")],
 )
 def test_a_verdict_follows_from_all_parts(sides, word):
     value = difference(at("x", 256), at("y", 256))
-    claim = Claim("", "", tuple(Part("", value, side) for side in sides))
-    assert verdict([find(part, sweep_of(x=ABOVE, y=A), FIRST) for part in claim.parts]) == word
-    assert verdict([find(part, sweep_of(x=NEAR, y=A), FIRST) for part in claim.parts]) == "cannot be seen at this size"
-    assert verdict([find(part, sweep_of(x=ABOVE[:3], y=A), FIRST) for part in claim.parts]) == "not run"
+    parts = [Part("", value, side) for side in sides.split()]
+    for first, expected in ((ABOVE, word), (NEAR, "cannot be seen at this size"), (ABOVE[:3], "not run")):
+        assert verdict([find(part, sweep_of(x=first, y=A), FIRST) for part in parts]) == expected
 
 
 def test_an_interval_is_students_t_interval_over_seeds():
     found = estimate(sweep_of(x=[0.1, 0.2, 0.3, 0.4, 0.5])["frozen"], FIRST, at("x", 256))
-    # t(4) = 2.776, standard deviation sqrt(.025)
-    assert found.mean == pytest.approx(0.3)
-    assert found.ci95 == pytest.approx([0.3 - 2.776 * 0.1581 / 5**0.5, 0.3 + 2.776 * 0.1581 / 5**0.5], abs=1e-3)
+    half = 2.776 * 0.1581 / 5**0.5  # t(4) times the standard error; the standard deviation is sqrt(.025)
+    assert [found.mean, *found.ci95] == pytest.approx([0.3, 0.3 - half, 0.3 + half], abs=1e-3)
 
 
 def test_a_collapse_and_its_warning_by_hand():
@@ -140,12 +101,3 @@ def test_a_part_does_not_count_for_seeds_that_were_seen_before_it_was_written():
     sweeps = sweep_of(x=ABOVE * 2, y=A * 2)
     assert verdict([find(part, sweeps, FIRST) for part in parts]) == "reproduced"
     assert verdict([find(part, sweeps, SECOND) for part in parts]) == "partly"
-
-
-def test_the_tables_have_accuracies_and_times_of_every_collected_sweep(sweeps):
-    tables = text(sweeps)
-    headings = [line for line in tables.splitlines() if line.startswith("## Accuracy")]
-    for sweep in sweeps:
-        name = f"`lab/{sweep}.toml`"
-        assert len([line for line in headings if line.endswith(name)]) == 1
-        assert f"\n| {name}" in tables

@@ -13,15 +13,9 @@ import psutil
 import pytest
 
 from tests.helpers import ROOT, megarl, processes_of, wait_until_nobody_works_on
+from tests.phases.commands import settings
 from tests.phases.test_kill import lines
-from tests.phases.test_two_nodes import (
-    EASY,
-    assert_same_result,
-    assert_same_rollouts,
-    complaint,
-    events,
-    updates,
-)
+from tests.phases.test_two_nodes import EASY, assert_same_result, assert_same_rollouts, complaint, events, updates
 
 # two ranks of every phase on one node; without these settings, a run on two nodes has one rank on each
 ON_ONE = ("rollout.workers=2", "actor.processes_per_node=2")
@@ -31,13 +25,7 @@ TINY = (*EASY, "schedule.stages=1", f"schedule.updates_per_stage={UPDATES}", "ev
 TINY += ("rollout.groups_per_chunk=1", f"actor.checkpoint_every={UPDATES}", "actor.tokens_per_micro_batch=20")
 
 
-def settings(*values):
-    return [part for value in values for part in ("--set", value)]
-
-
 class Job:
-    """A job submitted by launch/slurm.py."""
-
     def __init__(self, slurm, number, folder):
         self.slurm, self.number, self.folder = slurm, number, Path(folder)
 
@@ -59,7 +47,6 @@ class Job:
         return self.state
 
     def output(self):
-        """What the agents printed, attempt after attempt."""
         return "\n".join(path.read_text() for path in sorted(self.folder.glob(f"log-*_{self.number}_*.out")))
 
 
@@ -68,7 +55,6 @@ ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "DEADLINE",
 
 @pytest.fixture
 def submit(slurm, launch):
-    """Submit a run and return its jobs, which run the code of this checkout with the interpreter of the tests."""
 
     def submit(recipe, run, *options, waits_and_fails=False):
         arguments = [recipe, "--run-dir", run, "--account", "ci", "--partition", "low"]
@@ -84,7 +70,6 @@ def submit(slurm, launch):
 
 @pytest.fixture(scope="module")
 def local(recipe, tmp_path_factory):
-    """The run directory of an undisturbed run on this machine, without Slurm."""
     run = tmp_path_factory.mktemp("local") / "run"
     result = megarl("train", recipe, "--run-dir", run, *settings(*TINY, *ON_ONE))
     assert result.returncode == 0, result.stderr
@@ -117,7 +102,6 @@ def is_asked_to_stop(process):
 
 
 def preempt(slurm, job, run, phase):
-    """Submit a short job to the partition of higher priority, which takes both nodes while ``phase`` is under way."""
     before = job.restarts
     whole = ("-N2", "--ntasks-per-node=8", "-o", "/dev/null")
     with frozen(run, phase):
@@ -163,7 +147,6 @@ def test_a_job_that_runs_out_of_time_continues_in_its_next_allocation(recipe, lo
 
 
 def agents_of(run, node=None):
-    """The run's `megarl train` processes on the nodes of the private Slurm, or on one of them."""
     found = []
     for process in psutil.process_iter(["cmdline", "environ"]):
         command, environment = process.info["cmdline"] or [], process.info["environ"] or {}
@@ -174,24 +157,17 @@ def agents_of(run, node=None):
     return found
 
 
-def test_a_killed_agent_fails_the_job_with_the_cause_and_leaves_no_process(recipe, submit, tmp_path):
+def test_a_job_with_retries_finishes_after_its_agents_were_killed(recipe, local, submit, tmp_path):
     run = tmp_path / "run"
-    (job,) = submit(recipe, run, "--nodes", 2, "--retries", 0, *settings(*TINY))
-    job.wait(lambda: list(run.glob("stages/000/rollouts/*.arrow")))
-    agents_of(run, node=1)[0].send_signal(signal.SIGKILL)
-    assert job.wait() == "FAILED"
-    assert "the agent of node 1" in complaint(job.output())
-    wait_until_nobody_works_on(run)
-
-
-def test_a_job_with_retries_finishes_after_its_agent_was_killed(recipe, local, submit, tmp_path):
-    run = tmp_path / "run"
-    (job,) = submit(recipe, run, "--nodes", 2, "--retries", 1, *settings(*TINY))
-    job.wait(lambda: lines(run / "metrics.jsonl") >= 1)
-    agents_of(run, node=0)[0].send_signal(signal.SIGKILL)
+    (job,) = submit(recipe, run, "--nodes", 2, "--retries", 2, *settings(*TINY))
+    for node, begun in ((1, "stages/000/rollouts/*.arrow"), (0, "metrics.jsonl")):
+        job.wait(lambda begun=begun: list(run.glob(begun)))
+        agents_of(run, node)[0].send_signal(signal.SIGKILL)
+        job.wait(lambda node=node: job.restarts == 2 - node)
+        assert node == 0 or "the agent of node 1" in complaint(job.output())
     assert job.wait() == "COMPLETED", job.output()
-    assert job.restarts == 1
     assert_same_result(local, run)
+    wait_until_nobody_works_on(run)
 
 
 def test_a_job_with_a_mistake_in_its_recipe_is_not_queued_again(recipe, submit, tmp_path):
@@ -221,7 +197,6 @@ def test_chain_cancels_what_depends_on_a_failed_job(recipe, submit, tmp_path):
 
 
 def test_an_array_makes_every_run_of_a_sweep_once_and_one_table(recipe, slurm, submit, tmp_path):
-    """Two jobs share four runs of a sweep, which names its recipe relative to the directory where it is submitted."""
     sweep, output = tmp_path / "sweep.toml", tmp_path / "sweep"
     short = "schedule = { stages = 1, updates_per_stage = 2 }\neval = { every = 1 }"
     text = f'recipe = "{os.path.relpath(recipe, ROOT)}"\nseeds = [0, 1]\n[set]\n{short}\n'

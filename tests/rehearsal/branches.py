@@ -65,7 +65,6 @@ NOT_THRESHOLDS = {
 
 @contextlib.contextmanager
 def many_pieces() -> Iterator[None]:
-    """Within this context a tiny model is cut into as many pieces as one of true size is."""
     from megarl.actor import delta_rule
     from tests.rehearsal import device
 
@@ -113,7 +112,6 @@ def _short(name: str) -> str:
 
 
 def _of_head(recipe: Any, model: Any) -> Iterator[str]:
-    """The fused head's buffer: a 64th of the device's memory."""
     if not model.post_process:
         return
     backend = recipe.actor.head_backend

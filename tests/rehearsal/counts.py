@@ -35,13 +35,11 @@ class Seen:
 
     @property
     def own_waits(self) -> Counter[str]:
-        """The waits of megarl itself, not those of Megatron-Core, transformers or autograd."""
         return Counter({place: n for place, n in self.waits.items() if not any(x in place for x in OTHERS)})
 
 
 @contextlib.contextmanager
 def counted() -> Iterator[Seen]:
-    """Counts waits and launches in all threads."""
     seen = Seen()
 
     def listen(kind: bytes, name: bytes) -> None:
@@ -68,7 +66,6 @@ class Moved(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.bytes = 0
-        self.by_name: Counter[str] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
@@ -92,7 +89,6 @@ class Moved(TorchDispatchMode):
 
     def add(self, name: str, size: int) -> None:
         self.bytes += size
-        self.by_name[name] += size
 
     def __enter__(self) -> Moved:
         triton_interpreter.launches_seen.append(self.add)

@@ -25,7 +25,6 @@ def in_fork(function: Callable[[], Any], seconds: float = SECONDS) -> Any:
 
 
 def in_ranks(function: Callable[[int], Any], ranks: int, seconds: float = SECONDS) -> list[Any]:
-    """The results of ``function(rank)``, each in a fork with that rank's environment. A failure kills the others."""
     with tempfile.TemporaryDirectory(prefix="megarl-ranks-") as folder:
         files = [Path(folder) / str(rank) for rank in range(ranks)]
         running = {_fork(function, rank, ranks, files[rank]): rank for rank in range(ranks)}

@@ -11,7 +11,6 @@ PLACES = ("actor", "kernels", "models/delta_net.py")
 
 
 def numbers(path: Path) -> list[str]:
-    """Names of a module's constants that are made of integers above 1."""
     found = []
     for node in ast.parse(path.read_text()).body:
         if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):

@@ -19,7 +19,6 @@ launches_seen: list[Callable[[str, int], None]] = []  # are told of each launch,
 
 
 def widened(bits: np.ndarray) -> np.ndarray:
-    """bfloat16 bits -> float32."""
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
@@ -30,7 +29,6 @@ def rounded(values: np.ndarray) -> np.ndarray:
 
 
 def mend(interpreter: Any) -> None:
-    """Correct ``interpreter``, the module ``triton.runtime.interpreter`` of Triton 3.9."""
     builder, bfloat16, float32 = interpreter.InterpreterBuilder, interpreter.tl.bfloat16, interpreter.tl.float32
     handle, cast, dot = interpreter.TensorHandle, builder.cast_impl, builder.create_dot
     convert = builder.create_fp_to_fp

@@ -24,7 +24,7 @@ from tests.actor.layout_ranks import (
     update_samples,
     whole_gradient,
 )
-from tests.gpu.probes import fill_free_memory_with_nan
+from tests.gpu.memory import fill_free_memory_with_nan
 from tests.rehearsal.branches import branches, many_pieces
 from tests.rehearsal.forks import in_ranks
 
@@ -57,10 +57,9 @@ class Case:
 
 @dataclass
 class Outcome:
-    """Results of one rank, or of several (`outcome_of`). gradient: of the first update and the whole model, on the
-    first rank alone."""
+    """Results of one rank, or of several (`outcome_of`)."""
 
-    gradient: dict[str, torch.Tensor]
+    gradient: dict[str, torch.Tensor]  # of the first update and the whole model, on the first rank alone
     metrics: list[dict[str, float]]
     seen: list[Any]  # what ``counted()`` gave for each update
     micro_batches: int
@@ -70,8 +69,6 @@ class Outcome:
 
 @dataclass
 class Distance:
-    """The distance of two outcomes of the same case."""
-
     gradient: float  # relative to its length
     losses: list[tuple[float, float]]
     norms: list[tuple[float, float]]
@@ -94,21 +91,19 @@ class Distance:
 
 
 def layers_of(family: str) -> int:
-    """The number of layers of a tiny model: a virtual pipeline needs `LAYERS`."""
     return LAYERS if family == "qwen3_moe" or EVERY_LAYOUT else LAYERS - 1
 
 
 def fits(family: str, layout: Layout) -> bool:
-    """Whether a family's tiny model can be divided like this."""
     with tempfile.TemporaryDirectory() as folder:
         hf = read_settings(Path(folder), family, num_hidden_layers=layers_of(family))
         wanted = parallelism.Layout.of(recipe_of(layout, Path(folder)), layout.ranks)
     return not any(wanted.problems(hf))
 
 
-def seal(family: str, folder: Path, **shape: int) -> None:
-    """Write a model that is exact in bfloat16, and rollouts of a policy near it. shape: changes of the tiny model."""
-    model = make_hf_model(family, **{"num_hidden_layers": layers_of(family), "initializer_range": 0.1} | shape)
+def seal(family: str, folder: Path) -> None:
+    """Write a model that is exact in bfloat16, and rollouts of a policy near it."""
+    model = make_hf_model(family, num_hidden_layers=layers_of(family), initializer_range=0.1)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer *= 10  # larger than differences of scores: between two nearly equal ones rounding would decide
@@ -120,7 +115,6 @@ def seal(family: str, folder: Path, **shape: int) -> None:
 def outcome_of(
     case: Case, backend: str, sealed: Path, counted: Callable[[], AbstractContextManager[Any]] = nullcontext
 ) -> Outcome:
-    """The outcome of the rank that reports metrics, with the whole gradient and the branches of all ranks."""
     with tempfile.TemporaryDirectory() as name:
 
         def rank(rank: int) -> Outcome:
@@ -198,16 +192,8 @@ def make_updates(
     )
 
 
-def train_twice(
-    case: Case,
-    actor: Any,
-    build: Callable[[str], Any],
-    train: Callable[[Any, range], list[dict[str, float]]],
-    folder: Path,
-) -> list[dict[str, float]]:
-    """The updates of a case; those after its checkpoint are made again from it, and give the same bits.
-
-    The policy that is exported after them has the optimizer's weights."""
+def train_twice(case: Case, actor: Any, build: Any, train: Any, folder: Path) -> list[dict[str, float]]:
+    """The updates of a case; those after its checkpoint are made again from it, and give the same bits."""
     from megarl.actor import checkpoint, hf
     from megarl.actor.optimizer import gather_parameters
     from megarl.phases.rehearse import compare_export
@@ -239,7 +225,6 @@ def train_twice(
 
 
 def check_place(actor: Any, optimizer: str) -> None:
-    """Moments and master weights are where `OPTIMIZERS` wants them, in float32."""
     from megarl.actor.optimizer_state import distributed_optimizers
 
     states = [s for part in distributed_optimizers(actor.optimizer) for s in part.optimizer.state.values()]
@@ -255,7 +240,6 @@ def device_of(backend: str) -> torch.device:
 
 
 def join(rank: int, ranks: int, backend: str, meeting: Path) -> None:
-    """Join the process group like `megarl.actor.parallel.join`, without a launcher."""
     torch.set_num_threads(1)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if backend == "cuda":

@@ -1,7 +1,4 @@
-"""The commands of containers/ that need neither a GPU nor root, in folders instead of an image.
-
-The wheel is built; pip looks at it and says what it would install, without the gigabytes that it depends on.
-"""
+"""The commands of containers/ that need neither a GPU nor root, in folders instead of an image."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ PATHS = re.compile(r"(?:(?<!\S)|(?<=[\"=]))/(src|wheels|build|opt)\b")
 
 
 def commands(name: str) -> list[list[str]]:
-    """The commands of each stage, without those that install Debian's packages."""
     text = (ROOT / f"containers/{name}.Dockerfile").read_text().replace("\\\n", " ")
     stages = [re.findall(r"(?m)^RUN (?:--mount=\S+ )*(.*)$", stage) for stage in text.split("\nFROM ")[1:]]
     return [[line for line in stage if "apt-get" not in line] for stage in stages]
@@ -31,12 +27,8 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in place of an image's root, after the stage that builds the wheel; it has what .dockerignore admits."""
     root = tmp_path_factory.mktemp("image")
     (root / "src").mkdir()
-    for line in (ROOT / ".dockerignore").read_text().splitlines():
-        source = ROOT / line[1:]
-        if line.startswith("!") and source.is_dir():
-            shutil.copytree(source, root / "src" / source.name, ignore=shutil.ignore_patterns("__pycache__"))
-        elif line.startswith("!"):
-            shutil.copy(source, root / "src")
+    for name in re.findall(r"(?m)^!(.+)", (ROOT / ".dockerignore").read_text()):
+        subprocess.run(["cp", "-r", ROOT / name, root / "src"], check=True)
     (root / "build").symlink_to(root)  # where the last stage sees the first one
     venv.create(root / "python", with_pip=True)  # that of the base
     for command in commands("ngc")[0]:  # builds as the others do: tests/test_containers.py
@@ -45,7 +37,6 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(image: Path, command: str) -> str:
-    """What a command of a Dockerfile prints, with `image` for the root and pip only planning what to install."""
     command = PATHS.sub(rf"{image}/\1", command).replace("--no-cache-dir", "--dry-run --no-deps")
     environment = os.environ | {"PATH": f"{image}/opt/venv/bin:{image}/python/bin:{os.environ['PATH']}"}
     done = subprocess.run(["sh", "-ec", command], env=environment, capture_output=True, text=True, check=False)

@@ -18,31 +18,14 @@ from tests.helpers import ROOT, broken_links
 
 Command = Callable[..., subprocess.CompletedProcess[str]]
 FIRST_LOSS = """
-import torch
+import megarl, torch
+from megarl.objectives import build_objective, padded_terms
 
-from megarl.objectives.padded import padded_terms
-from megarl.objectives.m2po import M2Po
-
-logprobs = torch.tensor([[-0.5, -1.0, -2.0], [-0.1, -0.2, 0.0]], requires_grad=True)
-mask = torch.tensor([[1, 1, 1], [1, 1, 0]]).bool()
-old = torch.full((2, 3), -1.0)
-loss = padded_terms(M2Po(), logprobs, old, torch.tensor([1.0, -1.0]), mask).loss
-loss.sum().backward()
-import megarl
+logprobs, old, mask = torch.zeros(2, 3, requires_grad=True), torch.zeros(2, 3), torch.ones(2, 3).bool()
+padded_terms(build_objective("m2po", {}), logprobs, old, torch.tensor([1.0, -1.0]), mask).loss.sum().backward()
 print(megarl.__file__, logprobs.grad.abs().sum().item() > 0)
 """
-
-
-PROGRAMS = """
-from megarl.data.prompts import Prompt
-from megarl.recipe.tables import RewardTable
-from megarl.rewards.code import Code
-
-prompt = Prompt(0, "?", (1,), "", {"metadata": {"tests": {"inputs": ["1 2"], "outputs": ["3"]}}})
-for sign in "+-":
-    program = f"```python\\na, b = map(int, input().split())\\nprint(a {sign} b)\\n```"
-    print(Code(RewardTable(kind="code")).score(prompt, program).value)
-"""
+INSTALL = ("python", "-m", "pip", "install", "-q", "-c", f"{ROOT}/constraints.txt", "--find-links", f"{ROOT}/dist")
 
 
 @pytest.fixture(scope="module")
@@ -71,20 +54,14 @@ def run(wheel: Path, folder: Path) -> Command:
         assert done.returncode == code, done.stdout + done.stderr
         return done
 
-    install(call, "torch")  # first and alone: the small CPU build is taken where pip finds one
-    install(call, str(wheel))
+    for requirement in ("torch", wheel):  # torch alone: the small CPU build is taken where pip finds one
+        call(*INSTALL, str(requirement))
     return call
-
-
-def install(run: Command, *requirements: str) -> None:
-    where = ("-c", str(ROOT / "constraints.txt"), "--find-links", str(ROOT / "dist"))
-    run("python", "-m", "pip", "install", "-q", *where, *requirements)
 
 
 @pytest.fixture(scope="module")
 def trained(run: Command, wheel: Path) -> Command:
-    """`run` with the extra ``train`` installed."""
-    install(run, f"{wheel}[train]")
+    run(*INSTALL, f"{wheel}[train]")
     return run
 
 
@@ -119,9 +96,7 @@ def test_the_quickstart_is_trained_and_reported(trained: Command, folder: Path) 
     assert "'WHEEL[sql]'" in trained("megarl", "sql", "runs/quickstart", "select 1", code=2).stderr
 
 
-def test_a_program_is_scored_in_the_sandbox(trained: Command, folder: Path) -> None:
-    (folder / "score.py").write_text(PROGRAMS)
-    assert trained("python", "score.py").stdout.split() == ["1.0", "0.0"]
+def test_the_doctor_finds_the_kernels_and_runs_a_program_in_the_sandbox(trained: Command, folder: Path) -> None:
     found = json.loads(trained("megarl", "doctor", "--json").stdout)
     assert found["sandbox"] == "can run programs"
     assert found["cpu kernels"].startswith(str(folder))

@@ -5,24 +5,13 @@ The operators take the arguments of those in flash-attention's hopper/flash_api.
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import torch
 
 from tests.rehearsal import cuda_only
 from tests.rehearsal.device import lib
-
-FORWARD = """fwd(Tensor q, Tensor k, Tensor v, Tensor? k_new, Tensor? v_new, Tensor? q_v, Tensor? out,
- Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? cu_seqlens_k_new, Tensor? seqused_q, Tensor? seqused_k,
- int? max_seqlen_q, int? max_seqlen_k, Tensor? page_table, Tensor? kv_batch_idx, Tensor? leftpad_k,
- Tensor? rotary_cos, Tensor? rotary_sin, Tensor? seqlens_rotary, Tensor? q_descale, Tensor? k_descale,
- Tensor? v_descale, float? softmax_scale, bool is_causal, int window_size_left, int window_size_right,
- int attention_chunk, float softcap, bool is_rotary_interleaved, Tensor? scheduler_metadata, int num_splits,
- bool? pack_gqa, int sm_margin) -> (Tensor, Tensor, Tensor, Tensor)"""
-BACKWARD = """bwd(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor softmax_lse, Tensor(a!) dq,
- Tensor(b!) dk, Tensor(c!) dv, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, Tensor? seqused_q, Tensor? seqused_k,
- int? max_seqlen_q, int? max_seqlen_k, float? softmax_scale, bool is_causal, int window_size_left,
- int window_size_right, float softcap, bool deterministic, int sm_margin) -> ()"""
 
 
 def _forward(q: Any, k: Any, v: Any, *others: Any) -> Any:
@@ -45,10 +34,7 @@ def _backward(gradient: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, dq: Any
         lib.host_view(target).copy_(values)
 
 
-LIBRARY = torch.library.Library("flash_attn_3", "DEF")
-for schema, function in ((FORWARD, _forward), (BACKWARD, _backward)):
-    LIBRARY.define(schema.replace("\n", ""))
-    LIBRARY.impl(schema.partition("(")[0], function, "CUDA")
+torch.ops.flash_attn_3 = types.SimpleNamespace(fwd=_forward, bwd=_backward)
 # on a GPU these are C++ kernels, which Python may override
 for name in cuda_only.KERNELS:
     torch.library._impls.discard(f"aten/{name}/CUDA")

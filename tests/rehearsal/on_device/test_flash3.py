@@ -12,6 +12,7 @@ import torch
 from tests.actor.conftest import make_recipe, read_settings
 
 HERE = Path(__file__).parents[1]
+ACTOR = {"backend": "cuda", "kernels": "torch", "flash_attention": 3}
 
 
 def attended(window: tuple[int, int], sinks: bool) -> list[torch.Tensor]:
@@ -39,7 +40,7 @@ def test_the_actors_model_switches_every_call_of_flash_attention(monkeypatch, tm
     from tests.rehearsal.updates import join
 
     join(0, 1, "cuda", tmp_path / "meeting")
-    recipe = make_recipe(actor={"backend": "cuda", "kernels": "torch", "flash_attention": 3})
+    recipe = make_recipe(actor=ACTOR)
     parallel.build_groups(recipe, gloo=False)
     cases = [((-1, 0), False), ((2, 0), False), ((2, 0), True)]
     second = [attended(*case) for case in cases]
@@ -56,10 +57,9 @@ def test_what_it_lacks_is_refused_before_a_run(monkeypatch):
     from megarl.errors import UserError
     from megarl.planner.preflight import check_devices
 
-    cuda = {"backend": "cuda", "kernels": "torch", "flash_attention": 3}
+    recipe, other = (make_recipe(actor=dict(ACTOR, backend=backend)) for backend in ("cuda", "cpu"))
     with pytest.raises(UserError, match='flash_attention = 3 is for backend = "cuda" and layers = "torch"'):
-        check_devices(make_recipe(actor={"backend": "cpu", "kernels": "torch", "flash_attention": 3}))
-    recipe = make_recipe(actor=cuda)
+        check_devices(other)
     with pytest.raises(UserError, match="flash_attention = 3 needs the package flash-attn-3"):
         check_devices(recipe)
     monkeypatch.syspath_prepend(HERE / "flash3")

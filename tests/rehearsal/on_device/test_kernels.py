@@ -1,18 +1,17 @@
 """Kernels on the rehearsal device compared with the definitions on the CPU.
 
 Triton's kernels run in its interpreter, those of csrc/cuda with fibres as threads. `tests/rehearsal/test_rehearsals.py`
-also runs `tests/kernels/test_gpu.py` for the CUDA kernels; Triton's interpreter is too slow for its batches.
+also runs `tests/kernels/test_gpu.py` for the CUDA kernels; Triton's interpreter is too slow for its batches, and its
+token pass is in `tests/kernels/interpreted`.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import pytest
 import torch
 
-from megarl.batch import TokenBatch
 from megarl.kernels import library
 from megarl.kernels.linear_logprob import definition, linear_logprob
 from tests.kernels.test_gpu import CASES, LENGTHS, gradient, on_device
@@ -20,27 +19,6 @@ from tests.kernels.test_token_pass import make_batch
 from tests.rehearsal.counts import counted
 
 OBJECTIVES = ("mu_grpo", "mu_grpo-suffix-0.3-0.1-1.5", "m2po", "gspo", "bapo")
-
-
-def numbers(objective: Any, batch: TokenBatch, backend: str) -> dict[str, torch.Tensor]:
-    """All results of one evaluation, by name."""
-    terms = objective(batch, objective.statistics(batch.detach(), None, backend), backend)
-    metrics = {f"{key} {i}": x for key, pair in terms.metrics.items() for i, x in enumerate(pair)}
-    gradient = torch.autograd.grad(terms.loss.sum(), batch.logprobs)[0]
-    return {"loss": terms.loss, "gradient": gradient, "kept": terms.kept} | metrics | terms.histograms
-
-
-@pytest.mark.parametrize("name", ["m2po", "gspo"])
-def test_triton_token_pass_equals_the_cpu_without_a_wait(name):
-    host, objective = make_batch([3, 0, 17, 40, 1]), CASES[name]
-    device = on_device(host)
-    host.logprobs.requires_grad_()
-    with counted() as seen:
-        ours = numbers(objective, device, "triton")
-    assert all(place.endswith(" _constants") for place in seen.waits), seen.waits  # made once
-    for key, expected in numbers(objective, host, "torch").items():
-        assert ours[key].is_cuda
-        torch.testing.assert_close(ours[key].cpu(), expected, rtol=1e-5, atol=1e-5, check_dtype=False, msg=key)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -55,7 +33,6 @@ def test_results_do_not_depend_on_the_order_of_threads(name):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_triton_lm_head_equals_the_definition_without_a_wait(dtype):
-    """Log-probs and entropy are exact to the rounding of float32, gradients to that of their own dtype."""
     generator = torch.Generator().manual_seed(0)
     hidden, weight = (torch.randn(n, 32, generator=generator).to(dtype) for n in (70, 139))
     targets = torch.randint(0, 131, (70,), generator=generator)

@@ -18,7 +18,6 @@ from megarl.planner.plan import Plan
 from megarl.recipe.layout import Layout
 from megarl.recipe.tables import Recipe
 from tests.actor.conftest import make_recipe, read_settings
-from tests.extent import EVERY
 from tests.planner.allocated import Live
 from tests.rehearsal.forks import in_ranks
 from tests.rehearsal.updates import device_of, join
@@ -26,13 +25,15 @@ from tests.rehearsal.updates import device_of, join
 TOKENS, LAYERS = 1000, 4
 WIDTHS = dict(hidden_size=128, intermediate_size=320, num_attention_heads=8, num_hidden_layers=LAYERS)
 EXPERTS = dict(num_experts_per_tok=2, moe_intermediate_size=96, first_k_dense_replace=0, mlp_only_layers=[])
-# case: the tiny model of `tests.actor.conftest`, and changes of it beside `WIDTHS`
+EIGHT = EXPERTS | {"num_experts": 8}
+NEXT = EIGHT | dict(shared_expert_intermediate_size=200, linear_num_key_heads=4, linear_num_value_heads=8)
+NEXT |= dict(linear_key_head_dim=32, linear_value_head_dim=24)
+# case: the tiny model of `tests.actor.conftest`, and changes of it beside `WIDTHS`; a model for each formula of a part
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {}),
     "qwen3": ("qwen3", {}),
-    "qwen3_moe": ("qwen3_moe", EXPERTS | {"num_experts": 8}),
-    "olmoe": ("olmoe", EXPERTS | {"num_experts": 8, "intermediate_size": 96}),
-    "qwen2_moe": ("qwen2_moe", EXPERTS | {"num_experts": 8, "shared_expert_intermediate_size": 200}),
+    "qwen3_moe": ("qwen3_moe", EIGHT),
+    "olmoe": ("olmoe", EIGHT | {"intermediate_size": 96}),
     "glm4_moe": ("glm4_moe_qk_norm", EXPERTS),
     "deepseek_v3": (
         "deepseek_v3",
@@ -40,23 +41,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | dict(n_group=1, topk_group=1, n_shared_experts=1, q_lora_rank=96, kv_lora_rank=80, num_key_value_heads=8)
         | dict(qk_nope_head_dim=24, v_head_dim=16),
     ),
-    "qwen3_next": (
-        "qwen3_next",
-        EXPERTS
-        | dict(num_experts=8, shared_expert_intermediate_size=200, full_attention_interval=1, linear_num_key_heads=4)
-        | dict(linear_num_value_heads=8, linear_key_head_dim=32, linear_value_head_dim=24),
-    ),
-    "glm4_moe_lite": (
-        "glm4_moe_lite",
-        dict(num_experts_per_tok=2, moe_intermediate_size=96, q_lora_rank=96, kv_lora_rank=80, num_key_value_heads=8)
-        | dict(qk_nope_head_dim=24, v_head_dim=32),
-    ),
-    "minimax_m2": ("minimax_m2", dict(intermediate_size=96)),
-    "qwen3_5": (
-        "qwen3_5",
-        dict(full_attention_interval=2, linear_num_key_heads=4, linear_num_value_heads=8)
-        | dict(linear_key_head_dim=32, linear_value_head_dim=24),
-    ),
+    "qwen3_next": ("qwen3_next", NEXT | {"full_attention_interval": 1}),
+    "qwen3_next with linear attention": ("qwen3_next", NEXT | {"full_attention_interval": 9}),
     "gpt_oss": ("gpt_oss", EXPERTS | dict(num_local_experts=8, intermediate_size=96, sliding_window=40)),
     # an eighth of the published widths, with all experts
     "gpt_oss_20b": (
@@ -65,9 +51,8 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         | dict(num_experts_per_tok=4, sliding_window=128),
     ),
 }
-MODELS["qwen3_next with linear attention"] = ("qwen3_next", MODELS["qwen3_next"][1] | {"full_attention_interval": 9})
 TP2_EP2 = {"tensor_parallel": 2, "expert_parallel": 2, "expert_tensor_parallel": 1}
-LORA = {"lora": {"rank": 8}}
+CP2, LORA = {"context_parallel": 2}, {"lora": {"rank": 8}}
 CASES: list[tuple[str, Any, dict[str, Any]]] = [
     *((family, "none", {}) for family in MODELS if family != "gpt_oss_20b"),
     ("qwen3", ["mlp", "core_attn"], {}),
@@ -76,24 +61,15 @@ CASES: list[tuple[str, Any, dict[str, Any]]] = [
     ("deepseek_v3", ["core_attn"], {}),
     # tokens that attend to nearly as many keys as they may
     *((f"{family} sharing", "none", {}) for family in ("qwen3", "qwen3_moe", "deepseek_v3")),
-    ("qwen3_moe", "none", TP2_EP2),
-    ("deepseek_v3", "none", TP2_EP2),
+    *((family, "none", TP2_EP2) for family in ("qwen3_moe", "deepseek_v3")),
     ("qwen3_next", ["moe"], TP2_EP2),
     ("qwen3_moe", "none", {"expert_parallel": 2}),
-    ("qwen3_moe", "none", {"context_parallel": 2}),
-    ("deepseek_v3", "none", {"context_parallel": 2}),
+    *((family, "none", CP2) for family in ("qwen3_moe", "deepseek_v3")),
     ("qwen3", "none", {"tensor_parallel": 2}),
-    ("qwen3", "none", LORA),
-    ("qwen3_moe", "none", LORA),
+    *((family, "none", LORA) for family in ("qwen3", "qwen3_moe")),
     ("qwen3_moe", ["moe"], LORA),
     ("gpt_oss_20b", ["moe", "core_attn"], {}),
 ]
-CASES += [  # compositions of what the others have one by one
-    ("qwen3_moe", ["moe"], {}),
-    ("qwen3_next", ["moe"], {}),
-    ("qwen2_moe", ["shared_experts"], {}),
-    *(("gpt_oss_20b", recompute, {}) for recompute in ("none", "full", ["moe"])),
-] * EVERY
 
 
 def one_rank(rank: int, ranks: int, hf: dict[str, Any], recipe: Recipe, share: bool, folder: Path) -> dict[str, int]:
@@ -160,11 +136,8 @@ def test_activations_agree_with_the_plan(tmp_path: Path, family: str, recompute:
     name, changes = MODELS[family.removesuffix(" sharing")]
     hf = read_settings(tmp_path, name, **WIDTHS | changes)
     actor = {"backend": "cuda", "layers": "torch", "kernels": "torch", "recompute": recompute, **table}
-    recipe = make_recipe(
-        actor=actor | {"tokens_per_micro_batch": TOKENS},
-        rollout={"max_response_tokens": 8},
-        data={"max_prompt_tokens": 8},
-    )
+    actor["tokens_per_micro_batch"] = TOKENS
+    recipe = make_recipe(actor=actor, rollout={"max_response_tokens": 8}, data={"max_prompt_tokens": 8})
     share = family.endswith(" sharing")
     found = in_ranks(lambda rank: one_rank(rank, ranks, hf, recipe, share, tmp_path), ranks)
     counts = StageParameters(LAYERS, found[0]["dense"], found[0]["expert"])

@@ -19,18 +19,12 @@ import torch
 from safetensors.torch import load_file
 
 from tests.helpers import ROOT, events, metrics, read_lines, write_recipe
+from tests.phases.commands import settings
 from tests.rehearsal.forks import in_fork
 
 # kernels are slow here; `test_the_commands_of_the_readme_work` has them
-CUDA = ["--set", 'actor.backend="cuda"', "--set", 'actor.kernels="torch"']
-SHORT = ["--set", "schedule.stages=1", "--set", "schedule.updates_per_stage=3", "--set", "eval.every=0"]
-
-
-@pytest.fixture(scope="module")
-def untrained_recipe(tiny_model, tmp_path_factory):
-    """A recipe with an untrained model: its distribution is flat, so two layouts stay close; no answer is right."""
-    words = ["".join(letters) for letters in itertools.product("abcde", repeat=3)]
-    return write_recipe(tmp_path_factory.mktemp("untrained"), tiny_model, words)
+CUDA = settings('actor.backend="cuda"', 'actor.kernels="torch"')
+SHORT = settings("schedule.stages=1", "schedule.updates_per_stage=3", "eval.every=0")
 
 
 def command(*arguments: object, folder: Path = ROOT) -> None:
@@ -50,21 +44,26 @@ def megarl(*arguments: object, folder: Path = ROOT) -> None:
     in_fork(lambda: command(*arguments, folder=folder))
 
 
-def start_megarl(*arguments: object, folder: Path = ROOT) -> int:
-    """Start `megarl` without waiting for it; returns its process id."""
-    if pid := os.fork():
-        return pid
-    try:
-        command(*arguments, folder=folder)
-    finally:
-        os._exit(0)
+def kill_at(checkpoint: Path, *arguments: object, folder: Path = ROOT) -> None:
+    if not (pid := os.fork()):
+        try:
+            command(*arguments, folder=folder)
+        finally:
+            os._exit(0)
+    while not checkpoint.exists():
+        assert os.waitpid(pid, os.WNOHANG) == (0, 0), "the run has ended"
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
 
 
-def test_train_then_optimize_in_another_layout(untrained_recipe, tmp_path):
+def test_train_then_optimize_in_another_layout(tiny_model, tmp_path):
     """Two stages with evaluations, the built-in engine and its drift check; then the first stage on two ranks."""
     from megarl.storage.run_dir import RunDir
 
-    megarl("train", untrained_recipe, "--run-dir", tmp_path / "run", *CUDA, "--set", "schedule.updates_per_stage=3")
+    words = ["".join(letters) for letters in itertools.product("abcde", repeat=3)]
+    recipe = write_recipe(tmp_path, tiny_model, words)  # untrained: its distribution is flat, so two layouts stay close
+    megarl("train", recipe, "--run-dir", tmp_path / "run", *CUDA, *settings("schedule.updates_per_stage=3"))
     run = RunDir.open(tmp_path / "run")
     lines = metrics(run)
     assert [line["update"] for line in lines] == list(range(1, 7))
@@ -74,7 +73,7 @@ def test_train_then_optimize_in_another_layout(untrained_recipe, tmp_path):
     assert len(events(run, "evaluation")) == 3 and len(events(run, "export")) == 2
     weights = load_file(run.final / "model.safetensors")
     assert all(torch.isfinite(x).all() for x in weights.values())
-    ranks = ["--set", "actor.processes_per_node=2", "--set", "actor.tensor_parallel=2"]
+    ranks = settings("actor.processes_per_node=2", "actor.tensor_parallel=2")
     megarl("optimize", run.root, "--stage", "0", "--output", tmp_path / "other", *ranks)
     again = metrics(RunDir.open(tmp_path / "other"))
     assert [line["update"] for line in again] == list(range(1, 4))
@@ -84,19 +83,15 @@ def test_train_then_optimize_in_another_layout(untrained_recipe, tmp_path):
         assert abs(ours["ratio/mean"] - 1) < 0.05  # the actor agrees with the engine
 
 
-def forget_master_weights(monkeypatch):
+def test_a_broken_actor_ends_the_run_before_any_rollout(recipe, tmp_path, monkeypatch, capfd):
     from megarl.actor import checkpoint
 
     whole = checkpoint.sharded_adam_state
 
-    def without(*arguments):
+    def without_master_weights(*arguments):
         return {key: piece for key, piece in whole(*arguments).items() if ".parameter." not in key}
 
-    monkeypatch.setattr(checkpoint, "sharded_adam_state", without)
-
-
-def test_a_broken_actor_ends_the_run_before_any_rollout(recipe, tmp_path, monkeypatch, capfd):
-    forget_master_weights(monkeypatch)
+    monkeypatch.setattr(checkpoint, "sharded_adam_state", without_master_weights)
     with pytest.raises(AssertionError, match="SystemExit: 1"):
         megarl("train", recipe, "--run-dir", tmp_path / "run", *CUDA)
     said = capfd.readouterr().err
@@ -108,8 +103,7 @@ def test_a_broken_actor_ends_the_run_before_any_rollout(recipe, tmp_path, monkey
 
 
 def test_doctor_runs_only_the_rehearsal_of_a_recipe(recipe, tmp_path, capfd):
-    """In a layout of two ranks. No scratch files are left."""
-    ranks = ["--set", "actor.processes_per_node=2", "--set", "actor.expert_parallel=2"]
+    ranks = settings("actor.processes_per_node=2", "actor.expert_parallel=2")
     megarl("doctor", "--recipe", recipe, "--scratch", tmp_path / "scratch", *CUDA, *ranks)
     assert "updates, their export and a checkpoint passed in" in capfd.readouterr().out
     assert not list(tmp_path.glob("scratch/*"))
@@ -145,26 +139,26 @@ def test_a_phase_is_started_again_after_errors_of_nccl(recipe, tmp_path, monkeyp
     failures = tmp_path / "failures"
     failures.mkdir()
     lose_connections_twice(monkeypatch, failures)
-    ranks = ["--set", "actor.processes_per_node=2", "--set", "actor.tensor_parallel=2"]
-    changes = ["--set", "run.rehearse=false", "--set", "run.max_restarts=2"]
-    megarl("train", recipe, "--run-dir", tmp_path / "run", *CUDA, *ranks, *changes, *SHORT)
+    ranks = ("actor.processes_per_node=2", "actor.tensor_parallel=2", "run.rehearse=false", "run.max_restarts=2")
+    megarl("train", recipe, "--run-dir", tmp_path / "run", *CUDA, *settings(*ranks), *SHORT)
     run = RunDir.open(tmp_path / "run")
     assert len(events(run, "restart")) == len(list(failures.iterdir())) == 2
     assert [line["update"] for line in metrics(run)] == [1, 2, 3] and run.final.exists()
 
 
-LIVE = ["run.rehearse=false", "eval.every=0", 'schedule.kind="live"', "schedule.stages=1", "schedule.sync_every=2"]
-LIVE = [part for setting in LIVE for part in ("--set", setting)]
-TWO_ENGINES = ["--set", "rollout.workers=2", "--set", "rollout.groups_per_chunk=1"]
+LIVE = settings(
+    *("run.rehearse=false", "eval.every=0", 'schedule.kind="live"', "schedule.stages=1", "schedule.sync_every=2"),
+    *("rollout.workers=2", "rollout.groups_per_chunk=1"),  # two engines
+)
 
 
 def test_each_engine_has_its_device_beside_a_package_that_asks_for_all_of_them(recipe, tmp_path):
     """In new interpreters, as on GPUs. No process initialises CUDA before it has set what CUDA and torch read then."""
     paths = [str(ROOT / "tests/rehearsal/installation"), os.environ["PYTHONPATH"]]
     environment = {"PYTHONPATH": os.pathsep.join(paths), "MEGARL_TEST_CUDA": str(tmp_path / "starts")}
-    few = ["--set", "schedule.updates_per_stage=2", "--set", "schedule.max_lag=1"]
+    few = settings("schedule.updates_per_stage=2", "schedule.max_lag=1")
     command = [sys.executable, "-m", "megarl.cli", "train", recipe, "--run-dir", tmp_path / "run", *CUDA]
-    subprocess.run([*command, *LIVE, *TWO_ENGINES, *few], env=os.environ | environment, cwd=ROOT, check=True)
+    subprocess.run([*command, *LIVE, *few], env=os.environ | environment, cwd=ROOT, check=True)
     trainer, *engines = sorted(read_lines(tmp_path / "starts"))
     assert trainer == ["0", None, "expandable_segments:True"]
     assert engines == [["1", "1", None], ["2", "2", None]]  # vLLM's allocator has settings of its own
@@ -200,7 +194,6 @@ def note_turns(monkeypatch, folder: Path) -> None:
 
 
 def check_turns(file: Path, engines: int) -> tuple[int, int]:
-    """Check the order of what an attempt did; returns its numbers of turns and collectives."""
     turns, collectives, started, resting, gone = 0, 0, 0, set(), set()
     for line in file.read_text().splitlines():
         what, _, worker = line.partition(" ")
@@ -224,52 +217,33 @@ def check_turns(file: Path, engines: int) -> tuple[int, int]:
 def test_on_shared_devices_engines_start_once_after_trainers_and_decode_without_collectives(
     recipe, tmp_path, monkeypatch
 ):
-    """At the first start and after a kill. The built-in engine stands for vLLM's, whose `sleep` is in test_vllm.py."""
     note_turns(monkeypatch, tmp_path)
-    turns = ["schedule.colocate=true", "schedule.max_lag=3", "schedule.updates_per_stage=8", "actor.checkpoint_every=2"]
-    settings = [*LIVE, *TWO_ENGINES, *(part for setting in turns for part in ("--set", setting))]
-    run = tmp_path / "run"
-    train = ["train", recipe, "--run-dir", run, *CUDA, "--set", "actor.processes_per_node=2", *settings]
+    turns = ("schedule.colocate=true", "schedule.max_lag=3", "schedule.updates_per_stage=8", "actor.checkpoint_every=2")
+    chosen = [*CUDA, *LIVE, *settings("actor.processes_per_node=2", *turns)]
+    train = ["train", recipe, "--run-dir", tmp_path / "run", *chosen]
     monkeypatch.setenv("MEGARL_TEST_ATTEMPT", "first")
-    pid = start_megarl(*train)
-    while not (run / "stages/000/checkpoints/update_000002").exists():
-        assert os.waitpid(pid, os.WNOHANG) == (0, 0), "the run has ended"
-        time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
+    kill_at(tmp_path / "run/stages/000/checkpoints/update_000002", *train)
     monkeypatch.setenv("MEGARL_TEST_ATTEMPT", "second")
     megarl(*train)
     for attempt, least in (("first", 1), ("second", 2)):
         made, collectives = check_turns(tmp_path / attempt, engines=2)
         assert made >= least and collectives > 0
-        print(f"{attempt} attempt: {made} turns of 2 engines, 2 starts, {collectives} collectives, none in their turns")
-
-
-def commands_of_the_readme() -> list[list[str]]:
-    section = (ROOT / "README.md").read_text().partition("\n## Run on GPUs\n")[2].partition("\n## ")[0]
-    (block,) = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
-    lines = [shlex.split(line, comments=True) for line in block.splitlines()]
-    assert {name for name, *_ in lines} == {"megarl"}
-    return [arguments for _, *arguments in lines]
 
 
 def test_the_commands_of_the_readme_work(recipe, tmp_path):
-    """The commands exactly as in README.md, with a small recipe in recipe.toml. The run is killed once."""
     from megarl.storage.run_dir import RunDir
 
-    settings = '[actor]\nbackend = "cuda"\nkernels = "cuda"\ncheckpoint_every = 1\n'
-    settings += "[schedule]\nstages = 1\nupdates_per_stage = 3\nprompts_per_update = 2\n"
-    text = re.sub(r"\[(actor|schedule)\]\n[^\[]*", "", Path(recipe).read_text()) + settings
+    changed = '[actor]\nbackend = "cuda"\nkernels = "cuda"\ncheckpoint_every = 1\n'
+    changed += "[schedule]\nstages = 1\nupdates_per_stage = 3\nprompts_per_update = 2\n"
+    text = re.sub(r"\[(actor|schedule)\]\n[^\[]*", "", Path(recipe).read_text()) + changed
     (tmp_path / "recipe.toml").write_text(text)
+    section = (ROOT / "README.md").read_text().partition("\n## Run on GPUs\n")[2].partition("\n## ")[0]
+    (block,) = re.findall(r"```sh\n(.*?)```", section, re.DOTALL)
     done = []
-    for arguments in commands_of_the_readme():
+    for name, *arguments in (shlex.split(line, comments=True) for line in block.splitlines()):
+        assert name == "megarl"
         if arguments[0] == "train":
-            pid = start_megarl(*arguments, folder=tmp_path)
-            while not (tmp_path / "runs/a/stages/000/checkpoints/update_000001").exists():
-                assert os.waitpid(pid, os.WNOHANG) == (0, 0), "the run has ended"
-                time.sleep(0.01)
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
+            kill_at(tmp_path / "runs/a/stages/000/checkpoints/update_000001", *arguments, folder=tmp_path)
         megarl(*arguments, folder=tmp_path)
         done.append(arguments[0])
     assert done == ["plan", "doctor", "train", "optimize", "report"]

@@ -23,8 +23,7 @@ from tests.rehearsal.forks import in_fork
 from tests.rehearsal.updates import EVERY_LAYOUT, LAYERS, Case, Distance, Outcome, fits, outcome_of, seal
 
 OWN_WAITS = 2  # of megarl itself, per update
-# at most, in an update of two micro-batches on one rank, with four MoE layers of four experts; some 25 launches of a
-# micro-batch count the experts and their entropies
+# at most, in an update of two micro-batches on one rank, with four MoE layers of four experts
 WAITS, LAUNCHES = 2, 2000
 
 TORCH = {"kernels": "torch"}
@@ -79,9 +78,7 @@ CASES |= {
 }
 
 
-# how much more than others some families magnify rounding. In a gated delta net a nearly empty state does; of OLMoE's
-# gradients, transformers' in bfloat16 are wrong by 3.8 to 4.7 % of their length on these rollouts, of Qwen3-MoE's by
-# 2.5 %; tensor parallelism of experts rounds once more
+# how much more than others some families magnify rounding, as transformers does in bfloat16
 ROUNDING = {"qwen3_next": 2, "qwen3_5_moe": 2, "olmoe": 1.5}
 
 
@@ -144,7 +141,6 @@ def test_updates_agree_with_the_cpu(outcome, name):
 
 
 def check_waits(outcome: Outcome, allowed: int) -> None:
-    """An update has at most ``allowed`` waits of megarl, beside one per MoE layer and micro-batch for the dispatch."""
     for seen in outcome.seen:
         own = {place: n for place, n in seen.own_waits.items() if "megarl/actor/dispatch.py" not in place}
         assert sum(own.values()) <= allowed, "\n".join(f"{n} x {place}" for place, n in own.items())
