@@ -96,11 +96,12 @@ def test_a_phase_with_a_stopped_trainer_is_restarted(start, tmp_path):
 
 @pytest.mark.parametrize("generation", ["fork of a fork", "fork"])
 def test_a_killed_checkpoint_writer_fails_the_save_at_once(generation, start, recipe, tmp_path):
-    command, writer = start(WRITES, 1, *settings("actor.checkpoint_every=4", "run.stall_seconds=600"))
+    patient = settings("actor.checkpoint_every=4", "run.stall_seconds=600")
+    command, writer = start(WRITES, 1, *patient)
     (writer if generation == "fork of a fork" else writer.parent()).kill()
     assert command.wait() == 1
     assert "a process that wrote the checkpoint update_000004 was killed by signal 9" in command.stderr, command.stderr
-    train(recipe, tmp_path / "run", *settings(*SMALL, "actor.checkpoint_every=4"))
+    train(recipe, tmp_path / "run", *settings(*SMALL), *patient)
     assert [update["update"] for update in metrics(RunDir.open(tmp_path / "run"))] == list(range(1, 13))
 
 
