@@ -136,19 +136,27 @@ def test_records_of_stages_without_rollouts_are_ignored(make_run, monkeypatch):
     assert started == []
 
 
-def test_a_policy_that_cannot_be_deleted_yet_does_not_stop_the_run(make_run, monkeypatch, capsys):
+def test_a_policy_that_cannot_be_renamed_or_deleted_yet_does_not_stop_the_run(make_run, monkeypatch, capsys):
     """On NFS a deleted file stays under another name while it is open. The next start deletes the rest."""
     run = make_run("actor.keep_policies=1")
+    rename = Path.rename
 
     def busy(path, ignore_errors=False):
         if Path(path).exists() and not ignore_errors:
             raise OSError(errno.EBUSY, "Device or resource busy")
 
+    def refused(path, target):
+        if path == run.stage(2).policy:
+            raise OSError(errno.EACCES, "Permission denied")
+        return rename(path, target)
+
     with monkeypatch.context() as patch:
         patch.setattr(files.shutil, "rmtree", busy)
+        patch.setattr(Path, "rename", refused)
         remove_policies(run.stage(STAGES - 1))
-    assert kept(run) == [0, 4, 5] and (run.stage(3).directory / ".policy.removed.tmp").exists()
-    assert "stages/002/policy ([actor] keep_policies): Device" in capsys.readouterr().out
+    assert kept(run) == [0, 2, 4, 5] and (run.stage(3).directory / ".policy.removed.tmp").exists()
+    assert "stages/002/policy ([actor] keep_policies): Perm" in capsys.readouterr().out
+    assert removed(run.stage(2)) is None
     for number in (0, STAGES - 1):
         remove_policies(run.stage(number))
     assert kept(run) == [0, 4, 5] and not list(run.root.rglob(".policy.*"))
