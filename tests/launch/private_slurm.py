@@ -5,9 +5,11 @@ Neither systemd nor the system's own configuration is involved, and nothing but 
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import time
@@ -69,7 +71,7 @@ class PrivateSlurm:
     """A context manager that runs the daemons. Commands with its ``environment``, and those of `run`, use it."""
 
     def __init__(self, root: Path) -> None:
-        self.root, self.daemons = root, list[subprocess.Popen[bytes]]()
+        self.root = root
         self.environment = {
             **os.environ,
             "SLURM_CONF": str(root / "slurm.conf"),
@@ -90,13 +92,13 @@ class PrivateSlurm:
 
     def __enter__(self) -> PrivateSlurm:
         self._configure()
-        munge, silent = self.root / "munge", subprocess.DEVNULL
+        munge = self.root / "munge"
         files = {"key-file": "key", "socket": "socket", "pid-file": "pid", "log-file": "log", "seed-file": "seed"}
-        commands = [["munged", "--force", "--foreground", *(f"--{option}={munge}/{x}" for option, x in files.items())]]
-        commands += [["slurmctld", "-D", "-c"], *(["slurmd", "-D", "-N", node] for node in NODES)]
         try:
-            for command in commands:
-                self.daemons.append(subprocess.Popen(command, env=self.environment, stdout=silent, stderr=silent))
+            self.run("munged", "--force", *(f"--{option}={munge}/{name}" for option, name in files.items()))
+            self.run("slurmctld", "-c")
+            for node in NODES:
+                self.run("slurmd", "-N", node)
             self._wait_until_idle()
         except BaseException:
             self.__exit__()
@@ -133,10 +135,17 @@ class PrivateSlurm:
             time.sleep(0.1)
 
     def __exit__(self, *_: object) -> None:
+        """Stop exactly the daemons that were started, the controller first."""
         self.run("scancel", "--user", getpass.getuser(), "--signal=KILL", check=False)
-        for daemon in (*self.daemons[1:], *self.daemons[:1]):
-            daemon.terminate()
-            try:
-                daemon.wait(10)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
+        for path in (self.root / "slurmctld.pid", *self.root.glob("slurmd-*.pid"), self.root / "munge/pid"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, ValueError):
+                _stop(int(path.read_text()))
+
+
+def _stop(pid: int) -> None:
+    os.kill(pid, signal.SIGTERM)
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        os.kill(pid, 0)
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)

@@ -157,17 +157,24 @@ def agents_of(run, node=None):
     return found
 
 
-def test_a_job_with_retries_finishes_after_its_agents_were_killed(recipe, local, submit, tmp_path):
+def test_a_killed_agent_fails_the_job_with_the_cause_and_leaves_no_process(recipe, submit, tmp_path):
     run = tmp_path / "run"
-    (job,) = submit(recipe, run, "--nodes", 2, "--retries", 2, *settings(*TINY))
-    for node, begun in ((1, "stages/000/rollouts/*.arrow"), (0, "metrics.jsonl")):
-        job.wait(lambda begun=begun: list(run.glob(begun)))
-        agents_of(run, node)[0].send_signal(signal.SIGKILL)
-        job.wait(lambda node=node: job.restarts == 2 - node)
-        assert node == 0 or "the agent of node 1" in complaint(job.output())
-    assert job.wait() == "COMPLETED", job.output()
-    assert_same_result(local, run)
+    (job,) = submit(recipe, run, "--nodes", 2, "--retries", 0, *settings(*TINY))
+    job.wait(lambda: list(run.glob("stages/000/rollouts/*.arrow")))
+    agents_of(run, node=1)[0].send_signal(signal.SIGKILL)
+    assert job.wait() == "FAILED"
+    assert "the agent of node 1" in complaint(job.output())
     wait_until_nobody_works_on(run)
+
+
+def test_a_job_with_retries_finishes_after_its_agent_was_killed(recipe, local, submit, tmp_path):
+    run = tmp_path / "run"
+    (job,) = submit(recipe, run, "--nodes", 2, "--retries", 1, *settings(*TINY))
+    job.wait(lambda: lines(run / "metrics.jsonl") >= 1)
+    agents_of(run, node=0)[0].send_signal(signal.SIGKILL)
+    assert job.wait() == "COMPLETED", job.output()
+    assert job.restarts == 1
+    assert_same_result(local, run)
 
 
 def test_a_job_with_a_mistake_in_its_recipe_is_not_queued_again(recipe, submit, tmp_path):
