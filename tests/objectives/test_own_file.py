@@ -189,7 +189,7 @@ class Mine(Objective):
          "its metrics lack 'kept_fraction': return what megarl.objectives.make_terms makes"),
         (TERMS, "    l =", "    batch.advantages.mul_(2)\n        l =", "it changes the batch"),
         (TERMS, "torch.where(batch.loss_mask, batch.logprobs - batch.rollout_logprobs, 0.0)", "batch.logprobs",
-         "the loss is not finite"),
+         "the gradient is not finite"),
         (TERMS, "* batch.advantages", "@ batch.advantages", r"make_terms got loss \[\] and kept \[8\], expected \[8\]"),
         (TERMS, "        loss =", EARLIER + "        loss = earlier -", None),
         (TERMS, "torch.exp(l)", "torch.exp(l.cumsum(0))", "the loss of a response depends on another one"),
