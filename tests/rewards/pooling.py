@@ -19,7 +19,7 @@ TIGHT = Limits(seconds=0.5, memory=1 << 30, workers=2)
 
 def rows_of(name):
     """The rows of a file beside this one: JSON lines, among which comments begin with #."""
-    lines = Path(__file__).with_name(name).read_text().splitlines()
+    lines = Path(__file__).parent.joinpath(name).read_text().splitlines()
     return [json.loads(line) for line in lines if not line.startswith("#")]
 
 
