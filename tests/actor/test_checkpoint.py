@@ -3,6 +3,7 @@
 import errno
 import io
 import json
+import math
 import os
 import pickle
 import shutil
@@ -12,10 +13,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
 
 from megarl.actor import checkpoint, parallel, writers
+from megarl.actor.optimizer_state import rectangles
 from megarl.errors import UserError
 from tests.actor.conftest import make_recipe
 from tests.actor.layout_ranks import join
@@ -166,6 +170,8 @@ def test_a_planted_pickle_does_not_run(saved, tmp_path, monkeypatch):
     with pytest.raises(UserError, match=f"{path}/common.pt .* was not loaded"):
         checkpoint.load(actor, path)
     assert not marker.exists()
+    pickle.loads(pickle.dumps(Payload(marker)))
+    assert marker.exists()  # it would have run
 
 
 def test_a_pickle_in_the_place_of_what_ranks_have_in_common_is_not_read(saved, tmp_path):
@@ -185,3 +191,14 @@ def test_a_pickle_in_the_place_of_what_ranks_have_in_common_is_not_read(saved, t
     with pytest.raises(UserError, match=r"update_000002 has no common\.pt: remove it"):
         checkpoint.load(actor, path)
     assert not (tmp_path / "ran").exists()
+
+
+@given(data=st.data(), shape=st.lists(st.integers(1, 5), min_size=1, max_size=4))
+def test_rectangles_cover_a_range_once_and_in_order(data, shape):
+    size = math.prod(shape)
+    start = data.draw(st.integers(0, size))
+    end = data.draw(st.integers(start, size))
+    flat, found = torch.arange(size).view(shape), rectangles(start, end, tuple(shape))
+    values = [flat[tuple(slice(o, o + n) for o, n in zip(*r, strict=True))].flatten() for r in found]
+    assert torch.cat([flat.new_zeros(0), *values]).tolist() == list(range(start, end))
+    assert len(found) <= 2 * len(shape) - 1

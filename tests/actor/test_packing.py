@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megarl.actor.packing import Sample, assign, assign_groups, micro_batches, pack, packed_length
+from megarl.batch import ContextShard
 from megarl.recipe.megatron import shares_prompts, token_alignment
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -106,6 +107,7 @@ def test_prompts_are_shared_only_where_nothing_depends_on_their_number():
     for settings in (
         {"linear_attention_freq": [1, 0]},
         {"moe_router_load_balancing_type": "aux_loss"},
+        {"moe_router_enable_expert_bias": True},  # Megatron's default rate changes it
         {"moe_router_enable_expert_bias": True, "moe_router_bias_update_rate": 1e-4},
         {"hidden_dropout": 0.1},
         {"moe_input_jitter_eps": 0.01},
@@ -135,3 +137,39 @@ def test_micro_batches_for_fp8_are_padded_to_its_alignment():
     batches = micro_batches(samples, 40, CPU, align)
     assert [batch.tokens.size(1) for batch in batches] == [32, 32]
     assert sum(batch.token_count for batch in batches) == sum(len(sample.response_tokens) for sample in samples)
+
+
+@given(
+    lengths=st.lists(st.integers(1, 30), min_size=1, max_size=10),
+    size=st.sampled_from([2, 4]),
+    seed=st.integers(0, 100),
+)
+def test_context_shards_hold_every_token_once_at_its_place(lengths, size, seed):
+    rng, samples = np.random.default_rng(seed), []
+    for index, length in enumerate(lengths):
+        prompt = rng.integers(1, length + 1)
+        (sample,) = group(rng.integers(2, 99, prompt), rng.integers(2, 99, length + 1 - prompt), trained=index != 1)
+        experts = rng.integers(-1, 99, (length, 2, 3)).astype(np.int8) if index != 2 else None
+        mask = rng.random(length + 1 - prompt) < 0.5 if index % 2 == 0 else None
+        samples.append(replace(sample, routed_experts=experts, loss_mask=mask))
+    found = {}
+    for rank in range(size):
+        shard = ContextShard(torch.distributed.group.WORLD, rank, size)
+        part = pack(samples, range(len(samples)), CPU, packed_length(samples, 2, shard), shard)
+        batch = part.batch
+        assert part.tokens.size(1) % 2 == 0 and part.token_count == int(batch.loss_mask.sum())
+        for i, (sequence, place) in enumerate(zip(batch.sequence_ids, batch.positions, strict=True)):
+            row = (part.tokens[0, i], part.labels[0, i], batch.rollout_logprobs[i], batch.advantages[i])
+            row = [*map(float, row), bool(batch.loss_mask[i]), *torch.cat([part.routed_experts[n][i] for n in (1, 2)])]
+            found[int(batch.sequence_index[sequence]), int(place)] = row
+    for index, sample in enumerate(samples):
+        tokens, prompt = np.concatenate([sample.prompt_tokens, sample.response_tokens]), len(sample.prompt_tokens)
+        for place in range(len(sample)):
+            values, experts = [0.0, 0.0, False], [-1] * 6
+            if (n := place + 1 - prompt) >= 0:
+                trains = sample.trained and (sample.loss_mask is None or sample.loss_mask[n])
+                values = [sample.rollout_logprobs[n], sample.advantage, trains]
+            if sample.routed_experts is not None:
+                experts = sample.routed_experts[place].flatten().tolist()
+            assert found.pop((index, place)) == [*tokens[place : place + 2], *values, *experts]
+    assert not any(row[4] for row in found.values())  # padding

@@ -58,8 +58,8 @@ def steps(out: Path, work: Path, gpus: int, small: bool) -> list[Step]:
     side_by_side = ["-n", "8"] * (is_installed("pytest-xdist") and not small)
     sanitizer = ["compute-sanitizer", "--tool", "memcheck", "--error-exitcode", "9"]
     return [
+        Step("build", "nvcc compiles csrc/cuda", module("build"), limit=150, programs=("cmake", "nvcc")),
         Step("doctor", "what this machine has", [sys.executable, "-m", "megarl.cli", "doctor"], limit=60, beside=True),
-        Step("build", "nvcc compiles csrc/cuda", module("build"), "first", 150, True, programs=("cmake", "nvcc")),
         Step(
             "kernels",
             "CUDA and Triton kernels equal the definitions, give the same bits each time and never wait",

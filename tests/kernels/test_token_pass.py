@@ -92,8 +92,7 @@ def compare(
 
     atol: of the sums over all tokens. moved: how many tokens only one of the two may keep.
     """
-    statistics = objective.statistics(batch.detach(), None, backend)
-    fused, definition = (objective(batch, statistics, backend) for backend in (backend, "torch"))
+    fused, definition = (objective(batch, objective.statistics(batch.detach(), None, b), b) for b in (backend, "torch"))
     same = fused.kept == definition.kept
     assert (~same).sum() <= moved, where
     gradients = [torch.autograd.grad(terms.loss.sum(), batch.logprobs)[0] for terms in (fused, definition)]

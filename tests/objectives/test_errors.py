@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from megarl.batch import TokenBatch
 from megarl.errors import UserError
 from megarl.objectives import OBJECTIVES, build_objective
 from tests.kernels.test_token_pass import make_batch
@@ -103,3 +105,12 @@ def test_an_empty_batch_has_an_empty_loss_and_no_counts(name: str, fields: dict[
     assert terms.loss.shape == terms.kept.shape == (0,)
     assert all(pair[0].tolist() == 0 and pair[1].tolist() == 0 for pair in terms.metrics.values())
     assert int(terms.histograms["ratio"].sum()) == 0
+
+
+@pytest.mark.parametrize(("name", "fields"), VARIANTS)
+def test_no_objective_waits_for_the_device(name: str, fields: dict[str, str]) -> None:
+    """Fake tensors have no data, so reading a value on the host raises an error."""
+    objective, batch = build_objective(name, fields), random_batch(0, "continuous")
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        batch = TokenBatch(**{k: mode.from_tensor(v) for k, v in vars(batch).items() if isinstance(v, torch.Tensor)})
+        assert objective(batch, objective.statistics(batch.detach())).loss.shape == batch.logprobs.shape

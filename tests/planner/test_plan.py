@@ -314,6 +314,8 @@ def test_30b_on_one_node_of_80_gb_with_its_optimizer_on_the_host(plan_of):
     host = {"optimizer": 16 * owned * 8, "optimizer, as it is written": 12 * owned * 8}
     host["checkpoint, pinned"] = 4 * PUBLISHED["qwen3_30b_a3b"]  # weights alone, at most doubled
     assert plan.optimize[name] == 0 and plan.host == host
+    seconds = 28 * owned * 8 / plan.assume.host_bandwidth + 6 * owned / plan.assume.link
+    assert plan.host_seconds == pytest.approx(seconds)
     assert re.search(r"host memory\n  optimizer +455\.54\n  checkpoint, pinned +113\.74\n", table(plan))
     half = plan_of(path, gpu="h100", changes=["megatron_optimizer.optimizer_offload_fraction=0.5"])
     assert half.optimize[name] == 0.5 * 12 * owned and half.host["optimizer"] == 0.5 * 16 * owned * 8

@@ -131,6 +131,7 @@ def rows():
 
 
 ROWS = {name: row for name, *row in rows()}
+assert len(ROWS) == len(rows()) == 81
 RUNS = [(name, command.replace("MODEL", model)) for name, (command, models, *_) in ROWS.items() for model in models]
 TRAINED = [(name, command) for name, command in RUNS if command.startswith("megarl train ")]
 REBATCHED = [(name, command) for name, command in RUNS if command.startswith("megarl optimize ")]

@@ -261,7 +261,7 @@ def test_only_the_owner_on_this_machine_is_served(guarded):
         stranger.sendall(b"POST /a/x/reward HTTP/1.1\r\nContent-Length: 60000000\r\n\r\n")
         assert stranger.recv(20).split()[1] == b"401"  # before its body is read
     assert (guarded.root / KEY).stat().st_mode & 0o777 == 0o600
-    sockets = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()]
+    sockets = [line.split() for path in Path("/proc/net").glob("tcp*") for line in path.read_text().splitlines()]
     listening = [local for _, local, _, state, *_ in sockets if state == "0A" and local.endswith(f":{port:04X}")]
     assert listening == [f"0100007F:{port:04X}"]
 
