@@ -109,7 +109,10 @@ def test_nothing_is_run_after_a_test_that_took_too_long():
     [
         ("assert add(1, 2) == 3\nassert add([1], [2]) == [1, 2]", "def add(a, b): return a + b"),
         ("assert math.isclose(half(1), .5)", "def half(a): return a / 2"),
-        ("try:\n    f(0)\nexcept IndexError:\n    assert f", "class E(IndexError): pass\ndef f(a): raise E"),
+        (
+            "try:\n    f(0)\nexcept IndexError as e:\n    assert str(e) == 'no'",
+            "class E(IndexError): pass\ndef f(a): raise E('no')",
+        ),
         ("s = Stack()\ns.push(1)\nassert s.pop() == 1\nassert not s", "class Stack(list): push = list.append"),
         ("assert list(upto(3)) == [0, 1, 2]", "def upto(n): yield from range(n)"),
         ("assert same((1, {2: {3}}, b'4', 5j, None)) == (1, {2: {3}}, b'4', 5j, None)", "def same(a): return a"),
@@ -142,11 +145,6 @@ INCREMENT, WRONG = "def f(a): return a + 1", "def f(a): return 2"
     [
         (KODCODE, INCREMENT, WRONG),  # KodCode/KodCode-V1, which runs pytest
         ("def run():\n    assert f(4) == 5\nif __name__ == '__main__':\n    run()", INCREMENT, WRONG),
-        (
-            "try:\n    f(0)\n    assert 0\nexcept OSError as e:\n    assert str(e) == 'no'",
-            "def f(a): raise OSError('no')",
-            WRONG,
-        ),
         (["assert f(1) == 2", "assert f(2) == 3"], INCREMENT, WRONG),  # TIGER-Lab/AceCode-87K
         ([{"input": "4", "output": "5", **LCB}], "class Solution:\n    def f(self, a: List): return a + 1", WRONG),
         ([{"input": '"a\u2028b"\n[1]\n', "output": "4", **LCB}], "def f(a, b): return len(a + str(b[0]))", WRONG),
