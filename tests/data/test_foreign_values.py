@@ -198,7 +198,7 @@ def called(**fields):
         (called(tool_calls=[LOOKUP]), CHAT, {}, None),
         # OpenAI's Responses, its function_call, TRL's tool_calls as JSON
         (chat(prompt=[user([{"type": "input_text", "text": "hi"}])]), CHAT, {}, None),
-        (called(function_call={"name": "f", "arguments": "{}"}), CALLED, {}, None),
+        (called(content="", function_call={"name": "f", "arguments": "{}"}), CALLED, {}, None),
         (called(tool_calls=json.dumps([INEXACT])), CALLED, {}, None),
         (called(tool_calls=[INEXACT]), CALLED, {}, None),
         # transformers' documents, with the null fields that Arrow adds, and columns without a value

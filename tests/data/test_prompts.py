@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import warnings
 
 import pytest
 
@@ -108,7 +109,6 @@ def test_prompts_are_opened_again_only_when_something_has_changed(tmp_path):
 
 # single digits: the generator has only 200 prompts
 FEW = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "allow_negation": False}
-SPELL = {"options": {"min_word_len": 3, "max_word_len": 8}, "prompt_template": "{word}="}
 
 
 def test_seeds_and_blocks_do_not_overlap(tokenizer):
@@ -180,3 +180,6 @@ def test_generators_that_depend_on_the_hash_seed_need_a_fixed_one(tokenizer, mon
 def test_characters_that_the_tokenizer_lacks_raise_a_warning(tokenizer):
     with pytest.warns(UserWarning, match="does not know some characters"):
         build_prompts(recipe("spell_backward", prompt_template="{word}§"), tokenizer)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        build_prompts(recipe("spell_backward", prompt_template="{word}="), tokenizer)

@@ -162,9 +162,8 @@ def test_truncation_keeps_the_text_of_the_templates(tokenizer, spelled):
         assert words.startswith(kept[1])
     turns = [user("the numbers"), assistant("are"), user("1, 2 and 3. " * 50)]
     cut = render(tokenizer, turns, template="chat", overlong="truncate", max_prompt_tokens=60)
-    assert cut.text.startswith(
-        render(tokenizer, turns[:2], template="chat").text + "<|end|>\n<|start|>user\n1, 2 and 3. 1,"
-    )
+    begun = render(tokenizer, turns[:2], template="chat").text
+    assert cut.text.startswith(f"{begun}<|end|>\n<|start|>user\n1, 2 and 3. 1,")
     markup = len(render(tokenizer, "a", **settings).tokens)
     with pytest.raises(UserError, match="row 1 has more than .* even without the text that may be cut"):
         render(tokenizer, words, max_prompt_tokens=markup - 1, **settings)

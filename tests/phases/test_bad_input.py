@@ -123,9 +123,7 @@ def test_an_unsupported_or_malformed_config_json_is_refused(fails, recipe, tiny_
     command = ["train", recipe, "--run-dir", tmp_path / "run", "--set", f"model.path={model}"]
     for text, words in {
         json.dumps(config | {"hidden_act": "gelu"}): ["hidden_act"],
-        json.dumps(config | {"quantization_config": {"quant_method": "what comes next"}}): [
-            "quantization_config (what comes next)"
-        ],
+        json.dumps(config | {"quantization_config": {"quant_method": "q"}}): ["quantization_config (q)"],
         json.dumps(config | {"vocab_size": 20}): ["28", "20"],
         "[]": ["must hold a JSON object"],
         "[" * 100_000: ["JSON", "nested"],

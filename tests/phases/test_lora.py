@@ -44,8 +44,10 @@ def test_the_rehearsal_passes_with_adapters(recipe):
 
 
 def test_exported_adapters_added_to_the_base_model_give_the_final_policy(undisturbed, tmp_path):
-    command = ("export", undisturbed, "--stage", 1, "--update", 12, "--adapters", "--output", tmp_path / "adapters")
-    succeed(*command)
+    command = ("export", undisturbed, "--stage", 1, "--update", 12, "--output")
+    succeed(*command, tmp_path / "adapters", "--adapters")
+    succeed(*command, tmp_path / "merged")
+    assert (tmp_path / "merged" / WEIGHTS).read_bytes() == (undisturbed / "final" / WEIGHTS).read_bytes()
     tensors = load_file(tmp_path / "adapters/adapter_model.safetensors")
     info = read_checked(tmp_path / "adapters/megarl.json", "")
     assert info == {"version": 12, "base_weights_hash": read_info(undisturbed / "stages/000/policy").weights_hash}

@@ -9,6 +9,7 @@ import pytest
 from megarl.commands.one_phase import branch_recipe
 from megarl.errors import UserError
 from megarl.phases.generation import SAME_REWARDS, RolloutStats
+from megarl.phases.rollout_worker import join_experts
 from megarl.phases.samples import to_samples
 from megarl.phases.updates import remove_checkpoints
 from megarl.recipe.load import load_recipe, override_recipe
@@ -49,6 +50,19 @@ def test_experts_are_replayed_where_the_engine_recorded_them():
         assert all(s.routed_experts is e for s, e in zip(samples, expected, strict=True))
     with pytest.raises(UserError, match='routing_replay = "engine": group 1 has no routed experts'):
         to_samples([*groups, group(1, [1.0, 0.0])], ObjectiveTable(), True)
+
+
+def test_each_span_of_a_continued_response_keeps_its_experts():
+    """The prompt, of three tokens, has the experts of the first span."""
+
+    def part(tokens, version, rows):
+        experts = None if version is None else np.full((rows, 2, 1), version, np.int8)
+        empty = np.zeros(tokens, np.float32)
+        return Completion(0, 0, empty.astype(np.int32), empty, "interrupted", experts, version)
+
+    parts = [part(0, 7, 2), part(2, 4, 4), part(1, -1, 5), part(0, 8, 5), part(3, 5, 8)]
+    assert join_experts(parts)[:, 0, 0].tolist() == [4, 4, 4, 4, -1, 5, 5, 5]
+    assert join_experts([part(2, None, 4), part(1, None, 5)]) is None
 
 
 @pytest.mark.parametrize(("experts", "name"), [(128, "int8"), (129, "int16")])

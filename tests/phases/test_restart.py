@@ -64,10 +64,7 @@ def test_a_stopped_run_says_how_to_continue_and_keeps_its_updates(recipe, tmp_pa
     run, marker = tmp_path / "run", tmp_path / "held"
     small = ("schedule.stages=1", "schedule.updates_per_stage=10", "eval.every=0", "actor.checkpoint_every=1000")
     arguments = ["train", recipe, "--run-dir", run, *settings(*small)]
-    for number, operation in (
-        (signal.SIGTERM, (r"replace .*\.arrow", 1)),
-        (signal.SIGINT, ("open .*/metrics.jsonl", 4)),
-    ):
+    for number, *operation in ((signal.SIGTERM, r"replace .*\.arrow", 1), (signal.SIGINT, "open .*/metrics.jsonl", 4)):
         marker.unlink(missing_ok=True)
         parent, _ = start_held(marker, *operation, *arguments)
         stop_and_release(parent, number, marker)

@@ -65,6 +65,8 @@ def test_output_is_compared_line_by_line():
     for written, expected in (("1 2  \n\n", "1 2\n"), ("2.50", "2.5"), ("1\r\n2\r\n", "1\n2")):
         assert is_right(Outcome(None, 0, written.encode()), expected), written
     assert not is_right(Outcome(None, 0, b"1\n2\n"), "1 2") and not is_right(Outcome(None, 0, b"1e5"), "100000")
+    for more in (b"1 1", b"1\n2"):
+        assert not is_right(Outcome(None, 0, more), "1")
     assert not is_right(Outcome("time", 0, b"1"), "1") and not is_right(Outcome(None, 1, b"1"), "1")
 
 
@@ -103,21 +105,24 @@ def test_nothing_is_run_after_a_test_that_took_too_long():
 
 
 @pytest.mark.parametrize(
-    ("tests", "program", "right"),
+    ("tests", "program"),
     [
-        ("assert add(1, 2) == 3\nassert add([1], [2]) == [1, 2]", "def add(a, b): return a + b", True),
-        ("assert math.isclose(half(1), .5)", "def half(a): return a / 2", True),
-        ("try:\n    f(0)\nexcept IndexError:\n    assert f", "class E(IndexError): pass\ndef f(a): raise E", True),
-        ("s = Stack()\ns.push(1)\nassert s.pop() == 1\nassert not s", "class Stack(list): push = list.append", True),
-        ("assert list(upto(3)) == [0, 1, 2]", "def upto(n): yield from range(n)", True),
-        ("assert same((1, {2: {3}}, b'4', 5j, None)) == (1, {2: {3}}, b'4', 5j, None)", "def same(a): return a", True),
-        ("assert same(float('inf')) > 10 ** 300\nassert same(10 ** 5000) % 7 == 2", "def same(a): return a", True),
-        ("assert greet('x') == 'x'", "print('noise')\ninput\ndef greet(a): print(a); return a", True),
-        ("assert f(1) == 1", "if __name__ == '__main__': raise SystemExit\ndef f(a): return a", True),
+        ("assert add(1, 2) == 3\nassert add([1], [2]) == [1, 2]", "def add(a, b): return a + b"),
+        ("assert math.isclose(half(1), .5)", "def half(a): return a / 2"),
+        (
+            "try:\n    f(0)\nexcept IndexError as e:\n    assert str(e) == 'no'",
+            "class E(IndexError): pass\ndef f(a): raise E('no')",
+        ),
+        ("s = Stack()\ns.push(1)\nassert s.pop() == 1\nassert not s", "class Stack(list): push = list.append"),
+        ("assert list(upto(3)) == [0, 1, 2]", "def upto(n): yield from range(n)"),
+        ("assert same((1, {2: {3}}, b'4', 5j, None)) == (1, {2: {3}}, b'4', 5j, None)", "def same(a): return a"),
+        ("assert same(float('inf')) > 10 ** 300\nassert same(10 ** 5000) % 7 == 2", "def same(a): return a"),
+        ("assert greet('x') == 'x'", "print('noise')\ninput\ndef greet(a): print(a); return a"),
+        ("assert f(1) == 1", "if __name__ == '__main__': raise SystemExit\ndef f(a): return a"),
     ],
 )
-def test_programs_are_scored_by_assertions(tests, program, right):
-    assert score(prompt_for(tests=tests), program) == right
+def test_programs_are_scored_by_assertions(tests, program):
+    assert score(prompt_for(tests=tests), program) == 1
 
 
 def test_programs_are_scored_by_check_functions():
@@ -139,6 +144,7 @@ INCREMENT, WRONG = "def f(a): return a + 1", "def f(a): return 2"
     ("tests", "right", "wrong"),
     [
         (KODCODE, INCREMENT, WRONG),  # KodCode/KodCode-V1, which runs pytest
+        ("def run():\n    assert f(4) == 5\nif __name__ == '__main__':\n    run()", INCREMENT, WRONG),
         (["assert f(1) == 2", "assert f(2) == 3"], INCREMENT, WRONG),  # TIGER-Lab/AceCode-87K
         ([{"input": "4", "output": "5", **LCB}], "class Solution:\n    def f(self, a: List): return a + 1", WRONG),
         ([{"input": '"a\u2028b"\n[1]\n', "output": "4", **LCB}], "def f(a, b): return len(a + str(b[0]))", WRONG),
@@ -173,6 +179,8 @@ def test_tests_that_pass_a_function_to_the_program_are_refused():
         ({"tests": "assert f( == 1"}, "not valid Python"),
         ({"tests": "f(1)"}, "no assert statement"),
         ({"tests": "def check(candidate):\n    assert candidate(1) == 2"}, "outside of check.*column entry_point"),
+        ({"tests": "class TestF:\n    def test_f(self):\n        assert f(1) == 2"}, "outside of TestF, which nothing"),
+        ({"tests": "async def test_f():\n    assert f(1) == 2"}, "outside of test_f, which nothing calls"),
         ({"tests": "import numpy\nassert f(1) == 1"}, "import 'numpy', but"),
         ({"tests": "assert f(1) == 1", "language": "cpp"}, "assert statements and fn_name are for Python only"),
         ({"tests": "assert f(1) == 1", "language": "cobol"}, "'cobol' is not supported; known are python"),

@@ -12,17 +12,14 @@ from megarl.rewards.parts import check_reward
 from megarl.rewards.pool import Limits
 from megarl.storage.run_dir import RunDir
 from tests.helpers import megarl
+from tests.phases.commands import settings
 
 HEAD = "def score(prompt, response, row):\n"
 RIGHT = f'{HEAD}    return float(response.strip() == row["answer"])\n'
 
 
-def arguments(settings):
-    return [part for setting in settings for part in ("--set", setting)]
-
-
 def reward(path, *more):
-    return arguments(["reward.kind=python", f"reward.path={path}", *more])
+    return ["reward.kind=python", f"reward.path={path}:score", *more]
 
 
 @pytest.fixture
@@ -67,37 +64,35 @@ def test_a_mistake_is_one_line_of_the_check_of_the_data_and_of_the_run(
     text, message = FILES[mistake] if mistake in FILES else BODIES[mistake]
     own.unlink() if text is None else own.write_text(text if mistake in FILES else f"{HEAD}    {text}\n")
     with pytest.raises(UserError) as found:
-        check_reward(load_recipe(recipe, ["reward.kind=python", f"reward.path={own}:score"]))
+        check_reward(load_recipe(recipe, reward(own)))
     assert message in str(found.value) and "\n" not in str(found.value)
     if mistake == "column":
-        run = megarl("train", recipe, "--run-dir", tmp_path / "run", *reward(f"{own}:score"))
+        run = megarl("train", recipe, "--run-dir", tmp_path / "run", *settings(*reward(own)))
         assert run.returncode == 2 and message in run.stderr and not (tmp_path / "run").exists()
         with pytest.raises(SystemExit) as checked:
-            cli.main(["data", "check", str(recipe), *reward(f"{own}:score")])
+            cli.main(["data", "check", str(recipe), *settings(*reward(own))])
         assert checked.value.code == 1 and message in capsys.readouterr().out
 
 
 def test_the_prompt_has_its_template_before_the_run_too(recipe, own):
     own.write_text(RIGHT.replace("return", "assert prompt[-1] == '=' and 'word' not in row; return"))
     assert load_recipe(recipe).data.prompt_template == "{prompt}="
-    settings = ["reward.kind=python", f"reward.path={own}:score"]
-    check_reward(load_recipe(recipe, settings))
+    check_reward(load_recipe(recipe, reward(own)))
     with pytest.raises(UserError, match="AssertionError"):  # an item of a generator is tried, too
-        check_reward(load_recipe(recipe, [*settings, "data.source=reasoning_gym", "data.train=spell_backward"]))
+        check_reward(load_recipe(recipe, reward(own, "data.source=reasoning_gym", "data.train=spell_backward")))
 
 
 def test_numbers_of_numpy_and_torch_are_taken(recipe, own):
     for number in ("numpy.float32", "torch.tensor", "numpy.bool_"):
         own.write_text(f"import numpy, torch\n{RIGHT}".replace("float(", f"{number}("))
-        check_reward(load_recipe(recipe, ["reward.kind=python", f"reward.path={own}:score"]))
+        check_reward(load_recipe(recipe, reward(own)))
 
 
 def test_scores_of_a_declared_range_are_taken_and_others_refused(recipe, own):
     own.write_text(RIGHT.replace("float(", "3 * float("))
-    settings = ["reward.kind=python", f"reward.path={own}:score"]
-    check_reward(load_recipe(recipe, [*settings, "reward.scores=[-1, 3]", "reward.correct_above=2.5"]))
+    check_reward(load_recipe(recipe, reward(own, "reward.scores=[-1, 3]", "reward.correct_above=2.5")))
     with pytest.raises(UserError, match="scores are from -1 to 2"):
-        check_reward(load_recipe(recipe, [*settings, "reward.scores=[-1, 2]"]))
+        check_reward(load_recipe(recipe, reward(own, "reward.scores=[-1, 2]")))
 
 
 LATE = """
@@ -111,8 +106,8 @@ def score(prompt, response, row):
 def test_what_only_a_models_response_shows_ends_with_exit_code_2_and_may_be_mended(recipe, own):
     """And responses over the verifier's limits are counted on the screen."""
     # the policy of the base model is not evaluated, so that nothing was scored when the function fails
-    more = reward(f"{own}:score", "eval.every=0")
-    command = ["train", recipe, "--run-dir", own.parent / "run", "--until", "rollout:0", *more]
+    wanted = settings(*reward(own, "eval.every=0"))
+    command = ["train", recipe, "--run-dir", own.parent / "run", "--until", "rollout:0", *wanted]
     own.write_text(LATE.replace("BODY", 'return row["gold"]'))
     failed = megarl(*command)
     assert failed.returncode == 2 and "KeyError: 'gold' (mine.py, line 4)" in failed.stderr
@@ -145,8 +140,8 @@ def test_an_objective_that_fails_in_training_ends_with_exit_code_2(recipe, own, 
     """And a note, that the suite has fewer rows than prompts are asked for, is one line."""
     own.write_text(OBJECTIVE)
     (tmp_path / "exam.jsonl").write_text('{"prompt": "a", "answer": "a"}\n')
-    settings = [f"objective.path={own}:Mine", "schedule.stages=1", f"eval.suite={tmp_path}/exam.jsonl"]
-    found = megarl("train", recipe, "--run-dir", tmp_path / "run", *arguments(settings))
+    wanted = settings(f"objective.path={own}:Mine", "schedule.stages=1", f"eval.suite={tmp_path}/exam.jsonl")
+    found = megarl("train", recipe, "--run-dir", tmp_path / "run", *wanted)
     assert found.returncode == 2 and "(mine.py, line 9)" in found.stderr
     assert RunDir.open(tmp_path / "run").stage(0).is_sealed()
     assert "megarl: note: evaluation uses only the 1 distinct prompts" in found.stdout + found.stderr

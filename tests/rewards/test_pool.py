@@ -138,10 +138,7 @@ def test_a_long_scoring_shows_heartbeats_for_as_long_as_it_may_take(progress, la
 
 
 def test_mistakes_and_bugs_are_raised_in_the_client():
-    with (
-        pool(lambda: scorer("exact")) as verifiers,
-        pytest.raises(UserError, match="has no answer to compare with"),
-    ):
+    with pool(lambda: scorer("exact")) as verifiers, pytest.raises(UserError, match="has no answer to compare with"):
         score(verifiers, [(prompt_for(""), "a")])
     with pool(Scripted) as verifiers, pytest.raises(RuntimeError, match=r"'\?' with response 'raise'[^$]*a bug"):
         score(verifiers, [(prompt_for("a"), "raise")])

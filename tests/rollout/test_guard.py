@@ -45,7 +45,9 @@ def tree():
 
 
 def wait_until_ended(processes):
+    deadline = time.monotonic() + 120
     while any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in processes):
+        assert time.monotonic() < deadline, processes
         time.sleep(0.02)
 
 

@@ -53,7 +53,7 @@ def two(node, follow):
     """The agent of the first node, while ``follow`` has that of the second in a thread."""
 
     def work():
-        with contextlib.suppress(OSError), node(1) as agents:
+        with contextlib.suppress(OSError, KeyboardInterrupt), node(1) as agents:
             follow(agents)
 
     follower = threading.Thread(target=work)
@@ -70,18 +70,20 @@ def wait_until_aborted(agents):
         time.sleep(0.01)
 
 
-def test_an_agent_that_fails_reports_the_cause(node):
+@pytest.mark.parametrize(
+    ("error", "outcome"), [(OSError("no room in /tmp"), "failed"), (KeyboardInterrupt(), "stopped")]
+)
+def test_an_agent_that_fails_or_is_stopped_reports_the_cause(error, outcome, node):
     def follow(agents):
         agents.meet()
-        raise OSError("no room in /tmp")
+        raise error
 
     with two(node, follow) as agents:
         agents.begin({})
         wait_until_aborted(agents)
         agents.report(Report("done"))
         report = agents.reports()[1]
-        assert report.outcome == "failed"
-        assert "node 1" in report.cause and "no room in /tmp" in report.cause
+        assert report.outcome == outcome and "node 1" in report.cause and repr(error) in report.cause
 
 
 def test_the_end_of_the_first_agent_aborts_what_it_has_begun_and_ends_the_others(node, lost):
@@ -119,7 +121,7 @@ def test_other_agents_make_the_attempts_that_the_first_one_begins(recipe, tmp_pa
     monkeypatch.setattr(launcher, "APPEAR_SECONDS", 0)
     follow([begun | {"attempt": 0, "events": len(after) + 1}])
     last = reports[-1]
-    assert last.mistake and "lacks what node 0 wrote" in last.cause and "nodes share" in last.cause
+    assert len(seen) == 2 and last.mistake and "lacks what node 0 wrote" in last.cause and "nodes share" in last.cause
 
 
 def test_a_replica_that_waits_for_others_can_be_interrupted():

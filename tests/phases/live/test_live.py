@@ -61,14 +61,7 @@ def test_delay_gives_exactly_the_lags_of_a_buffer(new_run):
     for stage in run.stages():
         assert [group.group_id for group in groups(run, stage.number)] == list(stage.groups)
     assert [event["version"] for event in events(run, "export")] == list(range(2, 17, 2))
-    check_idle_times(run)
-    # what was trained cannot be generated again: an engine would wait forever for a version that was removed
-    shutil.rmtree(run.stage(1).rollouts)
-    assert "groups that updates of the stage have trained (the first is 16)" in go_on(run, code=2).stderr
-
-
-def check_idle_times(run):
-    """The idle times of the second stage are the sums of their parts."""
+    # the idle times of the second stage are the sums of their parts
     idle = {event["role"]: event for event in events(run, "idle") if event["stage"] == 1}
     waits = [update["idle_seconds"] for update in metrics(run) if update["stage"] == 1]
     assert idle["trainer"]["idle_seconds"] == pytest.approx(sum(waits), abs=1e-4 * len(waits))
@@ -78,6 +71,9 @@ def check_idle_times(run):
     assert min(loads) > 0 and sum(loads) <= idle["rollout"]["load_seconds"] + 1e-3 * len(loads)
     for event in idle.values():
         assert event["ratio"] == pytest.approx(event["idle_seconds"] / event["seconds"], abs=1e-3)
+    # what was trained cannot be generated again: an engine would wait forever for a version that was removed
+    shutil.rmtree(run.stage(1).rollouts)
+    assert "groups that updates of the stage have trained (the first is 16)" in go_on(run, code=2).stderr
 
 
 def test_taking_turns_engines_generate_all_that_they_may_and_trainers_train_all_of_it(new_run):

@@ -20,7 +20,7 @@ DELAYED = SETTINGS | {"delay": 1, "rollout__groups_per_chunk": 2}
 FREE = SETTINGS | {"max_lag": 8, "partial": True, "rollout__groups_per_chunk": 4}
 UPDATE = r"open .*/metrics\.jsonl ab"  # from the second on; the first is the trainer's start
 MOMENTS = (  # before a kill: a process is held at the last of so many file operations
-    (r"open .*/rank_000\d\.log", (1,)),  # the start
+    (r"open .*/rank_000{}\.log", (1,)),  # the start
     (r"replace .*\.arrow", (2,)),
     (r"open .*/rollouts/\..*\.tmp", (1,)),
     (UPDATE, (1, 2, 3)),
@@ -43,7 +43,7 @@ def disturb(run, kills, seed):
     rng = random.Random(seed)
     for number in range(kills):  # the trainer and the engine in turn
         pattern, counts = MOMENTS[number // 2 % len(MOMENTS)]
-        command, marker, ranks = start(run, pattern, rng.choice(counts))
+        command, marker, ranks = start(run, pattern.format(number % 2), rng.choice(counts))
         ranks[number % 2].kill()
         marker.write_text("")
         assert command.wait() == 1, command.stderr

@@ -83,10 +83,7 @@ def test_chunks_are_cut_at_every_new_version():
         ({"sync_every": 8, "max_lag": 6}, ["could never be generated", "at least 7", "at most 7"]),
         ({"sync_every": 4, "lockstep": True, "max_lag": 2}, ["lockstep", "0 to 3", "at least 3"]),
         ({"sync_every": 4, "lockstep": True, "partial": True}, ["need a single version per batch"]),
-        (
-            {"sync_every": 4, "max_lag": 8, "partial": True, "colocate": True},
-            ["colocate", "never updates weights during generation"],
-        ),
+        ({"sync_every": 4, "max_lag": 8, "partial": True, "colocate": True}, ["never updates weights during generat"]),
         ({"kind": "staged", "sync_every": 4}, ["sync_every", 'kind = "live"']),
         ({"kind": "staged", "passes": 5}, ["updates of all passes", "nearest divisor is 4"]),
         ({"sync_every": 4, "max_lag": 3, "passes": 2}, ["needs lockstep or delay"]),
