@@ -68,7 +68,6 @@ def test_number_of_operators_does_not_grow_with_the_experts(kind):
     few, many = ([5] * n for n in (4, 16))
     experts = build_experts(16, kind)
     launches, one_by_one = (run(way, experts, many)[1] for way in (grouped, one_after_another))
-    print(f"\n16 experts: {launches} operators, one expert after another {one_by_one}")
     assert launches == run(grouped, build_experts(4, kind), few)[1]
     assert 3 * launches <= one_by_one
 

@@ -45,7 +45,6 @@ def test_gradient_and_updates_equal_those_of_one_rank(results, name, layout):
     size = squares(trained.values())
     gradient = (squares(other["gradient"][key] - g for key, g in trained.items()) / size) ** 0.5
     losses = [abs(b["loss"] / a["loss"] - 1) for a, b in zip(one["metrics"], other["metrics"], strict=True)]
-    print(f"\n{name} {layout}: gradient {gradient:.1e}, loss of {len(losses)} updates {max(losses):.1e}")
     assert size > 1e-6
     assert gradient < limit
     assert max(losses) < 100 * limit
@@ -95,5 +94,4 @@ def test_a_checkpoint_goes_from_layout_to_layout(results, name):
     for number, layout in enumerate(layouts[1:], 2):
         expected, before, resumed = undisturbed[number], undisturbed[number - 1], results[layout][name]["continued"][1]
         step, difference = (squares(x[key] - expected[key] for key in expected) for x in (before, resumed))
-        print(f"\n{name} {layout}, update {number}: {(difference / step) ** 0.5:.1e} of its step")
         assert (difference / step) ** 0.5 < 0.01

@@ -149,6 +149,5 @@ def test_activations_agree_with_the_plan(tmp_path: Path, family: str, recompute:
     kept = items["activations"] + behind
     planned = kept + items["backward pass of a layer, or of log-probs"]
     peak = max(rank["peak"] for rank in found)
-    print(f"\n{family} {recompute} {table}: kept {kept / measured:.3f}, at most {planned / peak:.3f}")
     assert 0.975 * measured < kept < 1.25 * measured
     assert planned > peak

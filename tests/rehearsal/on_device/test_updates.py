@@ -133,7 +133,6 @@ def test_updates_agree_with_the_cpu(outcome, name):
     case = CASES[name]
     cpu, device = outcome(on_cpu(case), "cpu"), outcome(case, "cuda")
     distance = Distance.between(device, cpu)
-    print(f"\n{name}: {distance}")
     assert len(distance.losses) == case.updates
     # M2PO masks the tokens above a threshold: rounding may move one of some two hundred across it
     factor = {"m2po": 6}.get(case.objective, ROUNDING.get(case.family, 1))
