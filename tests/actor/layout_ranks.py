@@ -262,6 +262,7 @@ def train(name: str, layout: str, folder: Path) -> dict[str, Any]:
     objective = build_objective(case.objective, case.fields)
     samples = len(update_samples(folder / "rollouts", 0))
     batches = batches_of(actor, name, layout, 0, folder)
+    logprobs = response_logprobs(actor, batches) if name == "mu_grpo" else {}
     if case.lora:
         fill_adapters(actor)
     step.compute_gradients(actor, batches, objective)
@@ -274,7 +275,7 @@ def train(name: str, layout: str, folder: Path) -> dict[str, Any]:
         batches = batches_of(actor, name, layout, update, folder)
         metrics.append(step.train_step(actor, batches, objective, lr=case.lr, samples=samples))
     tokens = [line.pop("sample_tokens", {}).get("counts") for line in metrics]
-    return {"gradient": gradient, "metrics": metrics, "tokens": tokens[0]}
+    return {"gradient": gradient, "metrics": metrics, "tokens": tokens[0], "logprobs": logprobs}
 
 
 @torch.no_grad()
@@ -354,6 +355,21 @@ def continued(name: str, layout: str, folder: Path) -> list[dict[str, torch.Tens
             checkpoint.save(actor, saved, done + 1, keep=1)
         policies.append(policy(actor, target / f"after {update}"))
     return policies
+
+
+def response_logprobs(actor: Any, batches: list[Any]) -> dict[tuple[int, int], float]:
+    """{(sequence, position): log-prob} of all trained tokens; empty outside the last pipeline stage."""
+    from megatron.core import parallel_state as mpu
+
+    from megarl.actor.schedule import collect, run_micro_batches
+
+    logs = run_micro_batches(actor.replicas, batches, collect, forward_only=True)
+    mine = [log.batch.by_sequence(log.batch.logprobs) for log in logs]
+    group = mpu.get_data_parallel_group(with_context_parallel=True)
+    everyone: list[Any] = [None] * group.size()
+    dist.all_gather_object(everyone, mine, group=group)
+    parts = (part for rank in everyone for batch in rank for part in batch.items())
+    return {(sequence, position): value for sequence, part in parts for position, value in part.items()}
 
 
 def reference_scores(recipe: Recipe, model: Path) -> list[list[float]]:

@@ -59,6 +59,15 @@ def test_gradient_and_updates_equal_those_of_one_rank(results, name, layout):
         assert min(float(tensor.abs().max()) for tensor in one["gradient"].values()) > 1e-5
 
 
+@pytest.mark.parametrize("layout", MATRIX[1:])
+def test_log_probs_of_responses_that_share_a_prompt_equal_those_of_whole_sequences(results, layout):
+    shared, whole = (results[name]["mu_grpo"]["logprobs"] for name in (layout, "one"))
+    assert shared.keys() == whole.keys() and whole
+    # four roundings of a float32 of this size in each (top, sum, logarithm, difference), besides the hidden states'
+    rows = [[values[key] for key in whole] for values in (shared, whole)]
+    np.testing.assert_allclose(*rows, rtol=4 * np.finfo(np.float32).eps, atol=1e-6)
+
+
 def test_reference_log_probs_equal_transformers_in_every_layout(results, folder):
     model = AutoModelForCausalLM.from_pretrained(folder / "models/qwen3_moe", dtype=torch.float32)
     for k, tokens in enumerate(map(torch.tensor, ([sequence] for sequence in SEQUENCES))):

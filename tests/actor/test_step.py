@@ -185,8 +185,7 @@ def test_a_gradient_that_is_not_finite_by_itself_is_named_by_its_parameter(saved
 
 
 @pytest.mark.parametrize(
-    ("family", "adapters"),
-    [*((name, False) for name in FAMILIES), ("qwen3_moe", True), ("deepseek_v3", True)],
+    ("family", "adapters"), [*((name, False) for name in FAMILIES), ("qwen3_moe", True), ("deepseek_v3", True)]
 )
 def test_every_trained_parameter_is_read_in_a_call_of_its_module(family, adapters, saved_model):
     """Megatron's DDP waits for a gathered weight only before the call of the module that owns it, so an actor that read

@@ -102,10 +102,7 @@ def compare(
     for key, (total, count) in definition.metrics.items():
         ours, our_count = (float(x) for x in fused.metrics[key])
         assert our_count == float(count), (where, key)
-        assert not same.all() or ours == pytest.approx(float(total), rel=1e-5, abs=atol), (
-            where,
-            key,
-        )
+        assert not same.all() or ours == pytest.approx(float(total), rel=1e-5, abs=atol), (where, key)
     for key, counts in definition.histograms.items():
         assert torch.equal(fused.histograms[key], counts), (where, key)
 

@@ -64,8 +64,7 @@ def test_a_part_holds_if_its_whole_interval_is_on_its_side(first, side, state):
 
 
 @pytest.mark.parametrize(
-    ("sides", "word"),
-    [("above above", "reproduced"), ("above below", "partly"), ("below below", "not reproduced")],
+    ("sides", "word"), [("above above", "reproduced"), ("above below", "partly"), ("below below", "not reproduced")]
 )
 def test_a_verdict_follows_from_all_parts(sides, word):
     value = difference(at("x", 256), at("y", 256))

@@ -5,15 +5,7 @@ import signal
 import pytest
 
 from megarl.storage.run_dir import RunDir
-from tests.helpers import (
-    events,
-    fork_server_of,
-    metrics,
-    processes_of,
-    start_megarl,
-    stop_and_release,
-    wait_until_held,
-)
+from tests.helpers import events, fork_server_of, metrics, processes_of, start_megarl, stop_and_release, wait_until_held
 from tests.phases.commands import settings, start_held, succeed, train
 
 

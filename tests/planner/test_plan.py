@@ -197,8 +197,7 @@ def test_the_optimizer_on_the_host_is_the_last_alternative(counter, moe_plan):
     smaller = replace(plan, hbm=52 * GIB)
     found = next(iter(alternatives(smaller, counter)))
     assert found[-4:] == [*first[-3:], "megatron_ddp.grad_reduce_in_fp32=false"]
-    less = replace(moe_plan(gpu="a100", changes=[*few, *found]), hbm=52 * GIB)
-    assert less.misfit() is None
+    assert replace(moe_plan(gpu="a100", changes=[*few, *found]), hbm=52 * GIB).misfit() is None
     # a setting that the recipe has itself is not proposed
     decided = [*few, "megatron_optimizer.use_precision_aware_optimizer=false"]
     assert list(alternatives(moe_plan(gpu="a100", changes=decided), counter)) == []

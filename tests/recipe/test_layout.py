@@ -59,8 +59,7 @@ def test_layouts_that_cannot_work_are_refused_with_the_reason(settings, words):
 
 
 @pytest.mark.parametrize(
-    ("stages", "ends", "expected"),
-    [(1, (0, 0), [61]), (8, (6, 7), [6, *[8] * 6, 7]), (16, (0, 1), [*[4] * 15, 1])],
+    ("stages", "ends", "expected"), [(1, (0, 0), [61]), (8, (6, 7), [6, *[8] * 6, 7]), (16, (0, 1), [*[4] * 15, 1])]
 )
 def test_pipeline_stages_get_the_layers_that_the_settings_say(stages, ends, expected):
     layout = Layout(stages, pipeline_parallel=stages, first_layers=ends[0], last_layers=ends[1])

@@ -16,14 +16,7 @@ import torch.distributed as dist
 from megarl.objectives import build_objective
 from megarl.recipe import layout as parallelism
 from tests.actor.conftest import make_hf_model, read_settings
-from tests.actor.layout_ranks import (
-    Layout,
-    adapter_gradient,
-    recipe_of,
-    seal_rollouts,
-    update_samples,
-    whole_gradient,
-)
+from tests.actor.layout_ranks import Layout, adapter_gradient, recipe_of, seal_rollouts, update_samples, whole_gradient
 from tests.gpu.memory import fill_free_memory_with_nan
 from tests.rehearsal.branches import branches, many_pieces
 from tests.rehearsal.forks import in_ranks

@@ -214,9 +214,7 @@ def check_turns(file: Path, engines: int) -> tuple[int, int]:
     return turns, collectives
 
 
-def test_on_shared_devices_engines_start_once_after_trainers_and_decode_without_collectives(
-    recipe, tmp_path, monkeypatch
-):
+def test_on_shared_devices_engines_start_after_trainers_and_decode_without_collectives(recipe, tmp_path, monkeypatch):
     note_turns(monkeypatch, tmp_path)
     turns = ("schedule.colocate=true", "schedule.max_lag=3", "schedule.updates_per_stage=8", "actor.checkpoint_every=2")
     chosen = [*CUDA, *LIVE, *settings("actor.processes_per_node=2", *turns)]
