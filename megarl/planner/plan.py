@@ -19,7 +19,7 @@ from megarl.planner.disk import disk_bytes
 from megarl.planner.parameter_counts import ParameterCounter, StageParameters
 from megarl.planner.sizes import GPUS, Gpu
 from megarl.recipe.layout import Layout
-from megarl.recipe.megatron import SCALINGS, scaling_of
+from megarl.recipe.megatron import SCALINGS, scaling_of, shares_prompts
 from megarl.recipe.names import ENGINES
 from megarl.recipe.optimizer import OptimizerBytes, offloaded
 from megarl.recipe.tables import Recipe
@@ -81,9 +81,14 @@ class Plan:
         return self.assume.mean_response * self.recipe.rollout.max_response_tokens
 
     @property
+    def mean_prompt(self) -> float:
+        """Tokens of a prompt, on average."""
+        return self.assume.mean_prompt * self.recipe.data.max_prompt_tokens
+
+    @property
     def mean_sequence(self) -> float:
         """Tokens of a prompt and response, on average."""
-        return self.assume.mean_prompt * self.recipe.data.max_prompt_tokens + self.mean_response
+        return self.mean_prompt + self.mean_response
 
     @property
     def responses_per_update(self) -> int:
@@ -94,10 +99,29 @@ class Plan:
         """Tokens of the largest micro-batch: a sequence longer than the budget gets a micro-batch to itself."""
         return max(self.recipe.actor.tokens_per_micro_batch, self.longest_sequence)
 
+    @cached_property
+    def prompts_saved(self) -> float:
+        """How many prompts fewer an update computes than it has responses, on average: see `megarl.actor.packing`.
+
+        A group is cut into as many parts as it fills micro-batches.
+        """
+        actor, each = self.recipe.actor, self.recipe.rollout.responses_per_prompt
+        settings = family_of(self.hf).megatron_settings(self.hf) | self.recipe.megatron
+        if actor.layers != "torch" or not shares_prompts(settings):
+            return 0.0
+        filled = each * self.mean_response / max(1.0, actor.tokens_per_micro_batch - self.mean_prompt)
+        saved = 1 - min(max(1, math.ceil(filled)), each) / each
+        return saved * self.responses_per_update if saved * self.mean_prompt * 32 >= self.mean_sequence else 0.0
+
+    @property
+    def tokens_per_update(self) -> float:
+        """Tokens that an update computes."""
+        return self.responses_per_update * self.mean_sequence - self.prompts_saved * self.mean_prompt
+
     @property
     def micro_batches_per_rank(self) -> int:
         """Micro-batches of one update on each data-parallel rank."""
-        tokens = self.responses_per_update * self.mean_sequence / self.layout.data_parallel
+        tokens = self.tokens_per_update / self.layout.data_parallel
         return max(1, math.ceil(tokens / self.recipe.actor.tokens_per_micro_batch))
 
     @cached_property
@@ -225,6 +249,7 @@ class Plan:
         """
         hf, layout, length = self.hf, self.layout, self.mean_sequence
         one = sizes.forward_flops(hf, self.active_parameters, length)
+        saved = self.prompts_saved * sizes.forward_flops(hf, self.active_parameters, self.mean_prompt)
         again = sizes.repeated_share(hf, self.recipe, layout, one, length)
         passes = (3 if self.recipe.actor.lora is None else 2) + again + self.extra_passes + more
         stages = layout.stage_layers(hf["num_hidden_layers"])
@@ -232,7 +257,7 @@ class Plan:
         bubble = (1 + (layout.pipeline_parallel - 1) / layout.virtual_stages / self.micro_batches_per_rank) * slowest
         mfu = self.assume.mfu_experts if hf["num_experts"] else self.assume.mfu_dense
         flops = layout.ranks * self.device.flops * mfu
-        return self.responses_per_update * one * passes * bubble / flops + self.host_seconds
+        return (self.responses_per_update * one - saved) * passes * bubble / flops + self.host_seconds
 
     @cached_property
     def rollout(self) -> dict[str, float]:

@@ -71,13 +71,15 @@ def _disk(plan: Plan) -> Iterator[str]:
 
 
 def _time(plan: Plan) -> Iterator[str]:
-    stages = plan.recipe.schedule.stages
+    stages, tokens = plan.recipe.schedule.stages, plan.responses_per_update * plan.mean_sequence
     beside = "; rollouts beside the rest" if plan.overlaps else ""
     yield f"time of a stage, hours{beside}"
     total = {f"the run of {stages} stages, without evaluations": plan.stage_seconds * stages}
     for name, seconds in (plan.seconds | total).items():
         low, high = seconds / 3600 / WITHIN, seconds / 3600 * WITHIN
         yield f"  {name:<48}{low:9.2f} .. {high:.2f}"
+    if plan.prompts_saved:
+        yield f"  an update computes {plan.tokens_per_update / tokens:.0%} of its tokens: docs/scale.md, shared prompts"
     yield f"  calibrated with published figures of H100 and H200, within a factor of {WITHIN} (docs/scale.md)"
     yield "  an update of two layers on one card took less: docs/gpu.md"
 

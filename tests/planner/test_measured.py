@@ -37,8 +37,9 @@ def plan(gpu, way):
     recipe = make_recipe(
         actor=actor | {"backend": "cuda", "recompute": "full" if rest.endswith("recompute") else "none"},
         data={"max_prompt_tokens": 512},
-        rollout={"max_response_tokens": 4096 - 512, "responses_per_prompt": 8},
-        schedule={"prompts_per_update": 4},
+        rollout={"max_response_tokens": 4096 - 512, "responses_per_prompt": 1},
+        schedule={"prompts_per_update": 32},
+        objective={"name": "grpo", "advantage": "batch_normalised"},
     )
     hf = read_hf_config(ROOT / "examples/qwen3_30b_a3b") | {"num_hidden_layers": 2}
     of_layer = 2048 * (4096 + 2 * 512 + 4096 + 128 + 2) + 2 * 128

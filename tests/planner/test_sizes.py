@@ -6,8 +6,10 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from megarl.actor.packing import Sample, assign_groups
 from megarl.models import family_of
 from megarl.models.hf_config import read_hf_config
 from megarl.planner import sizes
@@ -94,6 +96,28 @@ def test_recomputed_parts_cost_their_share_of_a_forward_pass():
     assert seconds('actor.recompute=["core_attn"]') == pytest.approx(plain * (3 + attention) / 3)
     block = seconds("megatron.recompute_method=block", "megatron.recompute_num_layers=12")
     assert block == pytest.approx(plain * (3 + 12 / 48) / 3)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "response", "budget", "replicas"),
+    [(64, 16, 512, 2), (64, 16, 100, 2), (512, 1536, 8192, 4), (100, 4000, 16384, 4)],
+)
+def test_an_update_computes_the_tokens_of_its_packing(prompt, response, budget, replicas):
+    """32 prompts with 8 responses each; a packed prompt has no last token."""
+    lengths = [f"data.max_prompt_tokens={prompt + 1}", f"rollout.max_response_tokens={response}"]
+    recipe = override_recipe(RECIPE, [*lengths, f"actor.tokens_per_micro_batch={budget}"])
+    others = dict(layout=Layout(replicas), assume=Assumptions(mean_prompt=1.0, mean_response=1.0))
+    found, whole = plan(recipe, **others), plan(override_recipe(recipe, ["actor.layers=transformer_engine"]), **others)
+    columns = np.arange(response), np.zeros(response, np.float32), 1.0
+    samples = [Sample(np.full(prompt + 1, n), *columns) for n in range(32) for _ in range(8)]
+    bins = [bin for each in assign_groups(samples, replicas, budget, 1, share=True) for bin in each]
+    packed = sum(prompt * len({i // 8 for i in bin}) + response * len(bin) for bin in bins)
+    assert found.tokens_per_update == pytest.approx(packed, rel=1 / 32)
+    assert whole.tokens_per_update == 256 * (prompt + 1 + response)
+    shorter = sizes.forward_flops(HF, found.active_parameters, prompt + 1)
+    one = sizes.forward_flops(HF, found.active_parameters, found.mean_sequence)
+    expected = 1 - found.prompts_saved * shorter / (256 * one)
+    assert found.update_seconds / whole.update_seconds == pytest.approx(expected)
 
 
 def test_the_pipeline_stage_with_the_most_layers_sets_the_pace():
