@@ -203,7 +203,7 @@ def _rename(stack: contextlib.ExitStack, complete: Callable[[], None], directory
         complete()
     if dist.get_rank() == 0:
         for _, old in checkpoints(directory)[:-keep]:
-            shutil.rmtree(old)
+            shutil.rmtree(old, ignore_errors=True)  # on NFS it fails while somebody reads a file
     dist.barrier()
 
 

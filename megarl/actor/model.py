@@ -84,6 +84,9 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
     for name in _SET_BY_FAMILY:
         if name in recipe.megatron:  # whatever its value: 0 and [] may change the model too
             raise UserError(f"[megatron] {name}: config.json decides it: remove the key")
+    for name in ("attention_dropout", "no_rope_freq", "mtp_num_layers"):
+        if recipe.megatron.get(name):
+            raise UserError(f"[megatron] {name}: megarl's layers do not have it: remove the key")
     settings = family_of(hf).megatron_settings(hf)
     settings |= dict(
         activation_func=_ACTIVATIONS[settings.get("activation_func", "silu")],

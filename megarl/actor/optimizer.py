@@ -82,9 +82,6 @@ def optimizer_config(recipe: Recipe, params_dtype: torch.dtype) -> OptimizerConf
         use_distributed_optimizer=True,
         store_param_remainders=False,  # checkpoints hold whole master weights
     )
-    own = {"lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad"} & set(recipe.megatron_optimizer)
-    if own:
-        raise UserError(f"[megatron_optimizer] {sorted(own)[0]}: set it in [optimizer] instead")
     given = {k: getattr(torch, v) if v in DTYPES else v for k, v in recipe.megatron_optimizer.items()}
     if not given.get("optimizer_cpu_offload"):
         return OptimizerConfig(**settings | given)

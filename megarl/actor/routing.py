@@ -96,6 +96,18 @@ def routings(model: torch.nn.Module) -> list[LayerRouting]:
     return getattr(inner, "layer_routings", [])
 
 
+def hold_biases(models: Sequence[torch.nn.Module]) -> Callable[[], None]:
+    """A function that gives routers their biases of now, which Megatron moves with each gradient that it computes."""
+    routers = [module for model in models for module in model.modules() if isinstance(module, TopKRouter)]
+    held = [(r.expert_bias, r.expert_bias.clone()) for r in routers if r.expert_bias is not None]
+
+    def restore() -> None:
+        for bias, before in held:
+            bias.copy_(before)
+
+    return restore
+
+
 def begin(model: torch.nn.Module, experts: Experts | None, trained: Callable[[], torch.Tensor] | None) -> None:
     """Give the routers the experts of a micro-batch, None for none. Call it before the forward pass.
 

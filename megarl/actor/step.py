@@ -90,9 +90,11 @@ def train_step(
     Outside the last pipeline stage the result has only ``grad_norm``, ``lr`` and what `routing.metrics` gives. Raises
     `NonFiniteUpdate` on all ranks, before anything is applied, if the loss or the gradient is not finite.
     """
+    restore_biases = routing.hold_biases(actor.models)
     logs, metrics = compute_gradients(actor, micro_batches, objective, detail, samples)
     norm, finite = _norm_and_finite(actor.optimizer, metrics.get("loss", 0.0), actor.device)
     if not finite:
+        restore_biases()
         raise non_finite_update(actor.models, logs, objective, metrics, norm, _batch_group())
     if actor.recipe.optimizer.ess_scaling:
         lr *= math.sqrt(_effective_share(metrics, actor.device))

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megarl.actor import parallel
+from megarl.actor.routing import hold_biases
 from megarl.actor.step import Actor, compute_gradients
 from megarl.heartbeats import beat
 from megarl.objectives import OBJECTIVES, Objective, WithOptions, build_objective
@@ -107,7 +108,9 @@ class Comparison:
         """The gradient of the whole batch before clipping, [parameters] float32, and the metrics of the batch."""
         beat("what if")
         _, micro_batches = pack(self.actor, groups)
+        restore_biases = hold_biases(self.actor.models)
         _, metrics = compute_gradients(self.actor, micro_batches, objective)
+        restore_biases()
         parts = [
             parameter.main_grad.detach().flatten()
             for replica in self.actor.replicas

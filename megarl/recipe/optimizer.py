@@ -52,6 +52,12 @@ def check_optimizer(recipe: Recipe, here: bool = True) -> None:
     def refuse(name: str, why: str) -> None:
         raise UserError(f"[megatron_optimizer] {name} = {str(table[name]).lower()}: {why}")
 
+    for name in ("lr", "min_lr", "adam_beta1", "adam_beta2", "adam_eps", "weight_decay", "clip_grad"):
+        if name in table:
+            refuse(name, "set it in [optimizer] instead")
+    for name in ("decoupled_lr", "decoupled_min_lr"):
+        if name in table:
+            refuse(name, "all parameters have one learning rate; leave it out")
     for name in ("main_params_dtype", "main_grads_dtype", "params_dtype"):
         if name in table:
             refuse(name, "megarl keeps master weights in float32 and parameters in bfloat16; leave it out")

@@ -174,6 +174,18 @@ def test_non_finite_updates_are_not_applied(tensor, saved_model):
     assert updates(actor, [1]) == updates(build(saved_model("qwen3")), [1])
 
 
+def test_the_biases_of_routers_move_with_applied_updates_alone(saved_model):
+    actor, samples = build(saved_model("glm4_moe"), megatron={"moe_router_bias_update_rate": 0.125}), make_samples()
+    biases = [buffer for name, buffer in actor.models[0].named_buffers() if name.endswith("expert_bias")]
+    before = [bias.clone() for bias in biases]
+    broken = [replace(sample, advantage=math.nan) for sample in samples]
+    with pytest.raises(NonFiniteUpdate):
+        update(actor, broken)
+    assert biases and all(map(torch.equal, biases, before))
+    update(actor, samples)
+    assert not any(map(torch.equal, biases, before))
+
+
 def test_a_gradient_that_is_not_finite_by_itself_is_named_by_its_parameter(saved_model):
     actor = build(saved_model("qwen3"))
     name, broken = list(actor.models[0].named_parameters())[3]

@@ -103,6 +103,7 @@ def test_sglang_that_is_not_installed_or_cannot_serve_the_recipe_is_refused(fail
         (("eval.temperature=1e-7",), ["eval.temperature", "1e-07", "0.0001"]),
         (replay[:1], ["routing_replay", "[rollout] engine = 'builtin' of stage 0 records none", "'sglang'"]),
         ((*replay, "stages.1.engine=vllm"), ["[stages.1] engine = 'vllm' of stage 1 records none"]),
+        (("megatron.moe_router_load_balancing_type=aux_loss",), ["load_balancing_type = 'aux_loss'", "remove the key"]),
         ((*replay, "megatron.moe_router_fusion=true"), ["moe_router_fusion", "routing_replay"]),
     ):
         fails(*command, *settings(*changes), words=words)

@@ -50,6 +50,8 @@ HOST = AWARE | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0
 @pytest.mark.parametrize(
     ("table", "message"),
     [
+        ({"decoupled_lr": 1e-7}, "decoupled_lr = 1e-07: all parameters have one learning rate"),
+        ({"clip_grad": 2.0}, r"clip_grad = 2.0: set it in \[optimizer\] instead"),
         ({"main_params_dtype": "float16"}, "main_params_dtype = float16: megarl keeps master weights in float32"),
         (AWARE | {"store_param_remainders": True}, "checkpoints hold whole master weights"),
         (AWARE | {"exp_avg_dtype": "uint8"}, "exp_avg_dtype = uint8: checkpoints do not hold the scaling factors"),
