@@ -26,7 +26,7 @@ from megarl.data.prompts import Prompt, PromptSource
 from megarl.errors import Note, UserError
 from megarl.recipe.tables import Recipe, RewardTable
 from megarl.rewards import TAGGED, Score, Verifier, check_rows, cpp, inside
-from megarl.rewards.harness import HARNESSES, PLAIN, Harness
+from megarl.rewards.harness import HARNESSES, LIVECODEBENCH, PLAIN, Harness
 from megarl.rewards.sandbox import (
     POLL_SECONDS,
     Limits,
@@ -255,7 +255,9 @@ def read_tests(prompt: Prompt, language: str) -> Tests:
     if isinstance(found, Mapping):
         harness, name = _harness(found.get("harness")), found.get("fn_name") or row.get("fn_name")
         found = _pairs_of_lists(found, name, harness)
-    preamble = (row.get("preamble") or harness.preamble) if language == "python" else ""
+    # APPS and TACO show annotations such as List[int] with the function that they name, and import what these need
+    default = LIVECODEBENCH if harness is PLAIN and name else harness.preamble
+    preamble = (row.get("preamble") or default) if language == "python" else ""
     if isinstance(found, list) and found and all(isinstance(test, Mapping) for test in found):
         return Tests(language, pairs=tuple(map(_pair, found)), preamble=preamble, harness=harness)
     if isinstance(found, list) and found and all(isinstance(test, str) for test in found):

@@ -60,6 +60,13 @@ ROOT = re.compile("\u221a\\s*(?:\\(([^()]*)\\)|(\\d+|[a-zA-Z]))")
 DASH = re.compile("(?:(?<=[(\\[{=,$])|(?<=is )|\\A)\\s*[\u2013\u2014](?=\\s*[\\d.\\\\])")  # as a sign, not in 1-5
 # what says nothing about the value: colours, bold and code of Markdown, quotes, currencies, spacing after commas; and
 # other signs for those of LaTeX. An ellipsis becomes a symbol: math-verify would read 1, 2, \ldots, 9 as 1, 2, 9.
+AMOUNT = r"-?(?:\\?\$)?\d[\d.,/]*"
+# words after a number that are no part of a formula
+UNIT = (
+    r"(?:(?!(?:or|and|to|mod|if|when|for|than|more|less|pi|sqrt|sin|cos|tan|log|ln|exp|squared|cubed|factorial|choose"
+    r"|half|halves|dozens?|(?:hundred|thousand|third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth)\w*)\b)"
+    r"[A-Za-z]{2,}[ ~]*){1,4}"
+)
 SQRT = re.compile(r"\\sqrt *\(([^()]*)\)")
 HARMLESS: Rules = (
     (SQRT, r"\\sqrt{\1}"),
@@ -75,8 +82,9 @@ HARMLESS: Rules = (
     (re.compile(r"\\([lr])brace(?![a-zA-Z])"), lambda found: r"\{" if found[1] == "l" else r"\}"),
     (re.compile(r"(?<=\d) +(?=i(?!\.?[a-zA-Z]))"), ""),
     (re.compile(r"(?<![\w^}])(?:\\text)?\{\s*([+-])\s*\}"), r"\1"),
+    (re.compile(rf"\\(?:text|textbf|mathrm|mbox)\s*\{{\s*({AMOUNT})[ ~]+({UNIT})\.?\s*\}}"), r"\1\\text{ \2}"),
     *(
-        (re.compile(rf"(?<=\d)[ ~]*(?:\\text\{{\s*)?{word}\b\s*\}}?"), instead)
+        (re.compile(rf"(?<=\d)[ ~]*(?:\\text\{{\s*{word}\s*\}}|{word}\b)"), instead)
         for word, instead in (
             ("million", r"\\cdot 10^{6}"),
             ("billion", r"\\cdot 10^{9}"),
@@ -93,6 +101,7 @@ HARMLESS: Rules = (
 )
 # names without their backslash, in an answer that is a formula as a whole
 NAMES = re.compile(r"(?<![a-zA-Z\\])(pi(?![a-zA-Z])|(?:sqrt|exp|sin|cos|tan|ln|log)(?=\())")
+IN_WORDS = re.compile(rf"({AMOUNT})[ ~]+(?=[A-Za-z]{{4}}|day\b)({UNIT})\.?")  # 3 dollars, but not 2 ab
 WORD = re.compile(r"(?:\\(?:text|mathrm|textbf)\s*\{)?\s*([A-Za-z]{4,}|yes|no|odd)\.?\s*\}?\s*\.?", re.IGNORECASE)
 # the label of a choice, as (C) or C) 5 m, but not of several choices and no variable; what announces one in a sentence
 LABEL = (
@@ -106,7 +115,7 @@ LABEL = (
 CHOSEN = re.compile(rf"(?i:\banswer(?! [(*]*[a-j]\b)|\b(?:option|choice)\W+is\b)(?:[\s*_:=]|\bis\b)*+{LABEL}")
 ALONE = re.compile(rf"\A{LABEL}\W*\Z")
 DENIED = re.compile(r"(?i)\b(?:not|cannot|fails?|wrong|incorrect|excluded)\b|n't\b")
-BOX_DRESSING = re.compile(r"\\(?:text|textbf|mathrm|mathbf|quad|[,;: ])|[{}()]")
+BOX_DRESSING = re.compile(r"\\(?:text(?:bf)?|math(?:rm|bf)|quad|[,;: ])|[{}()]")
 # grids in a response: rows of numbers, a matrix, or lists as JSON and numpy write them
 ROWS = re.compile(r"(?:^\d+(?: \d+)*\n)+", re.MULTILINE)
 LISTS = re.compile(r"\[\s*\[[\d\s,]*\](?:[\s,]*\[[\d\s,]*\])*[\s,]*\]")
@@ -193,7 +202,11 @@ class Math:
             return False
         if isinstance(right, str) and isinstance(value, str) and BASED.fullmatch(right):
             return right == value
-        return bool(self._library.verify(right, value, timeout_seconds=None)) or equal_where_real(right, value)
+        pairs, plain = [(right, value)], tuple(map(without_percent, (right, value)))
+        if (plain[0] is right) != (plain[1] is value):  # 12.5 % stands for .125 and for 12.5
+            pairs.append(plain)
+        verify = functools.partial(self._library.verify, timeout_seconds=None)
+        return any(verify(*pair) for pair in pairs) or equal_where_real(right, value)
 
 
 def harmless(text: str) -> str:
@@ -273,12 +286,21 @@ def bare(answer: str) -> str:
     answer = SQRT.sub(r"\\sqrt{\1}", NAMES.sub(r"\\\1 ", SPACING.sub("", answer))).strip()
     for found, instead in FORMULA:
         answer = found.sub(instead, answer)
+    answer = IN_WORDS.sub(r"\1\\text{ \2}", answer) if IN_WORDS.fullmatch(answer) else answer
     if words := WORDS.fullmatch(answer):
         answer = words[2].replace("}", "", 1) if words[1] else words[2]
     answer = STYLE.sub("", answer.strip().rstrip(".,;\\ ").strip())
     if answer.startswith("{") and (whole := last_box(f"\\boxed{answer}")) and len(whole) == len(answer) - 2:
         answer = whole.strip().rstrip(".")
     return inner[1] if (inner := SET_BUILDER.fullmatch(answer)) else answer
+
+
+def without_percent(value: Any) -> Any:
+    """The number before a percent sign; any other value as it is."""
+    from sympy import Integer, Mul, Rational, UnevaluatedExpr
+
+    percent = UnevaluatedExpr(Rational(1, 100))
+    return value.xreplace({percent: Integer(1)}) if isinstance(value, Mul) and percent in value.args else value
 
 
 def exact(value: Any) -> Any:
@@ -297,6 +319,6 @@ def exact(value: Any) -> Any:
     value = value.xreplace({number: Rational(str(number)) for number in value.atoms(Float)})
     if isinstance(value, Relational | And) and not value.has(Eq) and len(value.free_symbols) == 1:
         return value.as_set()
-    # 10 % stays a product, which math-verify compares with both .1 and 10
+    # 10 % stays a product, see `without_percent`
     number = isinstance(value, Expr) and not value.free_symbols and not value.has(UnevaluatedExpr)
     return value.doit() if number else value

@@ -53,8 +53,9 @@ def try_function(recipe: Recipe, verifier: Python, group: bool = False) -> None:
     parts = [recipe.data, *(suite.data for suite in recipe.suites if suite.own)]
     pool = VerifierPool(lambda: verifier, Limits(workers=1, patience=PATIENCE))
     try:
-        for renderer, table in [(Renderer(data, tokenizer), table) for data in parts for table in data.mixture]:
-            rows = read_rows(table)[:1] if table.source == "file" else [("", open_items(table).train(0, 0, 0))]
+        for data, table in [(part, table) for part in parts for table in part.mixture]:
+            renderer, exam = Renderer(data, tokenizer), data is not recipe.data
+            rows = read_rows(table, exam)[:1] if table.source == "file" else [("", open_items(table).train(0, 0, 0))]
             for _, item in rows:
                 answer = str(item["answer"] or "")
                 text = renderer.text(item, f"the first prompt of {table.train}")

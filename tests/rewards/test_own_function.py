@@ -53,6 +53,12 @@ BODIES = {  # or the function's body
 }
 
 
+def test_rows_of_a_suite_may_lack_answers(recipe, own, tmp_path):
+    (tmp_path / "exam.jsonl").write_text('{"prompt": "a", "answer": ""}\n')
+    exam = [f"eval.suite={tmp_path}/exam.jsonl", "eval.source=file"]
+    check_reward(load_recipe(recipe, reward(own, *exam)))
+
+
 @pytest.mark.parametrize("mistake", [*FILES, *BODIES])
 def test_a_mistake_is_one_line_of_the_check_of_the_data_and_of_the_run(
     mistake, recipe, own, tmp_path, monkeypatch, capsys
