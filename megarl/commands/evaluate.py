@@ -113,7 +113,7 @@ def _with_suites(recipe: Recipe, suites: list[str]) -> Recipe:
     changes: dict[str, Any] = {
         "suite": None,
         "source": None,
-        "data": {},
+        "data": table.data if table.suites else {},  # of all suites that have a file, or of the only one
         "suites": chosen,
         "every": max(1, table.every),
     }

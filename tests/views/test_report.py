@@ -14,6 +14,7 @@ from megarl.storage.metrics import UPDATES, LearningWatch, find
 from megarl.storage.run_dir import RunDir
 from megarl.views.report import short_names, summary, write_report
 from megarl.views.report.charts import POINTS, make_charts
+from megarl.views.report.pairs import equal_updates
 from megarl.views.run_reader import read_run
 from tests.helpers import events, five_letters, read_lines, write_recipe
 from tests.phases.commands import settings, succeed, train
@@ -48,6 +49,15 @@ def test_summary(root):
     recipe = root / "recipe.toml"
     recipe.write_text(recipe.read_text().replace('name = "mu_grpo"', 'path = "/home/me/soft.py:SoftPrefix"'))
     assert summary(read_run(root, "a"))["Objective"] == "soft.py:SoftPrefix"
+
+
+def test_runs_are_compared_on_a_suite_that_all_have(root, tmp_path):
+    other = make_run(tmp_path / "b")
+    change_lines(other / "events.jsonl", lambda record: record | {"suite": "own"} if "suite" in record else record)
+    runs = [read_run(path, path.name) for path in (root, other)]
+    assert equal_updates(runs) == []
+    append_json(other / "events.jsonl", runs[0].suites["heldout"][-1])
+    assert equal_updates([runs[0], read_run(other, "b")]) == [288]
 
 
 def test_idle_times_of_a_live_run_are_shown(root):

@@ -256,13 +256,15 @@ def decoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
     return lambda tokens: str(tokenizer.decode([token for token in tokens if token not in hidden]))
 
 
-def answer(text: str, tools: list[Any] | None) -> Message:
+def answer(text: str, tools: list[Any] | None, thinks: bool = False) -> Message:
     """The model's text as a message; if there are ``tools``, calls in the text become `tool_calls`.
 
     What stands in thoughts is no call: as with vLLM's parsers, they end with the first `</think>`, else never.
+    thinks: whether the prompt ends with `<think>`, as templates of models that always think write it.
     """
     calls, rest, done = [], "", 0
-    thought = text.find(THOUGHTS[1]) if THOUGHTS[1] in text else len(text) * text.lstrip().startswith(THOUGHTS[0])
+    begun = thinks or text.lstrip().startswith(THOUGHTS[0])
+    thought = text.find(THOUGHTS[1]) if THOUGHTS[1] in text else len(text) * begun
     found = _CALL.search(text, thought) if tools else None
     while found:
         if function := _function(found[1].strip()):

@@ -17,6 +17,7 @@ import numpy as np
 from megarl.data.templates import Renderer
 from megarl.foreign import bounded
 from megarl.phases.serve.chat import (
+    THOUGHTS,
     ChatRequest,
     Message,
     Refused,
@@ -209,7 +210,8 @@ class Conversations:
             conversation.add(turn.context)
             conversation.add(tokens, completion.logprobs.tolist())
             conversation.finish_reason = completion.finish_reason
-            message = answer(self.decode(tokens), turn.request.tools)
+            thinks = self.decode(prompt[-8:]).rstrip().endswith(THOUGHTS[0])
+            message = answer(self.decode(tokens), turn.request.tools, thinks)
             conversation.messages, conversation.tools = [*turn.request.messages, message], turn.request.tools
             conversation.last = LastAnswer(message, completion, prompt)
             return conversation.last

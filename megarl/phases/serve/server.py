@@ -154,8 +154,9 @@ def _completion(
     if body.get("logprobs"):
         texts = [decode([token]) for token in tokens]  # "" of special tokens, which content lacks too
         content = [
-            {"token": text, "logprob": logprob, "bytes": list(text.encode()), "top_logprobs": []}
-            for text, logprob in zip(texts, logprobs, strict=True)
+            # a part of a character has no text of its own
+            {"token": x, "logprob": p, "bytes": None if "\ufffd" in x else list(x.encode()), "top_logprobs": []}
+            for x, p in zip(texts, logprobs, strict=True)
         ]
         choice["logprobs"] = {"content": content, "refusal": None}
     completed: dict[str, Any] = {

@@ -12,9 +12,15 @@ from megarl.views.run_reader import Run
 POINTS = 8  # updates at which two runs are compared, at most; each one reads all responses of two evaluations
 
 
+def compared_suite(runs: list[Run]) -> str:
+    """The first suite of the first run on which all runs were evaluated; "" if there is none."""
+    return next((suite for suite in runs[0].suites if all(suite in run.suites for run in runs)), "")
+
+
 def equal_updates(runs: list[Run]) -> list[int]:
-    """Updates after which all runs were evaluated on their first suite, from where all of them have own updates."""
-    versions = [{event["update"] for event in run.evaluations} for run in runs]
+    """Updates after which all runs were evaluated on `compared_suite`, from where all of them have own updates."""
+    suite = compared_suite(runs)
+    versions = [{event["update"] for event in run.suites.get(suite, [])} for run in runs]
     return sorted(update for update in set.intersection(*versions) if update > max(run.begins for run in runs))
 
 
@@ -24,9 +30,9 @@ def differences(runs: list[Run], updates: list[int]) -> dict[int, dict[int, Diff
     Runs with other prompts, or whose responses are gone, are left out.
     """
     found: dict[int, dict[int, Difference]] = {}
+    suite = compared_suite(runs)
     for number, run in enumerate(runs[1:] if updates else [], 1):
         try:
-            suite = next(iter(run.suites))
             found[number] = {update: difference(runs[0].root, update, run.root, update, suite) for update in updates}
         except UserError:
             continue
@@ -38,10 +44,10 @@ def pair_columns(runs: list[Run]) -> list[dict[str, str]]:
     last = equal_updates(runs)[-1:] if len(runs) > 1 else []
     if not last:
         return [{} for _ in runs]
-    found = differences(runs, last)
+    found, suite = differences(runs, last), compared_suite(runs)
     cells = []
     for number, run in enumerate(runs):
-        accuracy = next(event["accuracy"] for event in run.evaluations if event["update"] == last[0])
+        accuracy = next(event["accuracy"] for event in run.suites[suite] if event["update"] == last[0])
         one = found.get(number, {}).get(last[0])
         text = one.text() if one else "-"
         cells.append({f"At update {last[0]:,}": f"{accuracy:.3f}", f"Difference from {runs[0].name}": text})
@@ -58,7 +64,7 @@ def why_no_differences(runs: list[Run]) -> str:
 def pair_chart(runs: list[Run]) -> Chart:
     """Differences from the first run; without traces if there are none."""
     chart = Chart(
-        f"Held-out accuracy minus that of {runs[0].name}",
+        f"Accuracy on {compared_suite(runs) or 'held-out prompts'} minus that of {runs[0].name}",
         "After equal numbers of updates, on the same prompts; bars are paired 95 % intervals over prompts. A "
         "difference whose bar crosses 0 may be noise.",
         layout={

@@ -309,6 +309,7 @@ def test_calls_in_thoughts_are_none_and_stay_in_the_text(text, calls):
     assert len(message.get("tool_calls", ())) == calls
     thoughts = text.partition("</think>")[0] if calls < 2 else ""
     assert message["content"].startswith(thoughts)
+    assert "tool_calls" not in answer(f"I could write {CALL}", FUNCTIONS, thinks=True)  # opened by the prompt, cut off
 
 
 @pytest.mark.parametrize("piece", ["<tool_call>{", '<tool_call>{"'])
