@@ -13,6 +13,8 @@ from megarl.foreign import quoted
 from megarl.phases.export import Exporter
 from megarl.phases.stop import StopRequest
 from megarl.phases.updates import build_actor, check_rollouts, find_start, make_updates
+from megarl.storage.files import appears
+from megarl.storage.ledger import SEALED
 from megarl.storage.metrics.summary import ages
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
@@ -23,7 +25,7 @@ def optimize(stage: Stage) -> None:
     stop = StopRequest()
     if stage.is_trained():
         return  # restarted after a process died between the export and its exit
-    if not stage.is_sealed():
+    if not appears(stage.rollouts / SEALED):
         command = f"megarl rollout {quoted(stage.run.root)} --stage {stage.number}"
         raise UserError(f"{stage.rollouts} is not sealed: run `{command}` first")
     device = parallel.initialize(stage.run.recipe)

@@ -24,9 +24,9 @@ from megarl.storage.run_dir import Stage
 def rollout(stage: Stage) -> None:
     """Fill and seal the store of ``stage``. Groups that an earlier, killed attempt stored are not generated again."""
     stop = StopRequest()
-    if stage.is_sealed():
-        return  # restarted after a process died between sealing and its exit
     replicas = ReplicaGroup.join(while_waiting=stop.exit_if_asked)
+    if replicas.from_first("is sealed", stage.is_sealed()):
+        return  # restarted after a process died between sealing and its exit
     make_directory(stage.rollouts)
     worker = evaluate_due(stage, replicas, stop)
     if stage.rollout.token_budget is None:

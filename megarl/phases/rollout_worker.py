@@ -235,6 +235,15 @@ def with_policy(
     return worker
 
 
+@dataclass
+class _Asked:
+    """A request to the engine. missing: number of completions that it has not returned yet, one for each response."""
+
+    samples: int  # responses to each of its prompts
+    slots: list[_Slot]
+    missing: int
+
+
 class _Requests:
     """The requests of one call of `RolloutWorker.generate`, whose arguments it has."""
 
@@ -253,7 +262,8 @@ class _Requests:
         self._left = worker.unfinished  # to continue before any chunk
         self._more = True
         self._again: list[_Slot] = []  # responses whose last attempt was discarded
-        self._asked: list[tuple[int, list[_Slot]]] = []  # for each request: responses per prompt, and all its responses
+        self._requests = 0  # number of requests so far
+        self._asked: dict[int, _Asked] = {}  # requests of which the engine has not yet returned everything
 
     def submit(self, take: Callable[[], Sequence[int] | None], scored_first: bool) -> None:
         """Submit discarded responses, unfinished ones and chunks as long as the engine has room for them."""
@@ -270,7 +280,7 @@ class _Requests:
             elif (chunk := take()) is None:
                 self._more = False
             else:
-                beat("chunk", f"chunk {len(self._asked) + 1} of this replica, prompt {chunk[0]}")
+                beat("chunk", f"chunk {self._requests + 1} of this replica, prompt {chunk[0]}")
                 groups = [_pending(number, self.prompt(number), self.draws, self.earlier(number)) for number in chunk]
                 self.pending |= {group.number: group for group in groups}
                 self.sizes.append(len(chunk))
@@ -283,8 +293,11 @@ class _Requests:
         """
         kept = []
         for number, completion in completions:
-            each, slots = self._asked[number]
-            group, k = slots[completion.prompt * each + completion.sample]
+            asked = self._asked[number]
+            group, k = asked.slots[completion.prompt * asked.samples + completion.sample]
+            asked.missing -= 1
+            if not asked.missing:  # else all responses of the stage would stay in memory
+                del self._asked[number]
             done = sum(len(part.tokens) for part in group.parts.get(k, ()))
             most = int(min(self.draws.max_tokens - done, self.draws.budget))
             if why := fault(completion, most, self.worker.vocabulary):
@@ -323,8 +336,9 @@ class _Requests:
             prefixes = tuple(tuple(token for part in found for token in part.tokens.tolist()) for found in parts)
             draws = replace(draws, samples=1, prefixes=prefixes)
         prompts = [list(group.prompt.tokens) for group, _ in slots[:: draws.samples]]
-        self.worker.engine.submit(len(self._asked), Request(prompts, draws))
-        self._asked.append((draws.samples, slots))
+        self.worker.engine.submit(self._requests, Request(prompts, draws))
+        self._asked[self._requests] = _Asked(draws.samples, slots, len(slots))
+        self._requests += 1
 
 
 def _pending(number: int, prompt: Prompt, draws: Sampling, earlier: Sequence[Response]) -> PendingGroup:

@@ -37,6 +37,7 @@ from megarl.phases.stop import StopRequest
 from megarl.recipe.megatron import token_alignment
 from megarl.storage.checked_json import append_json
 from megarl.storage.checkpoints import checkpoints, read_manifest, read_metrics, set_aside
+from megarl.storage.files import appears
 from megarl.storage.metrics import NOTHING, MetricsWriter, Position
 from megarl.storage.metrics.summary import by_columns, summary
 from megarl.storage.rollouts import Group, RolloutStore
@@ -107,7 +108,7 @@ def make_updates(
     finally:
         if metrics:
             metrics.close()  # last, because it may wait for tracker servers, and no rank waits for this one any more
-    if metrics:
+    if parallel.reports_metrics():
         remove_checkpoints(stage.run, finished=stage.number + 1)
 
 
@@ -213,8 +214,8 @@ def pack(actor: Actor, groups: list[Group]) -> tuple[list[Sample], list[packing.
 
 
 def _open_metrics(stage: Stage, start: Start) -> MetricsWriter | None:
-    """The metrics writer, on the one rank that writes metrics."""
-    if not parallel.reports_metrics():
+    """The metrics writer, on the one rank that writes metrics; None if no update is left, so that later lines stay."""
+    if not parallel.reports_metrics() or start.done == stage.run.recipe.schedule.updates_per_stage:
         return None
     done = stage.first_update + start.done
     lines = read_metrics(start.checkpoint, read_manifest(start.checkpoint)) if start.checkpoint and start.done else b""
@@ -270,8 +271,12 @@ def find_start(stage: Stage, phase: str) -> Start:
     first, total = dist.get_rank() == 0, stage.run.recipe.schedule.updates_per_stage
     if first:
         checkpoint.remove_unfinished(stage.checkpoints)
-    for done, path in reversed(checkpoints(stage.checkpoints)):
+    # of rank 0, since other nodes may see an older state of a shared file system
+    found = [[(done, path.name) for done, path in checkpoints(stage.checkpoints)] if first else None]
+    dist.broadcast_object_list(found)
+    for done, path in ((done, stage.checkpoints / name) for done, name in reversed(found[0] or [])):
         beat("verification", path.name)
+        appears(path)
         damage = checkpoint.verify(path)
         if damage is None:
             if first:

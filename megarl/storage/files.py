@@ -17,6 +17,15 @@ APPEAR_SECONDS = 60.0  # on some shared file systems what another node has writt
 INTACT = "Everything sealed or saved so far is intact: free some space and start the same command again"
 
 
+def appears(path: Path) -> bool:
+    """Whether ``path`` exists. Of several nodes each waits until it sees what another one has written."""
+    several = int(os.environ.get("GROUP_WORLD_SIZE", "1")) > 1
+    deadline = time.monotonic() + (APPEAR_SECONDS if several else 0.0)
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return path.exists()
+
+
 def fsync_path(path: Path) -> None:
     """Flush one file or directory entry to disk."""
     fd = os.open(path, os.O_RDONLY)

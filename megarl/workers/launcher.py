@@ -43,7 +43,7 @@ def run_phase(nodes: Nodes, stage: Stage, phase: str, processes: int) -> None:
     stage.log_event("phase_start", phase=phase, nodes=nodes.count, processes=processes)
     for attempt in itertools.count():
         logs = _logs(stage, phase, attempt)
-        logs.mkdir(parents=True)
+        logs.mkdir(parents=True, exist_ok=True)  # NFS keeps files that somebody reads
         begun = {"stage": stage.number, "phase": phase, "processes": processes, "attempt": attempt}
         nodes.begin(begun | {"events": run.events.stat().st_size})
         nodes.report(_run_here(nodes, stage, phase, processes, logs))
@@ -71,7 +71,10 @@ def _logs(stage: Stage, phase: str, attempt: int) -> Path:
 
 
 def follow(nodes: Nodes, run_dir: Path) -> None:
-    """Make the attempts at phases that the first agent begins, until it ends the run; for the agents of other nodes."""
+    """Make the attempts at phases that the first agent begins, until it ends the run; for the agents of other nodes.
+
+    Raises as `Nodes.check_end`.
+    """
     while (start := nodes.meet()) is not None:
         try:
             _wait_for(run_dir / "events.jsonl", start["events"])
@@ -81,6 +84,7 @@ def follow(nodes: Nodes, run_dir: Path) -> None:
             nodes.report(Report("failed", cause, mistake=True, time=time.time()))
         else:
             nodes.report(_run_here(nodes, stage, phase, start["processes"], _logs(stage, phase, start["attempt"])))
+    nodes.check_end()
 
 
 def _wait_for(events: Path, size: int) -> None:
@@ -93,11 +97,15 @@ def _wait_for(events: Path, size: int) -> None:
 
 
 def _first_failure(reports: Mapping[int, Report]) -> Report | None:
-    """The failure that most likely caused all others, after a stall with all heartbeats; None if all nodes are done."""
+    """The failure that most likely caused all others, after a stall with all heartbeats; None if all nodes are done.
+
+    A `UserError` is nobody's consequence, and clocks of nodes differ.
+    """
     bad = [report for report in reports.values() if report.outcome != "done"]
     if not bad:
         return None
-    first = min(bad, key=lambda r: (("failed", "stopped", "aborted").index(r.outcome), not r.primary, r.time))
+    order = ("failed", "stopped", "aborted")
+    first = min(bad, key=lambda r: (order.index(r.outcome), not r.mistake, not r.primary, r.time))
     seen = [report.last_seen for report in reports.values() if first.stalled and report.last_seen]
     return replace(first, cause="\n".join([first.cause, *seen]))
 
@@ -179,6 +187,11 @@ class Here:
     def report(self, ended: Ended) -> Report:
         """How the attempt ended."""
         if ended.stopped:  # even if all processes are done: the run must not go on to the next phase
+            lost = [i for i, code in ended.codes.items() if code not in (0, STOPPED, -signal.SIGTERM)]
+            if lost:
+                said = self._failure(self.ranks[lost[0]])["message"]
+                why = said or "it was killed first; MEGARL_SHUTDOWN_SECONDS gives it more time"
+                tell(f"rank {self.ranks[lost[0]]} did not save what it did since its last checkpoint: {why}")
             return Report("stopped", time=time.time())
         where = f", {self.nodes.name()}" if self.nodes.count > 1 else ""
         if ended.stall is not None:

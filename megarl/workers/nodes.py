@@ -135,6 +135,14 @@ class Nodes:
         first = self._heard[0]
         return first["start"] if first["attempt"] == self._attempt else None
 
+    def check_end(self) -> None:
+        """Others, after `meet` has returned None: raise if the first agent ended the run with an error or a stop."""
+        end = self._heard[0]["report"] or {"outcome": "done"}
+        if end["outcome"] == "stopped":
+            raise KeyboardInterrupt
+        if end["outcome"] != "done":
+            raise (UserError if end["mistake"] else PhaseFailed)("the run failed: see the output of node 0")
+
     def report(self, report: Report) -> None:
         """Say how the attempt ended here; unless it is done, all nodes abort it."""
         cause, half = report.cause, CAUSE_CHARACTERS // 2
@@ -263,7 +271,8 @@ class Nodes:
         if self.count > 1:
             if error is not None:
                 outcome: Outcome = "stopped" if isinstance(error, KeyboardInterrupt) else "failed"
-                self.report(Report(outcome, f"{self.name()}: {error!r}", time=time.time()))
+                mistake = isinstance(error, UserError)
+                self.report(Report(outcome, f"{self.name()}: {error!r}", mistake, time=time.time()))
             self._closing.set()
             self._thread.join(DEAD_AFTER_SECONDS)
 

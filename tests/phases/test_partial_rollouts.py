@@ -130,7 +130,10 @@ def unfinished(found):
     return [number for number, group in found.items() if any_unfinished(group.responses)]
 
 
-def test_the_budget_changes_no_response_of_the_same_policy(worker):
+def test_the_budget_changes_no_response_of_the_same_policy(worker, monkeypatch):
+    """Requests that are done are forgotten, and with them their responses."""
+    begin, requests = _Requests.__init__, []
+    monkeypatch.setattr(_Requests, "__init__", lambda self, *given: requests.append(self) or begin(self, *given))
     whole, found = generate(worker, list(range(8)), math.inf, {}), generate(worker, list(range(8)), BUDGET, {})
     assert len(unfinished(found)) > 2
     while left := unfinished(found):
@@ -140,6 +143,7 @@ def test_the_budget_changes_no_response_of_the_same_policy(worker):
             assert mine.tokens.tolist() == theirs.tokens.tolist()
             assert (mine.reward, mine.finish_reason) == (theirs.reward, theirs.finish_reason)
             np.testing.assert_allclose(mine.rollout_logprobs, theirs.rollout_logprobs, rtol=0, atol=1e-4)
+    assert len(requests) > 2 and not any(made._asked for made in requests)
 
 
 def test_discarded_attempts_are_counted_over_all_stages(worker, monkeypatch):

@@ -227,7 +227,7 @@ def test_a_stopped_process_of_one_node_is_named_and_all_ranks_are_listed(recipe,
 def test_mistake_ends_all_agents_at_once(recipe, tmp_path):
     with TwoNodes(recipe, tmp_path / "run", "--set", "actor.pipeline_parallel=3") as two:
         (code, output), (other, _) = two.wait()
-    assert (code, other) == (2, 0)
+    assert (code, other) == (2, 2)
     assert "pipeline_parallel = 3" in complaint(output)
 
 

@@ -94,11 +94,19 @@ def test_the_end_of_the_first_agent_aborts_what_it_has_begun_and_ends_the_others
         wait_until_aborted(agents)
         agents.report(Report("aborted"))
         seen.append(agents.meet())
+        with pytest.raises(PhaseFailed, match="the run failed: see the output of node 0"):
+            agents.check_end()
+        seen.append("raised")
 
     with contextlib.suppress(OSError), two(node, follow) as agents:
         agents.begin({})
         raise OSError("no space left on device")
-    assert seen == [None] and lost.empty()
+    assert seen == [None, "raised"] and lost.empty()
+
+
+def test_a_mistake_of_the_user_is_the_cause_whatever_clocks_say():
+    reports = {0: Report("failed", "connection closed", time=1.0), 1: Report("failed", "wrong", mistake=True, time=2.0)}
+    assert launcher._first_failure(reports).cause == "wrong"
 
 
 def test_other_agents_make_the_attempts_that_the_first_one_begins(recipe, tmp_path, monkeypatch):
@@ -113,7 +121,8 @@ def test_other_agents_make_the_attempts_that_the_first_one_begins(recipe, tmp_pa
 
     def follow(attempts):
         met = iter([*attempts, None])
-        launcher.follow(SimpleNamespace(meet=met.__next__, report=reports.append, name=lambda: "node 1"), run.root)
+        calls = dict(meet=met.__next__, report=reports.append, name=lambda: "node 1", check_end=lambda: None)
+        launcher.follow(SimpleNamespace(**calls), run.root)
 
     follow([begun | {"attempt": attempt} for attempt in (0, 1)])
     logs = [run.logs / f"001_optimize/attempt_{attempt}" for attempt in (0, 1)]

@@ -9,7 +9,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from megarl.distributed import ReplicaGroup, Role
 from megarl.errors import STOPPED, UserError
@@ -21,7 +20,7 @@ from megarl.phases.rollout_worker import RolloutWorker, with_policy
 from megarl.phases.stop import StopRequest
 from megarl.rollout.engine import visible_gpus
 from megarl.storage.checkpoints import checkpoints
-from megarl.storage.files import APPEAR_SECONDS, make_directory
+from megarl.storage.files import appears, make_directory
 from megarl.storage.rollouts import RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
 
@@ -34,7 +33,7 @@ def serve(stage: Stage, role: Role) -> None:
     stop = StopRequest()
     replicas = ReplicaGroup.join(role, stop.exit_if_asked)
     state = LiveState(replicas.store, replicas.world)
-    if not stage.is_sealed():
+    if not replicas.from_first("is sealed", stage.is_sealed()):
         make_directory(stage.rollouts)
         choices, found = open_choices(stage, replicas), None
         if replicas.rank == 0:
@@ -227,7 +226,11 @@ class LiveRolloutWorker:
         if self.worker is not None and version == self.loaded:
             return self.worker
         self.state.announce(self.replicas.rank, version)
-        _wait_for(path)
+        if not appears(path):
+            raise UserError(
+                f"{path}, the policy that must generate the next groups, does not exist: all nodes must share the run "
+                "directory"
+            )
         place = {"phase": "live", "version": version}
         self.worker = with_policy(self.worker, self.stage, path, self.replicas, place)
         self.worker.stopped = lambda: self.stop.asked
@@ -250,14 +253,3 @@ class LiveRolloutWorker:
                 seconds=total["all"],
                 ratio=round(total["idle"] / total["all"], 4),
             )
-
-
-def _wait_for(path: Path) -> None:
-    deadline = time.monotonic() + APPEAR_SECONDS
-    while not path.exists():
-        if time.monotonic() > deadline:
-            raise UserError(
-                f"{path}, the policy that must generate the next groups, does not exist: all nodes must share the run "
-                "directory"
-            )
-        time.sleep(POLL_SECONDS)

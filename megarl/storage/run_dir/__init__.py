@@ -216,7 +216,7 @@ class RunDir:
         They are exported again, and may differ on another layout. Returns the versions that stay.
         """
         for leftover in self.root.glob("stages/*/policies/.*.tmp"):
-            shutil.rmtree(leftover)
+            shutil.rmtree(leftover, ignore_errors=True)
         versions = self.versions()
         for version in (v for v in versions if v >= saved):
             self.remove_version(version)

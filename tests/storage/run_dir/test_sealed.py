@@ -41,6 +41,13 @@ def flip(path, place, bit):
     path.write_bytes(data)
 
 
+def test_a_policy_that_is_exported_again_costs_no_metrics(copy, recipe):
+    shutil.rmtree(copy / "stages/001/policy")
+    before = (copy / "metrics.jsonl").read_bytes()
+    train(recipe, copy, *settings("actor.checkpoint_every=3", "eval.samples=2"))
+    assert (copy / "stages/001/policy").exists() and (copy / "metrics.jsonl").read_bytes() == before
+
+
 def test_a_flipped_bit_in_any_file_is_named_by_the_audit(copy):
     """A policy is named as a whole if its weights differ, since it has one checksum of all of them."""
     random_places, files, unnamed = random.Random(0), files_of(copy), []
