@@ -46,6 +46,7 @@ from launch.layout import (  # noqa: E402
     toml_value,
 )
 from megarl.errors import UserError  # noqa: E402
+from megarl.own_file import is_own  # noqa: E402
 from megarl.recipe.load import load_without_objective  # noqa: E402
 from megarl.recipe.names import ENGINES  # noqa: E402
 from megarl.recipe.tables import Recipe  # noqa: E402
@@ -82,12 +83,7 @@ def parse_options() -> argparse.Namespace:
     add("--account", help="Slurm account; required except with --local")
     add("--partition")
     add("--time", default="04:00:00", help="time limit of an allocation; a longer run continues in the next one")
-    add(
-        "--retries",
-        type=int,
-        default=10,
-        help="how often to requeue a job that was preempted, ran out of time, or failed",
-    )
+    add("--retries", type=int, default=10, help="how often to requeue a job that was preempted, or ended too early")
     add("--margin", type=int, default=300, help="seconds before the time limit at which the run saves and stops")
     add("--after", metavar="JOB", help="start after this Slurm job has ended successfully")
     add(
@@ -110,6 +106,7 @@ def parse_options() -> argparse.Namespace:
     )
     add("--python", default="python", help="path on the nodes of an interpreter with megarl and its dependencies")
     add("--packager", choices=["none", "git"], default="none", help="git: ship this repository's HEAD with the job")
+    add("--sbatch", action="append", default=[], metavar="NAME=VALUE", help="option of sbatch, such as qos=high")
     add("--dry-run", action="store_true", help="print the sbatch scripts, but submit nothing")
     add("--detach", action="store_true", help="return when the job is submitted, without waiting for it")
     add("--tail-logs", action="store_true", help="show the job's output while waiting (needs sacct)")
@@ -175,9 +172,19 @@ def agent_arguments(recipe: Recipe, link: ChainJob, options: argparse.Namespace)
         settings.append(f'data.template="{recipe.data.template_file}"')
     interpreters = {engine: recipe.rollout.interpreter(engine) for engine in ENGINES}
     settings += [f'rollout.{engine}_python="{python}"' for engine, python in interpreters.items() if python]
-    if recipe.eval.suite:
-        settings.append(f'eval.suite="{recipe.eval.suite}"')
-    settings += [f'eval.suites.{table.name}.suite="{table.suite}"' for table in recipe.eval.suites if table.suite]
+    objective, reward, evaluation = recipe.objective, recipe.reward, recipe.eval
+    paths = {
+        "objective.path": objective.path,
+        "objective.advantage": objective.advantage if is_own(objective.advantage) else None,
+        "reward.path": reward.path,
+        "reward.service.prompt": reward.service and reward.service.prompt,
+        "eval.suite": evaluation.suite,
+        "eval.data.template": evaluation.data.get("template"),
+    }
+    settings += [f"{name}={toml_value(str(path))}" for name, path in paths.items() if path]
+    for name, tables in {"reward.parts": reward.parts, "eval.suites": evaluation.suites}.items():
+        if tables:
+            settings.append(f"{name}={toml_value([table.model_dump(mode='json') for table in tables])}")
     for setting in [*options.set, *settings]:
         arguments += ["--set", setting]
     return arguments + (["--until", link.until] if link.until else [])
@@ -190,6 +197,7 @@ def slurm_executor(recipe: Recipe, link: ChainJob, first: bool, options: argpars
     seconds = options.margin - options.margin // 10
     variables = {"MEGARL_SHUTDOWN_SECONDS": str(seconds), **environment(options)}
     extra: dict[str, object] = {"kill_on_invalid_dep": "yes"}
+    extra |= {name.replace("-", "_"): value for name, _, value in (each.partition("=") for each in options.sbatch)}
     if options.after and first:
         extra["dependency"] = f"afterok:{options.after}"
     executor = run.SlurmExecutor(
@@ -213,15 +221,13 @@ def slurm_executor(recipe: Recipe, link: ChainJob, first: bool, options: argpars
     executor.retries = options.retries
     if recipe.actor.backend == "cuda":
         executor.gpus_per_node = recipe.devices_per_node
-        executor.exclusive = True
+        executor.exclusive, executor.mem = True, "0"  # a whole node; without --mem its memory may be a part of it
         executor.srun_args = ["--cpu-bind=none"]  # the one task of a node starts all its processes
     else:
         executor.cpus_per_task = recipe.devices_per_node
         executor.srun_args = [f"--cpus-per-task={executor.cpus_per_task}"]  # srun does not inherit it from sbatch
     if options.array:
         executor.array = f"0-{options.array - 1}"
-        # paths in a sweep file and its recipes are relative to the directory of submission
-        executor.srun_args += ["--container-workdir" if options.container_image else "--chdir", os.getcwd()]
     return executor
 
 
@@ -248,7 +254,12 @@ def submit(recipe: Recipe, links: list[ChainJob], options: argparse.Namespace) -
             else:
                 executor = slurm_executor(recipe, link, link is links[0], options)
                 arguments = [shlex.quote(argument) for argument in arguments]
-            script = run.Script("megarl.cli", m=True, entrypoint=options.python, args=arguments)
+            python = options.python
+            if options.array:
+                # paths in a sweep file and its recipes are relative to the directory of submission, but megarl is the
+                # installed one, even if that is a clone
+                python = f"env --chdir={shlex.quote(os.getcwd())} {python} -P"
+            script = run.Script("megarl.cli", m=True, entrypoint=python, args=arguments)
             previous = [experiment.add(script, executor=executor, name=link.name, dependencies=previous or None)]
         if options.dry_run:
             print_scripts(experiment)

@@ -127,11 +127,10 @@ def optimize_branch(nodes: Nodes, source: Stage, target: Path, overrides: Overri
     check(nodes.starter, recipe, nodes.count)
     with RunDir(target.resolve(), recipe).lock():
         stage = branch(source, target, recipe)
-        if recipe.reward != source.run.recipe.reward:
-            if not stage.is_sealed():
-                run_phase(nodes, stage, "rescore", 1)
-            if stage.due_evaluations():
-                run_phase(nodes, stage, "evaluate", stage.rollout.workers)
+        if recipe.reward != source.run.recipe.reward and not stage.is_sealed():
+            run_phase(nodes, stage, "rescore", 1)
+        if stage.run.unevaluated(stage.first_update) or stage.due_evaluations():
+            run_phase(nodes, stage, "evaluate", stage.rollout.workers)
         optimize_stage(nodes, stage)
         if stage.run.unevaluated(stage.next.first_update):
             run_phase(nodes, stage.next, "evaluate", stage.next.rollout.workers)

@@ -165,11 +165,11 @@ def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def apply_overrides(tables: dict[str, Any], overrides: Overrides) -> None:
-    """Apply overrides to ``tables`` in place. A change of the objective drops the previous objective's own fields."""
+    """Apply overrides to ``tables`` in place. A change of the objective drops the previous objective's own fields, and
+    so goes before all others."""
     others = {"objective.name": "path", "objective.path": "name"}
-    for override in overrides:
+    for name, value in sorted(map(parse_override, overrides), key=lambda setting: setting[0] not in others):
         before = _definition(tables)
-        name, value = parse_override(override)
         _apply_override(tables, (name, value))
         if name in others and _definition(tables, name.partition(".")[2]) != before:
             _drop_foreign_fields(tables["objective"])
@@ -199,7 +199,9 @@ def parse_override(override: str | Setting) -> Setting:
         raise UserError(f"--set {override!r}: expected section.key=value{hint}")
     try:
         return name.strip(), parse_toml(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except tomllib.TOMLDecodeError as error:
+        if text in ("True", "False", "None") or text.startswith(('{"', '["')):
+            raise UserError(f"--set {name}: {text} is Python or JSON, but values are TOML: {error}") from error
         return name.strip(), text  # a bare word is a string: --set objective.name=grpo
     except ValueError as error:
         raise UserError(f"--set {name}: {error}") from error

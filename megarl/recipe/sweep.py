@@ -127,9 +127,7 @@ def _check_tables(tables: Any, where: str) -> None:
 
 def _settings(tables: Tables) -> Iterator[Setting]:
     for section, keys in tables.items():
-        # the objective goes first, because a change of it drops the previous one's settings
-        for key in sorted(keys, key=lambda key: (section, key) not in (("objective", "name"), ("objective", "path"))):
-            yield f"{section}.{key}", keys[key]
+        yield from ((f"{section}.{key}", value) for key, value in keys.items())
 
 
 def _values(axis: str, values: list[Any] | dict[str, Tables]) -> list[Point]:

@@ -23,36 +23,7 @@ SEARCH_PATH = f"{os.environ['PATH']}:/usr/sbin"
 NODES = ("127.0.0.1", "127.0.0.2")  # names that the nodes' agents can resolve
 CPUS = 8  # of each node, as Slurm is told: more than there are, so that jobs on both nodes fit
 
-# all else is Slurm's default
-CONFIGURATION = """
-ClusterName=private
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
-SlurmUser={user}
-SlurmdUser={user}
-# credentials that expire soon let a requeued job start again after seconds
-AuthInfo=socket={root}/munge/socket,cred_expire=5
-StateSaveLocation={root}/state
-SlurmctldPidFile={root}/slurmctld.pid
-SlurmctldLogFile={root}/slurmctld.log
-SlurmdPidFile={root}/slurmd-%n.pid
-SlurmdLogFile={root}/slurmd-%n.log
-SlurmdSpoolDir={root}/spool-%n
-SlurmdParameters=config_overrides
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-ReturnToService=2
-SchedulerParameters=bf_interval=1,sched_interval=1,batch_sched_delay=0
-SelectType=select/cons_tres
-SelectTypeParameters=CR_CPU
-PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
-MinJobAge=3600
-NodeName={nodes[0]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs={cpus} State=UNKNOWN
-NodeName={nodes[1]} NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs={cpus} State=UNKNOWN
-PartitionName=low Nodes={node_list} Default=YES PriorityTier=1 GraceTime=60
-PartitionName=high Nodes={node_list} PriorityTier=10 PreemptMode=OFF
-"""
+CONFIGURATION = Path(__file__).with_name("slurm.conf").read_text()  # all else is Slurm's default
 
 # nemo-run asks `sacct`, which needs Slurm's accounting database; of recent jobs the controller knows the same
 SACCT = """#!/bin/sh

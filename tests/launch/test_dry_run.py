@@ -65,13 +65,13 @@ def scripts(result):
 
 def test_the_script_for_four_nodes(launch):
     result = launch(
-        *(QWEN, "--nodes", 4, "--margin", 120, "--retries", 7, "--after", 77),
+        *(QWEN, "--nodes", 4, "--margin", 120, "--retries", 7, "--after", 77, "--sbatch", "mail-type=END"),
         *("--env", "NCCL_IB_HCA=mlx5_0 mlx5_1", "--set", "schedule.stages=3", "--set", "objective.name=grpo"),
     )
     ((lines, srun, script),) = scripts(result)
     expected = {"nodes": "4", "ntasks-per-node": "1", "gpus-per-node": "8", "exclusive": "", "account": "lab"}
     expected |= {"partition": "gpu", "time": "08:00:00", "signal": "TERM@120", "dependency": "afterok:77"}
-    expected |= {"open-mode": "append", "kill-on-invalid-dep": "yes"}
+    expected |= {"open-mode": "append", "kill-on-invalid-dep": "yes", "mem": "0", "mail-type": "END"}
     assert expected.items() <= lines.items()
     assert "cpus-per-task" not in lines
     assert subprocess.run(["bash", "-n"], input=script, text=True).returncode == 0
@@ -120,7 +120,10 @@ def test_relative_paths_become_absolute_those_of_several_data_sources_too(launch
     # with several sources, suites have no default source
     rest = rest.replace("[[eval.suites]]\n", '[[eval.suites]]\nsource = "file"\n')
     recipe.write_text(text + sources + rest)
-    result = launch(recipe, "--nodes", 4, "--set", "rollout.sglang_python=sglang-env/bin/python")
+    own = ("rollout.sglang_python=sglang-env/bin/python", "objective.path=mine.py:Mine", "reward.kind=python")
+    own += ("reward.path=mine.py:score", "reward.boxed=false")
+    result = launch(recipe, "--nodes", 4, *(part for one in own for part in ("--set", one)))
+    assert len(re.findall(rf"--set '(?:objective|reward).path=\"{ROOT}/mine.py:\w+\"'", result.stdout)) == 2
     assert f"--set 'rollout.sglang_python=\"{ROOT}/sglang-env/bin/python\"'" in result.stdout, result.stderr
     (setting,) = re.findall(r"--set '(data\.sources=[^']*)'", result.stdout)
     sources = load_without_objective(recipe, [setting]).data.sources
@@ -168,7 +171,8 @@ def test_a_sweep_is_an_array_of_jobs_of_one_node(launch, sweep_of_qwen):
     ((lines, srun, _),) = scripts(result)
     assert (lines["array"], lines["nodes"], lines["gpus-per-node"]) == ("0-2", "1", "8")
     assert "_%A_%a.out" in lines["output"]
-    assert srun.endswith(f"--chdir {ROOT} python -m megarl.cli sweep {sweep_of_qwen} --output {ROOT}/runs/x --jobs 1")
+    agent = f"env --chdir={ROOT} python -P -m megarl.cli sweep {sweep_of_qwen} --output {ROOT}/runs/x --jobs 1"
+    assert srun.endswith(f" {agent}")
     missing = [line for line in result.stderr.splitlines() if "[model] path" in line]
     paths = [f"{ROOT}/models/Qwen3-30B-A3B-Base", f"{ROOT}/elsewhere"]  # of the recipe, and of an axis; each once
     assert missing == [f"not on this machine: [model] path: {path}" for path in paths]

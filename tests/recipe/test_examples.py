@@ -103,7 +103,6 @@ CHANGES = {  # of rows with this in their names or commands
     **{f"data, batch {prompts}": {"prompts": prompts} for prompts in (64, 128, 256)},
     "programs": {"prompts": 16, "suites": {"livecodebench": 4}, "best": "first"},  # section 5.1 and appendix B.2
     "14B": {"prompts": 16},
-    "mu-GRPO's setting": {"objectives": {"mu_grpo": {}}},  # a baseline of which the paper says nothing
     "32k tokens": {"context": 2**15},  # section 5.3, figure 11
     "deepseek_7b/bapo.toml": {"suites": AIME | {"amc23": 16, "olympiad": 16}},  # table 3 of BAPO
     "octothinker": {"suites": AIME | {"math500": 16}, "objectives": {"bapo": FIGURE_13, "grpo": GRPO}},  # appendix B

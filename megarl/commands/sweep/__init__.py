@@ -56,9 +56,10 @@ def _count(plan: SweepPlan) -> str:
     return f"{runs}; {done} of {len(plan.all)} are done"
 
 
-def sweep(path: Path, output: Path, jobs: int, as_json: bool = False) -> str:
+def sweep(path: Path, output: Path, jobs: int | None = None, as_json: bool = False) -> str:
     """Make the missing runs of a sweep, ``jobs`` at a time, and write the results of all; returns the table.
 
+    jobs: default 2, but 1 on GPUs, all of which each run takes.
     All settings are checked before the first run starts. If a run fails, the others are still made; the next call tries
     the failed one again. Raises `UserError` or `PhaseFailed` at the end, with a line for each run that failed.
     """
@@ -66,7 +67,8 @@ def sweep(path: Path, output: Path, jobs: int, as_json: bool = False) -> str:
     _say(_count(plan))
     failed: dict[str, BaseException] = {}
     if missing := [job for job in plan.all if not job.is_done()]:
-        with Workers(jobs, plan.output / "logs") as workers:
+        on_gpus = any(job.recipe.actor.backend == "cuda" for job in missing)
+        with Workers(jobs or (1 if on_gpus else 2), plan.output / "logs") as workers:
             _check(workers, missing)
             failed = _make(workers, missing)
     with _exclusive(plan.output):  # of several sweeps at once, the last to write includes the runs of all

@@ -87,8 +87,8 @@ def _point(finished: FinishedRun) -> Point:
 
 def _row(point: Point, suite: str, runs: list[FinishedRun], reference: dict[str, FinishedRun]) -> Row:
     last = [_Result.of(f, suite) for f in runs]
-    with_start = [(_Result.of(f, suite, first=True), _Result.of(f, suite)) for f in runs]
-    with_start = [(before, after) for before, after in with_start if before.update < after.update]
+    both = [(f.run.begins, _Result.of(f, suite, first=True), _Result.of(f, suite)) for f in runs]
+    with_start = [(before, after) for begins, before, after in both if begins == before.update < after.update]
     gain = _differences(with_start) if len(with_start) == len(runs) else None
     pairs = [(reference[f.job.replicate], f) for f in runs if f.job.replicate in reference]
     differences = [(_Result.of(a, suite), _Result.of(b, suite)) for a, b in pairs if suite in a.run.suites]

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,17 +21,7 @@ from tests.helpers import events, metrics, processes_with_files_in
 from tests.phases.commands import settings, succeed
 from tests.phases.test_kill import assert_same_weights, kill_command
 
-SWEEP = """
-recipe = "{recipe}"
-stage = 0
-seeds = [3, 4]
-baseline = "grpo"
-[set]
-schedule = {{ stages = 1, updates_per_stage = 4 }}
-[axes.objective]
-grpo = {{ objective = {{ eps_low = 0.1, name = "grpo" }} }}
-mu_grpo = {{ optimizer = {{ lr = 1e-3 }} }}
-"""
+SWEEP = Path(__file__).with_name("sweep.toml").read_text()
 
 
 @pytest.fixture(scope="module")
