@@ -307,6 +307,8 @@ def _names(template: str) -> list[str]:
 
 def _fill(template: str, fields: dict[str, Any], where: str) -> str:
     try:
+        if any(re.search(r"\d{4}|\{", spec or "") for _, _, spec, _ in string.Formatter().parse(template)):
+            raise ValueError("a format is as long as thousands of characters, or a column")
         for name in _names(template):
             check_exact(string.Formatter().get_field(name, (), fields)[0], f"column {name}")
         return template.format(**fields)

@@ -14,7 +14,7 @@ NUMBER_DIGITS = 17  # characters up to which the text of a float is exact: it th
 _SMALLEST = 1e-300  # numbers nearer to 0 may have fewer digits than others
 # a text that is a conversation, or one message, as JSON or Python writes it: of messages as transformers or ShareGPT
 _CHAT = re.compile(
-    r"""\s*(?:array\()?\s*\[?\s*\{(?=.*["'](?:role|from)["']\s*:)(?=.*["'](?:content|value)["']\s*:)\s*(.)""", re.S
+    r"""\s*+(?:array\()?\s*+\[?\s*+\{(?=.*["'](?:role|from)["']\s*:)(?=.*["'](?:content|value)["']\s*:)\s*(.)""", re.S
 )
 
 

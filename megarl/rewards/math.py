@@ -60,12 +60,13 @@ ROOT = re.compile("\u221a\\s*(?:\\(([^()]*)\\)|(\\d+|[a-zA-Z]))")
 DASH = re.compile("(?:(?<=[(\\[{=,$])|(?<=is )|\\A)\\s*[\u2013\u2014](?=\\s*[\\d.\\\\])")  # as a sign, not in 1-5
 # what says nothing about the value: colours, bold and code of Markdown, quotes, currencies, spacing after commas; and
 # other signs for those of LaTeX. An ellipsis becomes a symbol: math-verify would read 1, 2, \ldots, 9 as 1, 2, 9.
-AMOUNT = r"-?(?:\\?\$)?\d[\d.,/]*"
+AMOUNT = r"-?(?:\\?\$)?\d[\d.,/]*(?:\\cdot 10\^\{\d+\})?"
 # words after a number that are no part of a formula
 UNIT = (
-    r"(?:(?!(?:or|and|to|mod|if|when|for|than|more|less|pi|sqrt|sin|cos|tan|log|ln|exp|squared|cubed|factorial|choose"
-    r"|half|halves|dozens?|(?:hundred|thousand|third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth)\w*)\b)"
-    r"[A-Za-z]{2,}[ ~]*){1,4}"
+    r"(?:(?!(?:or|and|to|mod|if|when|for|than|more|less|over|plus|minus|root|pi|squared|cubed|factorial|choose|half"
+    r"|halves|dozens?|alpha|beta|gamma|delta|epsilon|theta|lambda|sigma|omega|phi|psi|[a-d]{4}|[w-z]{4}"
+    r"|(?:sqrt|sin|cos|tan|log|ln|exp|hundred|thousand|third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth)\w*"
+    r"|\w+(?:teenths?|lfths?|tieths?))\b)[A-Za-z]{2,}+[ ~]*+){1,4}"
 )
 SQRT = re.compile(r"\\sqrt *\(([^()]*)\)")
 HARMLESS: Rules = (
@@ -83,6 +84,7 @@ HARMLESS: Rules = (
     (re.compile(r"(?<=\d) +(?=i(?!\.?[a-zA-Z]))"), ""),
     (re.compile(r"(?<![\w^}])(?:\\text)?\{\s*([+-])\s*\}"), r"\1"),
     (re.compile(rf"\\(?:text|textbf|mathrm|mbox)\s*\{{\s*({AMOUNT})[ ~]+({UNIT})\.?\s*\}}"), r"\1\\text{ \2}"),
+    (re.compile(r"(?<=\d)[ ~]*\\text\{\s*((?:m|b|tr)illion)\s+(?=[A-Za-z])"), r" \1\\text{ "),
     *(
         (re.compile(rf"(?<=\d)[ ~]*(?:\\text\{{\s*{word}\s*\}}|{word}\b)"), instead)
         for word, instead in (

@@ -12,7 +12,7 @@ import operator
 import re
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from megarl.data.prompts import Prompt, PromptSource
@@ -76,6 +76,8 @@ class ReasoningGym:
     def _score(self, prompt: Prompt, response: str) -> float:
         # that of a composite generator calls the one inside it that made this item
         scorer = self._scorers[prompt.entry["generator"]]
+        if not _may_solve(prompt.entry, response):
+            return 0.0
         try:
             score = float(scorer.score_answer(answer=response, entry=prompt.entry))
             return score if 0.0 <= score <= 1.0 else 0.0  # 0 for NaN, too
@@ -83,6 +85,21 @@ class ReasoningGym:
             raise
         except (Exception, NotData):
             return 0.0  # some scorers, as of prime_factorization, raise on text that they cannot parse
+
+
+def _may_solve(entry: Mapping[str, Any], answer: str) -> bool:
+    """False for answers that solve nothing, but which scorers of reasoning_gym 0.1.25 take for right."""
+    metadata = entry["metadata"]
+    match metadata.get("source_dataset"):
+        case "complex_arithmetic" | "number_sorting":  # every comparison with NaN is false
+            return not re.search(r"(?i)(?<![a-z])nan(?![a-ik-z])", answer)
+        case "game_of_life_halting":  # "True" and "False" are compared by their truth values
+            return answer.strip().lower() == str(entry["answer"]).lower()
+        case "countdown" | "puzzle24" as game:  # a formula of the given numbers: not 0x2d, pi - pi, or 6 * 4 * 1 * 1
+            numbers = sorted(map(int, re.findall(r"\d+", answer)))
+            used = game == "countdown" or numbers == sorted(metadata["numbers"])
+            return used and re.fullmatch(r"[\d\s+\-*/().]+", answer) is not None
+    return True
 
 
 class NotData(BaseException):

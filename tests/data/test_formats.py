@@ -14,6 +14,7 @@ from megarl.errors import UserError
 from megarl.recipe.data_table import SourceTable
 from megarl.rewards.code import read_tests
 from tests.data.prompt_sources import read, write
+from tests.helpers import ROOT
 from tests.rewards.pooling import scorer
 
 
@@ -162,25 +163,7 @@ def test_a_pickle_is_never_executed(tmp_path):
         read(tmp_path / "p.jsonl", [live_code_bench([], packed(Bomb()))], format="livecodebench")
 
 
-COMPARES = """import numpy as np
-
-def is_floats(x) -> bool:
-    if isinstance(x, (list, tuple)) and x:
-        return all(isinstance(i, float) for i in x)
-    if isinstance(x, np.ndarray):
-        return x.dtype == np.float64 or x.dtype == np.float32
-    return isinstance(x, float)
-
-
-def assertion(out, exp, atol):
-    if atol == 0 and is_floats(exp):
-        atol = 1e-6
-    if out != exp and atol != 0:
-        assert np.allclose(out, exp, rtol=1e-07, atol=atol)
-    else:
-        assert out == exp, f"out: {out}, exp: {exp}"
-
-"""
+COMPARES = (ROOT / "tests/rewards/data/evalplus.txt").read_text()  # how EvalPlus's tests begin
 LOOP = "for i, (inp, exp) in enumerate(zip(inputs, results)):\n"
 
 

@@ -55,8 +55,7 @@ BODIES = {  # or the function's body
 
 def test_rows_of_a_suite_may_lack_answers(recipe, own, tmp_path):
     (tmp_path / "exam.jsonl").write_text('{"prompt": "a", "answer": ""}\n')
-    exam = [f"eval.suite={tmp_path}/exam.jsonl", "eval.source=file"]
-    check_reward(load_recipe(recipe, reward(own, *exam)))
+    check_reward(load_recipe(recipe, reward(own, f"eval.suite={tmp_path}/exam.jsonl", "eval.source=file")))
 
 
 @pytest.mark.parametrize("mistake", [*FILES, *BODIES])

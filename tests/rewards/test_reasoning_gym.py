@@ -113,3 +113,16 @@ def test_harmless_text_around_an_answer_changes_no_score(name):
     for prompt in prompts[name]:
         assert [verifier.score(prompt, form.format(prompt.answer)) for form in FORMS] == [1.0] * len(FORMS)
         assert verifier.score(prompt, f"<answer>{prompt.answer}</answer> or <answer>no answer</answer>") < 1.0
+
+
+def test_answers_that_solve_nothing_are_wrong():
+    names = ("game_of_life_halting", "complex_arithmetic", "number_sorting", "countdown", "puzzle24")
+    prompts, verifier = generated(names, 3)
+    for name, prompt in [(name, prompt) for name, own in prompts.items() for prompt in own]:
+        about = prompt.entry["metadata"]
+        numbers = about["numbers"] if name == "countdown" else about.get("original_numbers", ())
+        nothing = {"game_of_life_halting": "x", "complex_arithmetic": "nan", "puzzle24": "6*4*1*1"}
+        nothing["number_sorting"] = f"[{', '.join('NaN' for _ in numbers)}]"
+        nothing["countdown"] = f"({'+'.join(map(str, numbers))})*0x0+{about.get('target', 0):#x}"
+        assert verifier.score(prompt, nothing[name]) < 1.0, name
+        assert name == "puzzle24" or verifier.score(prompt, prompt.answer) == 1.0, name

@@ -74,6 +74,7 @@ def test_responses_with_a_label_are_counted_for_majorities():
 
 
 def test_boxes_in_boxes_take_neither_time_nor_memory():
+    assert MATH.score(prompt_for("5"), "\\boxed{\\text{5 " + "a" * 10_000 + "!}}") == 0.0  # nor do units
     tracemalloc.start()
     assert last_box("\\boxed{" * 50_000) is None  # hours, if each were read to the end
     assert last_box("\\boxed{" * 50_000 + "1" + "}" * 50_000) == "1"  # 10 GB, if each were a text of its own

@@ -80,7 +80,7 @@ def _check_files(source: Path, manifest: Manifest) -> None:
 
     Hidden files beside the manifest, such as those of ``hf download``, are ignored.
     """
-    found = {str(path.relative_to(source)) for path in source.rglob("*") if not path.is_dir()}
+    found = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_symlink() or not path.is_dir()}
     if extra := sorted(name for name in found - {*manifest.files, MANIFEST, CARD} if not name.startswith(".")):
         raise UserError(f"{source}: {extra[0]!a} is not in its manifest")
     for name in manifest.files:

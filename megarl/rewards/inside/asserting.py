@@ -130,6 +130,16 @@ def _close(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
+class Space(dict[str, Any]):
+    """The global names of the tests. Those of the program are ``fixed``: a star import does not replace them."""
+
+    fixed: frozenset[str] = frozenset()
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        if name not in self.fixed:
+            super().__setitem__(name, value)
+
+
 def names_of(tests: str) -> set[str]:
     """The global names that the tests use but do not define."""
     module = symtable.symtable(tests, "tests", "exec")
@@ -153,14 +163,15 @@ def main() -> None:
         wire.answer()  # the program has been loaded
         modules: dict[str, Any] = sys.modules
         modules["solution"] = Remote(wire, {"object": 0})  # from which the tests of KodCode import
-        space: dict[str, Any] = {"__name__": "__main__", "__close__": close, "__same_list__": same_list}
-        space |= {"inf": math.inf, "nan": math.nan}  # how Python writes these values of JSON
+        space = Space({"__name__": "__main__", "__close__": close, "__same_list__": same_list})
+        space.update(inf=math.inf, nan=math.nan)  # how Python writes these values of JSON
         known = {*space, *dir(builtins), *sys.stdlib_module_names}
         for name in names_of(task["tests"]):
             if name == task["entry_point"] or name not in known:
                 space[name] = Remote(wire, name)
             elif name in sys.stdlib_module_names:
                 space[name] = importlib.import_module(name)
+        space.fixed = frozenset(name for name, value in space.items() if isinstance(value, Remote))
         exec(compile(task["tests"], "tests", "exec"), space)
         code = task["passed"]
     except Unusable:

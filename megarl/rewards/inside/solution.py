@@ -34,24 +34,31 @@ def main() -> None:
         replies.write(json.dumps(answer).encode() + b"\n")
         replies.flush()
 
+    given: dict[str, Any] = {}  # by the preamble, whose functions are no answers
+
     def load() -> None:
         for name in ("preamble.py", "program.py"):
+            given.update(program.__dict__)
             with open(f"/box/{name}", encoding="utf-8", errors="surrogateescape") as file:
                 exec(compile(file.read(), name, "exec"), program.__dict__)
 
     reply(load)
     for line in requests:
         request = json.loads(line)
-        reply(lambda request=request: answer_to(request, program, objects))
+        reply(lambda request=request: answer_to(request, program, objects, given))
 
 
-def named_in(program: types.ModuleType, name: str) -> Any:
-    """The method of the program's class ``Solution``, which some data sets require, or its object of this name."""
+def named_in(program: types.ModuleType, name: str, given: dict[str, Any]) -> Any:
+    """The method of the program's class ``Solution``, which some data sets require, or its object of this name, unless
+    that is ``given``."""
     solution: Any = getattr(program, "Solution", None)
-    return getattr(solution() if hasattr(solution, name) else program, name)
+    found = getattr(solution() if hasattr(solution, name) else program, name)
+    if name in given and found is given[name]:
+        raise AttributeError(f"the program does not define {name}")
+    return found
 
 
-def answer_to(request: dict[str, Any], program: types.ModuleType, objects: list[Any]) -> Any:
+def answer_to(request: dict[str, Any], program: types.ModuleType, objects: list[Any], given: dict[str, Any]) -> Any:
     """Execute one request: a call, or an attribute, the items, an item, the truth value or the length of an object."""
     from values import decode, encode  # type: ignore[import-not-found]
 
@@ -60,7 +67,7 @@ def answer_to(request: dict[str, Any], program: types.ModuleType, objects: list[
         return {"object": len(objects) - 1}
 
     target = decode(request["of"], objects.__getitem__)
-    target = named_in(program, target) if isinstance(target, str) else target
+    target = named_in(program, target, given) if isinstance(target, str) else target
     arguments = decode(request["arguments"], objects.__getitem__)
     named = decode(request["named"], objects.__getitem__)
     does = {
