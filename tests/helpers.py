@@ -23,36 +23,7 @@ from megarl.phases.preload import SERVER_NAME
 ROOT = Path(__file__).parents[1]
 SGLANG_PYTHON = ROOT / "tests/rollout/sglang/python"  # the interpreter of .venv-sglang
 
-RECIPE = """
-[model]
-path = "{model}"
-[data]
-source = "file"
-train = "{prompts}"
-prompt_template = "{{prompt}}="
-max_prompt_tokens = 8
-[reward]
-kind = "exact"
-[rollout]
-max_response_tokens = 6
-responses_per_prompt = 4
-groups_per_chunk = 8
-[schedule]
-stages = 2
-updates_per_stage = 6
-prompts_per_update = 4
-[objective]
-name = "mu_grpo"
-[optimizer]
-lr = 2e-4
-[actor]
-backend = "cpu"
-checkpoint_every = 2
-[eval]
-prompts = 16
-[run]
-tensorboard = false
-"""
+RECIPE = (ROOT / "tests/recipe.toml").read_text()
 
 
 def megarl(*arguments, timeout=900, **options):

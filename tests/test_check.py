@@ -1,7 +1,5 @@
 """Which tests `tests/check.py` chooses."""
 
-from __future__ import annotations
-
 from tests.check import ALWAYS, graph, reached
 
 EDGES = {"low.py": set(), "high.py": {"low.py"}, "apart.py": set(), "tests/x/conftest.py": {"low.py"}}

@@ -217,7 +217,8 @@ def _export(tensor: HfTensor, job: _Job, source: TensorFiles, target: TensorFile
     shares = _sharing_group(tensor).size()
     row_bytes = math.prod(tensor.shape[1:]) * stored.dtype.itemsize
     for first, block in tensor.merged_blocks(max(1, BLOCK_BYTES // (row_bytes * group.size()))):
-        if tensor.low_rank:
+        # rounded to the nearest, weights would lose updates of less than half a unit in their last place
+        if tensor.low_rank or (block.dtype == torch.float32 and stored.dtype.itemsize == 2):
             seed = f"{job.stored_name} {tensor.local_expert} {group.rank()} {first}"
             block = round_stochastically(block, stored.dtype, seed)
         block = block.to(stored.dtype).contiguous()

@@ -139,16 +139,19 @@ def round_stochastically(x: torch.Tensor, dtype: torch.dtype, name: str) -> torc
     """float32 -> ``dtype``, rounded up or down at random with expected value x (Gupta et al. 2015, arXiv 1502.02551,
     eq. 1).
 
-    Frozen weights are multiples of ``dtype``'s last place. Rounded to the nearest, W + B A would equal W wherever the
-    adapter adds less than half a unit in the last place. name: seeds the random numbers, so that an export is
-    reproducible.
+    Weights that were read in ``dtype`` are multiples of its last place. Rounded to the nearest, they would be the same
+    wherever training or an adapter adds less than half a unit in that place. name: seeds the random numbers, so that an
+    export is reproducible.
     """
     bits = {torch.bfloat16: 16, torch.float16: 13}.get(dtype)  # mantissa bits of float32 that dtype lacks
     if bits is None:
         return x.to(dtype)
     generator = _generator(name, x.device)
-    noise = torch.randint(1 << bits, x.shape, generator=generator, dtype=torch.int32, device=x.device)
-    return ((x.view(torch.int32) + noise) >> bits << bits).view(torch.float32).to(dtype)
+    rounded = torch.randint(1 << bits, x.shape, generator=generator, dtype=torch.int32, device=x.device)
+    rounded += x.view(torch.int32)  # in place, as an export counts its memory
+    rounded >>= bits
+    rounded <<= bits
+    return rounded.view(torch.float32).to(dtype)
 
 
 def _group(matrix: Matrix) -> torch.distributed.ProcessGroup:

@@ -75,7 +75,7 @@ def run_scratch_phase(stage: Stage, phase: str, **request: Any) -> list[dict[str
     """Run ``phase`` on the stage in a scratch run directory, pass it ``request``, and return the records it answers."""
     with tempfile.TemporaryDirectory(prefix="megarl-scratch-") as folder, Nodes(NodeRank()) as nodes:
         scratch = _linked(stage, Path(folder) / "run")
-        check(nodes.starter, scratch.run.recipe)
+        check(nodes.starter, scratch.run.recipe, optimizes=False)
         scratch.run.write_request(**request)
         with Progress(scratch.run.root, scratch.run.recipe, sys.stderr):
             run_phase(nodes, scratch, phase, 1)

@@ -23,6 +23,7 @@ from megarl.phases.generation import RolloutStats, missing_chunks, shared_chunks
 from megarl.phases.rollout_worker import RolloutWorker, never, with_policy
 from megarl.phases.stop import StopRequest
 from megarl.recipe.tables import Suite
+from megarl.rewards import is_scored
 from megarl.rewards.answers import COMPARED, answer_of
 from megarl.storage.metrics import trackers
 from megarl.storage.metrics.summary import by_columns
@@ -146,8 +147,12 @@ class _Evaluation:
         responses = tuple(replace(response, routed_experts=None) for response in group.responses)
         if kind in COMPARED and self.suite.samples > 1:
             texts = (decode(response.tokens, skip_special_tokens=True) for response in responses)
-            answers = (answer_of(kind, text) for text in texts)
-            responses = tuple(replace(r, answer=a) for r, a in zip(responses, answers, strict=True))
+            answers = [answer_of(kind, text) for text in texts]
+            table = self.worker.recipe.reward  # a response that is wrong unread does not vote
+            responses = tuple(
+                replace(r, answer=a if is_scored(r.finish_reason, table) else None)
+                for r, a in zip(responses, answers, strict=True)
+            )
         return replace(group, responses=responses)
 
     def finish(self) -> None:
@@ -194,4 +199,6 @@ def _summary(groups: Sequence[Group], compares: bool) -> dict[str, object]:
     correct = np.array([[response.correctness for response in group.responses] for group in groups])
     answers = [[response.answer for response in group.responses] for group in groups]
     discarded = sum(response.discarded or 0 for group in groups for response in group.responses)
-    return summarise(correct, answers if compares else None) | ({"discarded": discarded} if discarded else {})
+    cut = np.mean([response.finish_reason != "stop" for group in groups for response in group.responses])
+    found = summarise(correct, answers if compares else None) | {"truncated": round(float(cut), 6)}
+    return found | ({"discarded": discarded} if discarded else {})

@@ -8,6 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from megarl.actor import parallel
+from megarl.distributed import ReplicaGroup
 from megarl.errors import UserError
 from megarl.foreign import quoted
 from megarl.phases.export import Exporter
@@ -23,7 +24,7 @@ from megarl.storage.run_dir import Stage
 def optimize(stage: Stage) -> None:
     """Turn ``stage.policy`` into ``stage.next.policy``, continuing from the newest undamaged checkpoint."""
     stop = StopRequest()
-    if stage.is_trained():
+    if ReplicaGroup.join(while_waiting=stop.exit_if_asked).from_first("is trained", stage.is_trained()):
         return  # restarted after a process died between the export and its exit
     if not appears(stage.rollouts / SEALED):
         command = f"megarl rollout {quoted(stage.run.root)} --stage {stage.number}"

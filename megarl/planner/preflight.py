@@ -83,6 +83,8 @@ def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None
         check_engine(recipe, stage, hf)
     check_devices(recipe)
     check_composition(recipe, hf, nodes if optimizes else None)
+    if optimizes:
+        _check_router_losses(recipe)
     if recipe.objective.path is not None:
         objective = build_objective(recipe.objective.definition, recipe.objective.fields)
         try_objective(objective, recipe.objective.path)
@@ -107,6 +109,19 @@ def check_composition(recipe: Recipe, hf: dict[str, Any], nodes: int | None = 1)
         )
     check_layout(recipe, hf, nodes)
     check_lora(recipe, hf)
+
+
+def _check_router_losses(recipe: Recipe) -> None:
+    """`UserError` for losses of routers, which have another size than their coefficients say: Megatron multiplies them
+    by the tokens of a micro-batch and expects those of the batch as the divisor, but an update is divided by what its
+    objective counts."""
+    for name, off in (("moe_router_load_balancing_type", "none"), ("moe_z_loss_coeff", 0)):
+        if (value := recipe.megatron.get(name) or off) != off:
+            raise UserError(
+                f"[megatron] {name} = {value!r}: the loss would be divided by what the objective counts and not by "
+                "the tokens by which Megatron multiplies it; remove the key (moe_router_bias_update_rate balances "
+                "routers that have a bias), or go on from the result of an earlier run with --continue-from"
+            )
 
 
 def _check_steps(recipe: Recipe, updates: int) -> None:

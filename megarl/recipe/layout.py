@@ -253,18 +253,7 @@ def check_layout(recipe: Recipe, hf: dict[str, Any], nodes: int | None = 1) -> N
         raise UserError(f"[actor] {problem}")
 
 
-# settings of Megatron's routers -> the values without a loss of their own
-_NO_ROUTER_LOSS = {"moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0, "moe_z_loss_coeff": None}
-
-
 def _check_routing(recipe: Recipe, hf: dict[str, Any]) -> None:
-    for name, off in _NO_ROUTER_LOSS.items():
-        if (value := recipe.megatron.get(name) or off) != off:
-            raise UserError(
-                f"[megatron] {name} = {value!r}: Megatron multiplies the losses of routers by their tokens, but an "
-                "update is divided by what its objective counts, so the coefficient would mean another one; remove "
-                "the key (routers with a bias can be balanced by moe_router_bias_update_rate)"
-            )
     replay = recipe.actor.routing_replay
     if replay == "none":
         return

@@ -164,8 +164,9 @@ class VllmEngine(ContinuousEngine):
                 self._engine.wake_up()
             self._asleep = False
         self._engine.collective_rpc("reload_weights", kwargs={"weights_path": str(self.policy_dir)})
-        self._engine.reset_prefix_cache()
         self._reloaded = True
+        if not self._engine.reset_prefix_cache(reset_connector=True):  # also a cache outside of the engine
+            self._start()  # blocks of the old weights are still in use
 
     def restart(self) -> bool:
         """Restart vLLM if its weights were loaded in place: weights loaded at its start are not affected by reloads."""

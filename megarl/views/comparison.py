@@ -91,8 +91,16 @@ def _estimates(suite: str, a: Side, b: Side) -> dict[str, Any]:
         "a": {"name": a.name, "update": first},
         "b": {"name": b.name, "update": second},
         "estimates": estimates,
+        "differ": _differing(suite, (a, first), (b, second)),
         "goes_on_to": {name: end for name, end in ends.items() if first == second < (end or 0)},
     }
+
+
+def _differing(suite: str, *policies: tuple[Side, int]) -> dict[str, list[Any]]:
+    """{setting: its two values} for those in which two evaluations differ, but for the number of samples."""
+    ours, theirs = (SuiteResponses.of(side.run, suite).settings(version) for side, version in policies)
+    names = sorted((ours.keys() | theirs.keys()) - {"samples", "crc"}) if ours and theirs else []
+    return {name: [ours.get(name), theirs.get(name)] for name in names if ours.get(name) != theirs.get(name)}
 
 
 def _table(found: dict[str, Any]) -> str:
@@ -104,6 +112,7 @@ def _table(found: dict[str, Any]) -> str:
             f"  {one['name']:8} {one['a']:.4f} -> {one['b']:.4f}  {one['mean']:+.4f} [{low:+.4f}, {high:+.4f}]  "
             f"{one['better']} prompts better, {one['worse']} worse, sign test p = {one['p_value']:.3g}"
         )
+    lines += [f"  evaluated otherwise: {name} = {x!r} in A, {y!r} in B" for name, (x, y) in found["differ"].items()]
     return "\n".join([*lines, *(f"  {name} goes on to update {end}" for name, end in found["goes_on_to"].items())])
 
 

@@ -99,13 +99,13 @@ def _wait_for(events: Path, size: int) -> None:
 def _first_failure(reports: Mapping[int, Report]) -> Report | None:
     """The failure that most likely caused all others, after a stall with all heartbeats; None if all nodes are done.
 
-    A `UserError` is nobody's consequence, and clocks of nodes differ.
+    A mistake comes before other failures, whose times are those of other nodes' clocks.
     """
     bad = [report for report in reports.values() if report.outcome != "done"]
     if not bad:
         return None
     order = ("failed", "stopped", "aborted")
-    first = min(bad, key=lambda r: (order.index(r.outcome), not r.mistake, not r.primary, r.time))
+    first = min(bad, key=lambda r: (order.index(r.outcome), not r.primary, not r.mistake, r.time))
     seen = [report.last_seen for report in reports.values() if first.stalled and report.last_seen]
     return replace(first, cause="\n".join([first.cause, *seen]))
 
@@ -187,11 +187,10 @@ class Here:
     def report(self, ended: Ended) -> Report:
         """How the attempt ended."""
         if ended.stopped:  # even if all processes are done: the run must not go on to the next phase
-            lost = [i for i, code in ended.codes.items() if code not in (0, STOPPED, -signal.SIGTERM)]
-            if lost:
-                said = self._failure(self.ranks[lost[0]])["message"]
-                why = said or "it was killed first; MEGARL_SHUTDOWN_SECONDS gives it more time"
-                tell(f"rank {self.ranks[lost[0]]} did not save what it did since its last checkpoint: {why}")
+            lost = [rank for rank in self.ranks if not self._ended_well(rank)]
+            if lost and PHASES[self.phase].actor:
+                why = self._failure(lost[0])["message"] or "it was killed; MEGARL_SHUTDOWN_SECONDS gives it more time"
+                tell(f"rank {lost[0]} may not have saved its updates since the last checkpoint: {why}")
             return Report("stopped", time=time.time())
         where = f", {self.nodes.name()}" if self.nodes.count > 1 else ""
         if ended.stall is not None:
@@ -224,6 +223,11 @@ class Here:
             free = ", ".join(f"{shutil.disk_usage(place).free / 1e6:.1f} MB in {place}" for place in places)
             cause = f"no space left on a device; free now: {free}. {INTACT}\n{cause}"
         return Report("failed", cause, full, -code in PRIMARY_SIGNALS, said["time"])
+
+    def _ended_well(self, rank: int) -> bool:
+        """Whether the rank said that it was done, or had saved after it was asked to stop, before it was gone."""
+        end = self.file(rank, "end")
+        return end.exists() and end.read_text() in ("0", str(STOPPED))
 
     def _failure(self, rank: int) -> dict[str, Any]:
         """What a failed process has written into its error file."""

@@ -8,7 +8,7 @@ import pytest
 
 from lab.claims import FIRST, SECOND, Part, collapse, find, lead, verdict
 from lab.figures import charts
-from lab.results import Sweep, at, difference, estimate
+from lab.results import Sweep, at, difference
 from lab.tables import read_all
 from megarl.commands.sweep import describe
 from tests.helpers import ROOT
@@ -71,12 +71,6 @@ def test_a_verdict_follows_from_all_parts(sides, word):
     parts = [Part("", value, side) for side in sides.split()]
     for first, expected in ((ABOVE, word), (NEAR, "cannot be seen at this size"), (ABOVE[:3], "not run")):
         assert verdict([find(part, sweep_of(x=first, y=A), FIRST) for part in parts]) == expected
-
-
-def test_an_interval_is_students_t_interval_over_seeds():
-    found = estimate(sweep_of(x=[0.1, 0.2, 0.3, 0.4, 0.5])["frozen"], FIRST, at("x", 256))
-    half = 2.776 * 0.1581 / 5**0.5  # t(4) times the standard error; the standard deviation is sqrt(.025)
-    assert [found.mean, *found.ci95] == pytest.approx([0.3, 0.3 - half, 0.3 + half], abs=1e-3)
 
 
 def test_a_collapse_and_its_warning_by_hand():

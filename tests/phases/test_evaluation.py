@@ -4,6 +4,7 @@ import itertools
 import json
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
@@ -21,25 +22,7 @@ from tests.helpers import events, megarl, read_lines
 from tests.phases.commands import settings, succeed, train
 from tests.phases.test_kill import assert_same_weights, kill_command
 
-SUITES = """
-every_updates = 2
-[[eval.suites]]
-name = "heldout"
-samples = 4
-[[eval.suites]]
-name = "short"
-suite = "{suite}"
-data = {{ prompt_template = "{{prompt}}{{prompt}}=" }}
-prompts = 4
-samples = 3
-top_p = 0.7
-max_response_tokens = 2
-[[eval.suites]]
-name = "greedy"
-greedy = true
-[metrics]
-by = ["source"]
-"""
+SUITES = Path(__file__).with_name("suites.toml").read_text()
 NAMES = ("heldout", "short", "greedy")
 SMALL = ("schedule.updates_per_stage=4", "schedule.prompts_per_update=2", "rollout.groups_per_chunk=8")
 TIMES = ("time", "seconds", "generate_seconds", "crc")

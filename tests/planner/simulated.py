@@ -1,7 +1,4 @@
-"""Plans whose parameters are not counted by Megatron: for times, the numbers in `PUBLISHED` are enough.
-
-Also MinPRO's recipe for Qwen3-30B-A3B as a staged run, in which each phase has the GPUs to itself.
-"""
+"""Plans whose parameters are not counted by Megatron: for times, the numbers in `PUBLISHED` are enough."""
 
 from pathlib import Path
 

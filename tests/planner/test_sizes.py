@@ -114,10 +114,8 @@ def test_an_update_computes_the_tokens_of_its_packing(prompt, response, budget, 
     packed = sum(prompt * len({i // 8 for i in bin}) + response * len(bin) for bin in bins)
     assert found.tokens_per_update == pytest.approx(packed, rel=1 / 32)
     assert whole.tokens_per_update == 256 * (prompt + 1 + response)
-    shorter = sizes.forward_flops(HF, found.active_parameters, prompt + 1)
-    one = sizes.forward_flops(HF, found.active_parameters, found.mean_sequence)
-    expected = 1 - found.prompts_saved * shorter / (256 * one)
-    assert found.update_seconds / whole.update_seconds == pytest.approx(expected)
+    short, one = (sizes.forward_flops(HF, found.active_parameters, n) for n in (prompt + 1, prompt + 1 + response))
+    assert found.update_seconds / whole.update_seconds == pytest.approx(1 - found.prompts_saved * short / (256 * one))
 
 
 def test_the_pipeline_stage_with_the_most_layers_sets_the_pace():

@@ -21,8 +21,6 @@ SINGLE = ["rollout.responses_per_prompt=1", "objective.advantage=batch_normalise
         (["metrics.by=level"], r"metrics.by: expected a list, in brackets \(got 'level'\)"),
         (["rollout.temperature=1e-320"], "temperature: Input should be greater than or equal to 0.0001"),
         (["eval.temperature=1e-320"], "temperature: Input should be greater than or equal to 0.0001"),
-        (["eval.greedy=true", "eval.temperature=0.6"], "greedy = true gives the same .*: leave out temperature"),
-        (["eval.greedy=true", 'eval.suites=[{name="a", samples=2}]'], "'a': greedy .* samples, or set greedy = false"),
         (["optimizer.lr=-1.0"], r"optimizer.lr: .* \(got -1.0\)$"),
         (SINGLE[:1], r"  recipe: objective.advantage = .* compares .* must be at least 2$"),
     ],
@@ -33,11 +31,17 @@ def test_settings_that_cannot_work_are_refused(recipe, settings, said):
         load_recipe(recipe, settings)
 
 
+@pytest.mark.parametrize("given", [["eval.temperature=0.6"], ['eval.suites=[{name="a", samples=2}]']])
+def test_settings_of_greedy_suites_that_have_no_effect_are_noted(recipe, given):
+    with pytest.warns(UserWarning, match="greedy = true, so (temperature|samples) is not used"):
+        load_recipe(recipe, ["eval.greedy=true", *given])
+
+
 def test_a_chosen_suite_is_read_as_without_the_choice(recipe):
     suites = 'eval.suites=[{name="a", suite="exam.jsonl", source="file"}, {name="b"}]'
     loaded = load_recipe(recipe, [suites, 'eval.data.prompt_template="{prompt}?"'])
     (chosen,) = _with_suites(loaded, ["a"]).suites
-    assert chosen == loaded.suites[0] and chosen.data.prompt_template == "{prompt}?"
+    assert chosen.data == loaded.suites[0].data and chosen.data.prompt_template == "{prompt}?"
 
 
 def test_an_infinite_bound_of_the_ratio_survives_writing_and_reading(recipe, tmp_path):

@@ -26,6 +26,7 @@ _NONE = object()
 # Tool calls as Qwen's and Hermes' templates ask for them: an object between two tags. JSON has "<" and "\\" in strings
 # alone; so no tag outside of a string is passed, and the time of a search grows with the text and not with its square.
 TAGS = ("<tool_call>", "</tool_call>")
+MOST_MESSAGES = 4096  # of a conversation
 THOUGHTS = ("<think>", "</think>")
 _CALL = re.compile(rf'{TAGS[0]}\s*({{(?:[^"<\\]|"(?:[^"\\]|\\.)*+")*+){TAGS[1]}', re.DOTALL)
 # fields of a request, of OpenAI's API and of vLLM's: those that are honoured,
@@ -86,6 +87,8 @@ def parse_chat_request(
     """
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
         raise Refused(400, "messages: expected a list of messages")
+    if len(body["messages"]) > MOST_MESSAGES:
+        raise Refused(400, f"messages: at most {MOST_MESSAGES}, since each is rendered with all before it")
     for name, value in body.items():
         neutral = value is None or any(value == accepted and name in fields for accepted, fields in NEUTRAL)
         if not neutral and name not in HONOURED | HARMLESS:

@@ -6,8 +6,8 @@ import base64
 import functools
 import hashlib
 import json
-import os
 import queue
+import secrets
 import tempfile
 import threading
 from pathlib import Path
@@ -32,7 +32,6 @@ from megarl.rollout.engine import (
     Sampling,
     check_request,
     replica_gpus,
-    response_seed,
     section,
 )
 from megarl.rollout.options import as_arguments, check_options
@@ -339,7 +338,7 @@ def server_arguments(policy_dir: Path, version: int, settings: Settings) -> list
         "max-running-requests": settings.responses,
         "tensor-parallel-size": settings.tensor_parallel,
         # where SGLang ignores the responses' seeds, two replicas or starts must not draw the same random numbers
-        "random-seed": response_seed(0, version, int(os.environ.get("RANK", "0"))) % 2**31,
+        "random-seed": secrets.randbelow(2**31),
         "stream-interval": WHOLE_RESPONSE,
         "grammar-backend": "none",
         "log-level": "warning",

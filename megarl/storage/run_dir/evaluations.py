@@ -55,6 +55,11 @@ class SuiteResponses:
         make_directory(responses)
         return responses
 
+    def settings(self, version: int) -> dict[str, Any]:
+        """How one policy's responses are sampled and scored; {} if that is not known."""
+        file = self.directory / f"settings_{version:06d}.json"
+        return read_checked(file, "Restore it from a copy") if file.exists() else {}
+
     def versions(self) -> list[int]:
         """The versions (numbers of updates) whose policies have answered the whole suite."""
         found = (path for path in self.directory.glob("update_*") if is_sealed(path))
