@@ -47,9 +47,9 @@ from launch.layout import (  # noqa: E402
 )
 from megarl.errors import UserError  # noqa: E402
 from megarl.own_file import is_own  # noqa: E402
-from megarl.recipe.load import load_without_objective  # noqa: E402
+from megarl.recipe.load import load_without_objective, read_tables  # noqa: E402
 from megarl.recipe.names import ENGINES  # noqa: E402
-from megarl.recipe.tables import Recipe  # noqa: E402
+from megarl.recipe.tables import ObjectiveTable, Recipe  # noqa: E402
 
 
 def main() -> None:
@@ -174,7 +174,6 @@ def agent_arguments(recipe: Recipe, link: ChainJob, options: argparse.Namespace)
     settings += [f'rollout.{engine}_python="{python}"' for engine, python in interpreters.items() if python]
     objective, reward, evaluation = recipe.objective, recipe.reward, recipe.eval
     paths = {
-        "objective.path": objective.path,
         "objective.advantage": objective.advantage if is_own(objective.advantage) else None,
         "reward.path": reward.path,
         "reward.service.prompt": reward.service and reward.service.prompt,
@@ -182,12 +181,24 @@ def agent_arguments(recipe: Recipe, link: ChainJob, options: argparse.Namespace)
         "eval.data.template": evaluation.data.get("template"),
     }
     settings += [f"{name}={toml_value(str(path))}" for name, path in paths.items() if path]
+    settings += own_objective(recipe, options)
     for name, tables in {"reward.parts": reward.parts, "eval.suites": evaluation.suites}.items():
         if tables:
             settings.append(f"{name}={toml_value([table.model_dump(mode='json') for table in tables])}")
     for setting in [*options.set, *settings]:
         arguments += ["--set", setting]
     return arguments + (["--until", link.until] if link.until else [])
+
+
+def own_objective(recipe: Recipe, options: argparse.Namespace) -> list[str]:
+    """Settings with the absolute path of an objective of the user's own, and with its fields: another path drops those
+    of the recipe."""
+    changes = [setting for setting in options.set if setting.startswith(("objective.name=", "objective.path="))]
+    if recipe.objective.path is None or (changes and changes[-1].startswith("objective.name=")):
+        return []
+    fields = {} if changes else read_tables(options.recipe)["objective"]
+    own = {name: value for name, value in fields.items() if name not in ObjectiveTable.model_fields}
+    return [f"objective.{name}={toml_value(value)}" for name, value in ({"path": recipe.objective.path} | own).items()]
 
 
 def slurm_executor(recipe: Recipe, link: ChainJob, first: bool, options: argparse.Namespace) -> run.SlurmExecutor:

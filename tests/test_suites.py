@@ -1,7 +1,5 @@
 """What `tests/suites.py` says of tests that fail, on small files of tests."""
 
-from __future__ import annotations
-
 import subprocess
 
 import pytest

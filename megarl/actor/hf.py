@@ -219,7 +219,9 @@ def _export(tensor: HfTensor, job: _Job, source: TensorFiles, target: TensorFile
     for first, block in tensor.merged_blocks(max(1, BLOCK_BYTES // (row_bytes * group.size()))):
         # rounded to the nearest, weights would lose updates of less than half a unit in their last place
         if tensor.low_rank or (block.dtype == torch.float32 and stored.dtype.itemsize == 2):
-            seed = f"{job.stored_name} {tensor.local_expert} {group.rank()} {first}"
+            tied = model.share_embeddings_and_output_weights and tensor.name == LM_HEAD  # the same weights
+            name = family_of(model.hf).embedding if tied else job.stored_name
+            seed = f"{name} {tensor.local_expert} {group.rank()} {first}"
             block = round_stochastically(block, stored.dtype, seed)
         block = block.to(stored.dtype).contiguous()
         whole = tensor.split is None and group.size() == shares  # every rank has the block itself

@@ -104,10 +104,7 @@ def _with_suites(recipe: Recipe, suites: list[str]) -> Recipe:
     if not suites:
         return recipe
     table = recipe.eval
-    known = {
-        suite.name: suite.model_copy(update={"data": {**table.data, **suite.data} if suite.suite else {}})
-        for suite in table.suites
-    }
+    known = {suite.name: suite for suite in table.suites}
     for suite in () if known else recipe.suites:
         known[suite.name] = SuiteTable(name=suite.name, suite=table.suite, source=table.source, data=table.data)
     chosen = [known.get(name) or _suite_of(name) for name in suites]
@@ -116,7 +113,7 @@ def _with_suites(recipe: Recipe, suites: list[str]) -> Recipe:
     changes: dict[str, Any] = {
         "suite": None,
         "source": None,
-        "data": {},
+        "data": table.data if table.suites else {},  # of all suites that have a file, or of the only one
         "suites": chosen,
         "every": max(1, table.every),
     }

@@ -220,7 +220,8 @@ def _with(files: dict[str, bytes], script: str, more: dict[str, bytes]) -> Progr
 
 
 def _sources(source: str, tests: Tests) -> dict[str, bytes]:
-    return {"/box/preamble.py": _bytes(tests.preamble), "/box/program.py": _bytes(source)}
+    sources = {"preamble.py": tests.preamble, "program.py": source, "entry_point": tests.entry_point or ""}
+    return {f"/box/{name}": _bytes(text) for name, text in sources.items()}
 
 
 def _bytes(source: str) -> bytes:

@@ -65,7 +65,7 @@ AMOUNT = r"-?(?:\\?\$)?\d[\d.,/]*(?:\\cdot 10\^\{\d+\})?"
 UNIT = (
     r"(?:(?!(?:or|and|to|mod|if|when|for|than|more|less|over|plus|minus|root|pi|squared|cubed|factorial|choose|half"
     r"|halves|dozens?|alpha|beta|gamma|delta|epsilon|theta|lambda|sigma|omega|phi|psi|[a-d]{4}|[w-z]{4}"
-    r"|(?:sqrt|sin|cos|tan|log|ln|exp|hundred|thousand|third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth)\w*"
+    r"|(?:sqrt|sin|cos|tan|log|ln|exp)[a-z]?|(?:hundred|thousand|third|quarter|fourth|fifth|sixth|seventh|eighth|ninth|tenth)\w*"
     r"|\w+(?:teenths?|lfths?|tieths?))\b)[A-Za-z]{2,}+[ ~]*+){1,4}"
 )
 SQRT = re.compile(r"\\sqrt *\(([^()]*)\)")

@@ -99,7 +99,7 @@ def _wait_for(events: Path, size: int) -> None:
 def _first_failure(reports: Mapping[int, Report]) -> Report | None:
     """The failure that most likely caused all others, after a stall with all heartbeats; None if all nodes are done.
 
-    A mistake comes before other failures, whose times are those of other nodes' clocks.
+    Among those that could be a consequence a mistake comes first, since clocks of nodes differ.
     """
     bad = [report for report in reports.values() if report.outcome != "done"]
     if not bad:
@@ -188,7 +188,7 @@ class Here:
         """How the attempt ended."""
         if ended.stopped:  # even if all processes are done: the run must not go on to the next phase
             lost = [rank for rank in self.ranks if not self._ended_well(rank)]
-            if lost and PHASES[self.phase].actor:
+            if lost and PHASES[self.phase].updates:
                 why = self._failure(lost[0])["message"] or "it was killed; MEGARL_SHUTDOWN_SECONDS gives it more time"
                 tell(f"rank {lost[0]} may not have saved its updates since the last checkpoint: {why}")
             return Report("stopped", time=time.time())

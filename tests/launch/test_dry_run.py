@@ -119,10 +119,13 @@ def test_relative_paths_become_absolute_those_of_several_data_sources_too(launch
     rest = "[reward]" + QWEN.read_text().partition("[reward]")[2]
     # with several sources, suites have no default source
     rest = rest.replace("[[eval.suites]]\n", '[[eval.suites]]\nsource = "file"\n')
+    rest = rest.replace('[objective]\nname = "mu_grpo"', '[objective]\npath = "mine.py:Mine"\nbeta = 0.3')
     recipe.write_text(text + sources + rest)
-    own = ("rollout.sglang_python=sglang-env/bin/python", "objective.path=mine.py:Mine", "reward.kind=python")
+    own = ("rollout.sglang_python=sglang-env/bin/python", "reward.kind=python")
     own += ("reward.path=mine.py:score", "reward.boxed=false")
     result = launch(recipe, "--nodes", 4, *(part for one in own for part in ("--set", one)))
+    assert "--set objective.beta=0.3" in result.stdout
+    assert "objective.path" not in launch(recipe, "--nodes", 4, "--set", "objective.name=grpo").stdout
     assert len(re.findall(rf"--set '(?:objective|reward).path=\"{ROOT}/mine.py:\w+\"'", result.stdout)) == 2
     assert f"--set 'rollout.sglang_python=\"{ROOT}/sglang-env/bin/python\"'" in result.stdout, result.stderr
     (setting,) = re.findall(r"--set '(data\.sources=[^']*)'", result.stdout)

@@ -41,7 +41,7 @@ def test_a_chosen_suite_is_read_as_without_the_choice(recipe):
     suites = 'eval.suites=[{name="a", suite="exam.jsonl", source="file"}, {name="b"}]'
     loaded = load_recipe(recipe, [suites, 'eval.data.prompt_template="{prompt}?"'])
     (chosen,) = _with_suites(loaded, ["a"]).suites
-    assert chosen.data == loaded.suites[0].data and chosen.data.prompt_template == "{prompt}?"
+    assert chosen == loaded.suites[0] and chosen.data.prompt_template == "{prompt}?"
 
 
 def test_an_infinite_bound_of_the_ratio_survives_writing_and_reading(recipe, tmp_path):

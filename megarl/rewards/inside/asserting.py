@@ -131,7 +131,7 @@ def _close(found: Any, expected: Any) -> bool:
 
 
 class Space(dict[str, Any]):
-    """The global names of the tests. Those of the program are ``fixed``: a star import does not replace them."""
+    """The global names of the tests. ``fixed`` ones stay the program's: a star import does not replace them."""
 
     fixed: frozenset[str] = frozenset()
 
@@ -171,7 +171,7 @@ def main() -> None:
                 space[name] = Remote(wire, name)
             elif name in sys.stdlib_module_names:
                 space[name] = importlib.import_module(name)
-        space.fixed = frozenset(name for name, value in space.items() if isinstance(value, Remote))
+        space.fixed = frozenset({task["entry_point"]} & {name for name in space if isinstance(space[name], Remote)})
         exec(compile(task["tests"], "tests", "exec"), space)
         code = task["passed"]
     except Unusable:
