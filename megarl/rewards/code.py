@@ -256,7 +256,7 @@ def read_tests(prompt: Prompt, language: str) -> Tests:
     if isinstance(found, Mapping):
         harness, name = _harness(found.get("harness")), found.get("fn_name") or row.get("fn_name")
         found = _pairs_of_lists(found, name, harness)
-    # APPS and TACO show annotations such as List[int] with the function that they name, and import what these need
+    # programs of APPS and TACO, whose graders import such names, may use Counter and others without an import
     default = LIVECODEBENCH if harness is PLAIN and name else harness.preamble
     preamble = (row.get("preamble") or default) if language == "python" else ""
     if isinstance(found, list) and found and all(isinstance(test, Mapping) for test in found):

@@ -153,7 +153,7 @@ INCREMENT, WRONG = "def f(a): return a + 1", "def f(a): return 2"
         ({"inputs": [[{"1": 4}]], "outputs": [5], "fn_name": "f"}, "def f(a): return a[1] + 1", WRONG),  # APPS
         ({"inputs": [["2", "3"]], "outputs": ["5"]}, "print(int(input()) + int(input()))", "print(4)"),  # APPS
         ({"inputs": ["4"], "outputs": [["4", "5"]]}, "print(4)\nprint(5)", "print(4, 5)"),  # APPS
-        ({"inputs": [[4]], "outputs": [5], "fn_name": "f"}, "def f(a: List[int]) -> int: return a + 1", WRONG),
+        ({"inputs": [[4]], "outputs": [5], "fn_name": "f"}, "def f(a): return max(Counter([a + 1]))", WRONG),
         ({"inputs": [[4]], "outputs": [24], "fn_name": "factorial"}, "def factorial(n): return 24", "pass"),
         (f'{{"inputs": [[0]], "outputs": [{"9" * 5000}], "fn_name": "f"}}', "def f(a): return 10**5000 - 1", WRONG),
         ([{"input": "", "output": "1234567\n" * 700_000}], "print('1234567\\n' * 700_000)", "print('1\\n' * 700_000)"),
