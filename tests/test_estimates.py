@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from megarl.estimates import interval, majority, paired, pass_at, sign_test, summarise
+from megarl.estimates import interval, majority, mean_of_replicates, paired, pass_at, sign_test, summarise
 from megarl.rewards.answers import BOXES, LONGEST, answer_of
 
 
@@ -117,3 +117,9 @@ def test_the_final_answer_of_a_response_is_extracted(kind, response, expected):
 def test_hostile_text_gives_a_short_answer_without_taking_long():
     for text in (r"\boxed{" * 50_000, "{" * 10**6, "1" * 10**6, "1," * 10**6, r"\boxed{}" * 10**5):
         assert len(answer_of("math", text) or "") <= LONGEST and BOXES < 10
+
+
+def test_an_interval_over_replicates_is_students():
+    mean, ends = mean_of_replicates(np.array([0.1, 0.2, 0.3, 0.4, 0.5]))
+    half = 2.776 * 0.1581 / 5**0.5  # t(4) times the standard error; the standard deviation is sqrt(.025)
+    assert [mean, *ends] == pytest.approx([0.3, 0.3 - half, 0.3 + half], abs=1e-3)

@@ -1,7 +1,5 @@
 """Learning rates of a run of 100 updates, calculated by hand."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

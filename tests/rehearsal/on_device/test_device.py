@@ -1,7 +1,5 @@
 """The rehearsal device: it refuses what a GPU refuses, and counts waits and launches where they happen."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.distributed as dist

@@ -5,8 +5,6 @@ also runs `tests/kernels/test_gpu.py` for the CUDA kernels; Triton's interpreter
 token pass is in `tests/kernels/interpreted`.
 """
 
-from __future__ import annotations
-
 import ctypes
 
 import pytest
