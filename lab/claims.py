@@ -156,18 +156,22 @@ def gained(first: str, second: str) -> Value:
 # ----------------------------------------------------------------------------------------------------------- claims
 
 
-PROSPERITY = Claim(
-    "prosperity before collapse",
-    "Prosperity before Collapse, section 4, Figure 3",
-    (
-        Part(f"no trust region is ahead of eps .2 at {EARLY}", less("reinforce", "grpo", EARLY)),
-        Part(
-            f"at {END} it has less than half of what it had at {EARLY}",
-            difference(at("reinforce", END), at("reinforce", EARLY), 0.5),
-            "below",
+def prosperity(early: int = EARLY, end: int = END) -> Claim:
+    """At these updates, as below."""
+    return Claim(
+        "prosperity before collapse",
+        "Prosperity before Collapse, section 4, Figure 3",
+        (
+            Part(f"no trust region is ahead of eps .2 at {early}", less("reinforce", "grpo", early)),
+            Part(
+                f"at {end} it has less than half of what it had at {early}",
+                difference(at("reinforce", end), at("reinforce", early), 0.5),
+                "below",
+            ),
         ),
-    ),
-)
+    )
+
+
 TIGHT_CLIP = Claim(
     "a tight clip learns slower under staleness",
     "How Off-Policy Can GRPO Be?, section 3.1, Figure 2; Prosperity before Collapse, section 4",
@@ -177,18 +181,23 @@ TIGHT_CLIP = Claim(
         Part(f"eps .2 is behind mu-GRPO at {END}", less("grpo", "mu_grpo"), "below"),
     ),
 )
-FEW_MASKED = Claim(
-    "M2PO masks far fewer tokens than eps-clip, and keeps up",
-    "Prosperity before Collapse, Figure 1 (1.22 % of the tokens against .06 %)",
-    (
-        Part(
-            "masked less than a fifth of what eps .2 clips",
-            difference(mean("m2po", "m2_mask_fraction"), mean("grpo", "clip_fraction"), 0.2),
-            "below",
+
+
+def few_masked(end: int = END) -> Claim:
+    return Claim(
+        "M2PO masks far fewer tokens than eps-clip, and keeps up",
+        "Prosperity before Collapse, Figure 1 (1.22 % of the tokens against .06 %)",
+        (
+            Part(
+                "masked less than a fifth of what eps .2 clips",
+                difference(mean("m2po", "m2_mask_fraction"), mean("grpo", "clip_fraction"), 0.2),
+                "below",
+            ),
+            Part(f"is ahead of eps .2 at {end}", less("m2po", "grpo", end)),
         ),
-        Part(f"is ahead of eps .2 at {END}", less("m2po", "grpo")),
-    ),
-)
+    )
+
+
 VETO_SCOPES = Claim(
     "what the veto has to remove is the suffix, not its trigger",
     "How Off-Policy Can GRPO Be?, section 3.3, Figure 3",
@@ -207,7 +216,7 @@ def on(sweep: str, claim: Claim) -> Claim:
     return replace(claim, parts=tuple(replace(part, sweep=sweep, seen=()) for part in claim.parts))
 
 
-def prefix_ratio(point: str, grpo: str, eps: str) -> Claim:
+def prefix_ratio(point: str, grpo: str, eps: str, end: int = END) -> Claim:
     """With one clip."""
     return Claim(
         f"the prefix ratio dampens selectively (eps {eps})",
@@ -217,7 +226,21 @@ def prefix_ratio(point: str, grpo: str, eps: str) -> Claim:
                 "rate after bad prefixes / after good ones, above GRPO's",
                 difference(selectivity(point, "prefix"), selectivity(grpo, "token")),
             ),
-            Part(f"ahead of GRPO at {END}", less(point, grpo)),
+            Part(f"ahead of GRPO at {end}", less(point, grpo, end)),
+        ),
+    )
+
+
+def positive_share(end: int = END) -> Claim:
+    return Claim(
+        "BAPO raises the share of positive tokens and keeps entropy",
+        "BAPO, Figure 8",
+        (
+            Part(
+                "share of the loss over all updates, above GRPO's",
+                difference(mean("bapo", "positive_share/loss"), mean("grpo", "positive_share/loss")),
+            ),
+            Part(f"entropy at {end} above GRPO's", difference(at("bapo", end, "entropy"), at("grpo", end, "entropy"))),
         ),
     )
 
@@ -233,22 +256,22 @@ LATER = {
 }
 
 
-def outlives(point: str, paper: str, seen: tuple[int, ...] = ()) -> Claim:
+def outlives(point: str, paper: str, seen: tuple[int, ...] = (), early: int = EARLY, end: int = END) -> Claim:
     """Of an objective that is to be stable; ``seen`` is of the second part."""
     return Claim(
         f"`{point}` is stable where no trust region is not",
         paper,
         (
-            Part(f"ahead of no trust region at {END}", less(point, "reinforce")),
-            Part(f"no less at {END} than at {EARLY}", difference(at(point, END), at(point, EARLY)), seen=seen),
+            Part(f"ahead of no trust region at {end}", less(point, "reinforce", end)),
+            Part(f"no less at {end} than at {early}", difference(at(point, end), at(point, early)), seen=seen),
         ),
     )
 
 
 ONE_RATE = (
-    PROSPERITY,
+    prosperity(),
     TIGHT_CLIP,
-    FEW_MASKED,
+    few_masked(),
     VETO_SCOPES,
     Claim(
         "M2PO is insensitive to its threshold",
@@ -270,17 +293,7 @@ ONE_RATE = (
     ),
     prefix_ratio("pr_grpo", "grpo", ".2"),
     prefix_ratio("pr_grpo_tight", "grpo_tight", ".1"),
-    Claim(
-        "BAPO raises the share of positive tokens and keeps entropy",
-        "BAPO, Figure 8",
-        (
-            Part(
-                "share of the loss over all updates, above GRPO's",
-                difference(mean("bapo", "positive_share/loss"), mean("grpo", "positive_share/loss")),
-            ),
-            Part(f"entropy at {END} above GRPO's", difference(at("bapo", END, "entropy"), at("grpo", END, "entropy"))),
-        ),
-    ),
+    positive_share(),
     Claim(
         "the effective sample size warns of a collapse",
         "VCPO (arXiv:2602.17616)",
@@ -307,10 +320,10 @@ ONE_RATE = (
 )
 
 OTHERS = (
-    on("learn", PROSPERITY),
-    on("long", PROSPERITY),
+    on("learn", prosperity()),
+    on("long", prosperity()),
     on("learn", TIGHT_CLIP),
-    on("long", FEW_MASKED),
+    on("long", few_masked()),
     Claim(
         "M2PO at a staleness of 256 is as good as GRPO on fresh rollouts",
         "Prosperity before Collapse, Table 1",
@@ -342,9 +355,37 @@ OTHERS = (
     ),
 )
 
+PAPERS = {
+    "m2po": "Prosperity before Collapse, section 5",
+    "minpro": "A Step Back, section 5",
+    "mu_grpo": "How Off-Policy Can GRPO Be?, section 4",
+    "pr_grpo": "Prefix-Ratio GRPO",
+    "bapo": "BAPO",
+    "dppo": LATER["dppo"],
+    "trm": LATER["trm"],
+}
+
+
+def ahead(point: str, paper: str, end: int) -> Claim:
+    return Claim(
+        f"`{point}` is ahead of GRPO on one frozen stage", paper, (Part(f"at {end}", less(point, "grpo", end)),)
+    )
+
+
+# one stage of 128 updates
+PRETRAINED = (
+    prosperity(32, 128),
+    few_masked(128),
+    prefix_ratio("pr_grpo", "grpo", ".2", 128),
+    positive_share(128),
+    *(ahead(point, paper, 128) for point, paper in PAPERS.items() if point not in ("m2po", "pr_grpo")),
+    *(outlives(point, paper, early=32, end=128) for point, paper in PAPERS.items()),
+)
+
 # by the headings of the tables
 CLAIMS = {
     "one stage of the short task, lr 5e-4": ONE_RATE,
     "the same at lr 2e-4": tuple(on("frozen_low", claim) for claim in ONE_RATE),
     "other tasks, stages and batches": OTHERS,
+    "a pretrained model of 135M parameters": tuple(on("pretrained", claim) for claim in PRETRAINED),
 }

@@ -25,7 +25,15 @@ from lab.results import Sweep, Value, at, difference, estimate, last, load, mean
 from megarl.commands.sweep.results import Estimate
 
 SETS = (FIRST, SECOND)
-NAMES = ("frozen", "frozen_low", "learn", "long", "staleness", "batches")  # of the sweeps that claims are about
+NAMES = (
+    "frozen",
+    "frozen_low",
+    "learn",
+    "long",
+    "staleness",
+    "batches",
+    "pretrained",
+)  # of the sweeps that claims are about
 ONE_STAGE = ("frozen", "frozen_low", "learn", "long")  # of those of one stage of `END` updates
 STALENESS = ("quick", "staleness")  # of those with an axis S
 FRESH = 4  # updates in a stage, at most
