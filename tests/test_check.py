@@ -19,3 +19,9 @@ def test_the_nearest_tests_of_a_module_are_its_own():
     assert "tests/storage/metrics/test_summary.py" in reached(["megarl/storage/metrics/summary.py"], edges)[:3]
     assert "tests/rewards/test_sandbox.py" in reached(["csrc/sandbox/main.c"], edges)
     assert "tests/phases/test_restart.py" in reached(["megarl/phases/optimize.py"], edges)  # imported by name
+
+
+def test_a_change_of_any_module_reaches_tests():
+    edges = graph()
+    modules = [file for file in edges if file.startswith("megarl/") and not file.endswith("__main__.py")]
+    assert [module for module in modules if set(reached([module], edges)) <= set(ALWAYS)] == []

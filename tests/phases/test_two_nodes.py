@@ -205,8 +205,9 @@ def test_dead_process_of_one_node_restarts_the_phase_on_both(recipe, two_nodes, 
     assert not (run / "stages/000/checkpoints").exists()
 
 
+@pytest.mark.crash
 def test_a_stopped_process_of_one_node_is_named_and_all_ranks_are_listed(recipe, sealed):
-    patience = commands.settings("run.stall_seconds=20", "run.max_restarts=0")
+    patience = commands.settings("run.stall_seconds=60", "run.max_restarts=0")
     with TwoNodes(recipe, sealed, *patience, hold=SECOND_UPDATE) as two:
         two.wait_until_held()
         (rank,) = processes_of(two.agents[1].pid, "optimize")
