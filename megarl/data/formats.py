@@ -143,7 +143,12 @@ def evalplus(row: Row) -> Row:
     """
     example = "".join("\n\n" + test for test in _list(row.get("test_list"))[:1])
     tests = row["test"].replace("import numpy as np", NUMPY, 1)
-    return {"prompt": f"{row['prompt']}{example}", "tests": tests, "entry_point": row.get("entry_point")}
+    return {
+        "prompt": f"{row['prompt']}{example}",
+        "tests": tests,
+        "entry_point": row.get("entry_point"),
+        "code": row.get("code"),
+    }
 
 
 def gpqa(row: Row) -> Row:

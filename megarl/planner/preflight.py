@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -20,7 +21,7 @@ from packaging.version import Version
 
 from megarl.advantages import group_advantages
 from megarl.data.prompts import check_data
-from megarl.errors import PhaseFailed, UserError, print_notes
+from megarl.errors import Note, PhaseFailed, UserError, print_notes
 from megarl.foreign import quoted
 from megarl.models.hf_config import read_hf_config
 from megarl.models.lora import check_lora
@@ -85,6 +86,10 @@ def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None
     check_composition(recipe, hf, nodes if optimizes else None)
     if optimizes:
         _check_router_losses(recipe)
+        total, table = recipe.schedule.total_updates, recipe.optimizer
+        for name, length in (("warmup_updates", table.warmup_updates), ("decay_updates", table.decay_updates or 0)):
+            if length > total:
+                warnings.warn(f"[optimizer] {name} = {length}, but the run has {total} updates", Note, stacklevel=2)
     if recipe.objective.path is not None:
         objective = build_objective(recipe.objective.definition, recipe.objective.fields)
         try_objective(objective, recipe.objective.path)

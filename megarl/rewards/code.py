@@ -8,6 +8,7 @@ program cannot reach (`megarl.rewards.inside`). A program that crashes, hangs or
 from __future__ import annotations
 
 import ast
+import builtins
 import contextlib
 import functools
 import json
@@ -193,12 +194,17 @@ def is_right(outcome: Outcome, expected: str, harness: Harness = PLAIN) -> bool:
 
 
 def asserted(source: str, tests: Tests, limits: Limits) -> tuple[bool, Outcome, Outcome]:
-    """Run a row's assertions on a program: whether all held, how the tests ended, and how the program ended."""
+    """Run a row's assertions on a program: whether all held, how the tests ended, and how the program ended.
+
+    Each call of the program may take ``limits.seconds``, all together `BUDGET` times that.
+    """
     passed = 100 + secrets.randbelow(100)  # the tests' exit status for success, drawn anew for each run
     task = {"tests": tests.assertions, "entry_point": tests.entry_point, "passed": passed}
     files = {"/box/values.py": (INSIDE / "values.py").read_bytes()}
-    solution = _with(files, "solution.py", _sources(source, tests))
+    of_call = {"/box/seconds": str(limits.seconds).encode()}
+    solution = _with(files, "solution.py", _sources(source, tests) | of_call)
     asserting = _with(files, "asserting.py", {"/box/tests.json": json.dumps(task).encode()})
+    limits = replace(limits, seconds=BUDGET * limits.seconds)
     with contextlib.ExitStack() as stack:
         of_program, of_tests = socket.socketpair()
         with of_program, of_tests:
@@ -273,7 +279,14 @@ def read_tests(prompt: Prompt, language: str) -> Tests:
             f"this row's language is {language!r}, which needs pairs of input and output; assert statements and "
             f"fn_name are for Python only; got {found!r:.60}"
         )
-    return Tests(language, (), _assertions(found, row), row.get("entry_point") or name, preamble)
+    entry_point = row.get("entry_point") or name or _builtin(row.get("code"), found)
+    return Tests(language, (), _assertions(found, row), entry_point, preamble)
+
+
+def _builtin(code: object, tests: str) -> str | None:
+    """The function of the row's solution that the tests call, if it has the name of a builtin one, as MBPP's sum."""
+    names = re.findall(r"^def (\w+)", code, re.MULTILINE) if isinstance(code, str) else []
+    return next((name for name in names if name in dir(builtins) and re.search(rf"\b{name}\(", tests)), None)
 
 
 def _language(name: object) -> str:
@@ -368,7 +381,13 @@ def _assertions(text: str, row: Mapping[str, Any]) -> str:
         called.add("check")
     for node in defined:  # as pytest does
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test") and node.name not in called:
+            if len(node.args.args) > len(node.args.defaults):
+                raise UserError(f"{node.name} of the tests has parameters: fixtures of pytest are not supported")
             text += f"\n{node.name}()\n"
+            called.add(node.name)
+        elif isinstance(node, ast.ClassDef) and node.name.startswith("Test") and node.name not in called:
+            methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef)]
+            text += "".join(f"\n{node.name}().{name}()\n" for name in methods if name.startswith("test"))
             called.add(node.name)
     idle = [node for node in defined if node.name not in called]
     asserts = sum(isinstance(node, ast.Assert) for node in nodes)

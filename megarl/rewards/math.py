@@ -15,7 +15,8 @@ import functools
 import math
 import re
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from decimal import Decimal
 from typing import Any
 
@@ -27,7 +28,8 @@ from megarl.rewards import TAGGED, NoAnswer, Verifier, check_rows, right_answers
 Rules = tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
 PLAIN = re.compile(r"-?\d+(\.\d+)?|\d([ \n]+\d)*")  # a number, or grids of digits
 DOLLAR = re.compile(r"(?<!\\)\$")  # delimits a formula, whereas \$ is a dollar sign
-SCIENTIFIC = re.compile(r"(?<![\w.])(?:\d+\.?\d*|\.\d+)[eE][+-]?\d{1,3}(?![\w.]*\w)")
+# 1.5e-3 and 1e-3, but in 2e-1 Euler's number
+SCIENTIFIC = re.compile(r"(?<![\w.])(?!(?:[2-9]|\d\d+)e[+-][12](?!\d))(?:\d+\.?\d*|\.\d+)[eE][+-]?\d{1,3}(?![\w.]*\w)")
 SPACING = re.compile(
     r"\\(?:left|right|middle|[bB]igg?[lmr]?)(?![a-zA-Z])|\\[,;!:]|(?<!\\)\\[()]|~"
     r"|\\(?:[hv]space|phantom)\*?\s*\{[^{}]*\}"
@@ -96,6 +98,7 @@ HARMLESS: Rules = (
     ),
     (re.compile(r"(?<=\d)\^\s*\{?\\(?:text|mathrm)\s*\{\s*o\s*\}\}?|(?<=\d)\^\s*\{\s*o\s*\}"), "\u00b0"),
     (re.compile(r"(?:\^\s*)?(?:\u00b0(?:\s*[CF]\b)?|\\degree\b)"), r"^\\circ "),
+    (re.compile(r"\\([lg])eqq(?![a-zA-Z])"), r"\\\1eq "),
     (re.compile(r"\\[lcd]?dots[bcimo]?(?![a-zA-Z])"), r"\\varpi "),
     (re.compile(r"\[\s*\[\s*(\d)\s*\]\s*\]"), r"\1"),  # a grid of one cell
     (MIXED, lambda found: f"{int(found[1]) * int(found[3]) + int(found[2])}/{found[3]}"),
@@ -118,6 +121,8 @@ CHOSEN = re.compile(rf"(?i:\banswer(?! [(*]*[a-j]\b)|\b(?:option|choice)\W+is\b)
 ALONE = re.compile(rf"\A{LABEL}\W*\Z")
 DENIED = re.compile(r"(?i)\b(?:not|cannot|fails?|wrong|incorrect|excluded)\b|n't\b")
 BOX_DRESSING = re.compile(r"\\(?:text(?:bf)?|math(?:rm|bf)|quad|[,;: ])|[{}()]")
+# (A) the Sun, but not (A) and (C)
+BRACKETED = re.compile(r"(?:\\(?:text(?:bf)?|math(?:rm|bf))\b|[\s${(\[])*([A-J])[).:]\s*(?!and\b|or\b)(?=\\text|\w)")
 # grids in a response: rows of numbers, a matrix, or lists as JSON and numpy write them
 ROWS = re.compile(r"(?:^\d+(?: \d+)*\n)+", re.MULTILINE)
 LISTS = re.compile(r"\[\s*\[[\d\s,]*\](?:[\s,]*\[[\d\s,]*\])*[\s,]*\]")
@@ -126,6 +131,15 @@ ROW_END = re.compile(r"\\\\\s*|\\(?:begin|end)\s*\{[^{}]*\}")
 RULE = re.compile(r"^[ |:]*-[ |:-]*\n", re.MULTILINE)  # of a table in Markdown
 # a number at the end with its base, such as 101_2 or 1A_{16}, whose base math-verify drops
 BASED = re.compile(r"(?<![\w.,])(-?\d[\dA-F]*)_(?:\{\s*(\d+)\s*\}|(\d+))\W*\Z")
+# at the end, what math-verify takes for units, among them variables: 15+55m, R^2 h
+VARIABLE = re.compile(r"(?<![A-Za-z])(?:[cdghlmost]|ab|bc)\s*\Z")
+UNITS = "ghlms"  # the symbols of units among these
+OF_UNIT = re.compile(rf"({AMOUNT})[ ~]+[{UNITS}]")  # 5 m, but not 5m
+# what says of which kind a variable is, and the name of an extreme: x = k\pi, k \in \mathbb{Z}; S_{\max} = 12
+KIND = re.compile(r"(?:[,;\s]|\\q?quad(?![a-zA-Z]))+\(?\s*[a-zA-Z]\s*\\in\s*\\mathbb\s*\{?\s*[ZNRQ]\s*\}?\s*\)?\.?\Z")
+EXTREME = re.compile(r"\A[a-zA-Z]_\{?\s*\\?(?:text\{)?m(?:ax|in)\}?\s*\}?\s*=(?!=)")
+NAME = re.compile(r"\\(?:text|mathrm|operatorname)\s*\{[^{}]*\}|\\[a-zA-Z]+")  # letters that are no variables
+LETTERED = re.compile(r"\\cdot(?![a-zA-Z])|[\s,*]")  # what may stand between the letters of E, D, A, C, B
 SINGLETON = re.compile(r"(?:(?<=\$)|(?<=boxed\{))\[([^\[\],;$]+)\](?=[$}])")  # [42], which math-verify takes for 42
 SET_BUILDER = re.compile(r"\\\{\s*[a-zA-Z]\s*(?:\\in\s*[^:|]*?)?\s*(?:\\mid|\\vert|[:|])(.*)\\\}", re.DOTALL)
 
@@ -161,12 +175,15 @@ class Math:
             answer = text if text is not response else (MARKED.findall(text) or [None])[-1]
         if (verdict := same_text(response, answer, right_answers(prompt))) is not None:
             return float(verdict)
-        gold = self.gold(prompt)
+        gold, capitals = self.gold(prompt), in_both_cases(right_answers(prompt))
         try:
-            found = self._parse(harmless(text)) if answer is None else self._parse_uncached(answer)
+            if answer is None:
+                found = self._parse(told_apart(harmless(text), capitals))
+            else:
+                found = self._parse_uncached(answer, capitals)
             if any(self._equal(right, value) for right in gold for value in found):
                 return 1.0
-            found = self._parse_uncached(several) if (several := joined_boxes(text)) else []
+            found = self._parse_uncached(several, capitals) if (several := joined_boxes(text)) else []
             return float(any(self._equal(right, value) for right in gold for value in found))
         except MemoryError:
             raise
@@ -175,7 +192,9 @@ class Math:
 
     def gold(self, prompt: Prompt) -> list[Any]:
         """The parsed reference answer; `NoAnswer` if math-verify cannot parse it."""
-        gold = [value for text in right_answers(prompt) for value in self._parse_answer(text)]
+        rights = right_answers(prompt)
+        numbers = [unit[1] if (unit := OF_UNIT.fullmatch(text.strip())) else text for text in rights]
+        gold = [value for text in numbers for value in self._parse_answer(text, in_both_cases(rights))]
         if not gold:
             raise NoAnswer(
                 f"the answer {prompt.answer[:60]!r} of prompt {prompt.text[:60]!r} cannot be parsed as mathematics; "
@@ -183,22 +202,33 @@ class Math:
             )
         return gold
 
-    def _parse_uncached(self, answer: str) -> list[Any]:
-        """Parse an answer: bare (42, 1/2, \\frac{1}{2}, \\$18.90), or text with $...$ or \\boxed{...}."""
-        answer = bare(harmless(answer))
+    def _parse_uncached(self, answer: str, capitals: str) -> list[Any]:
+        """Parse an answer: bare (42, 1/2, \\frac{1}{2}, \\$18.90), or text with $...$ or \\boxed{...}.
+
+        capitals: as `told_apart`.
+        """
+        answer = told_apart(bare(harmless(answer)), capitals)
         if DOLLAR.search(answer) or "\\boxed" in answer:
             return self._parse(answer)
-        return self._parse(f"\\boxed{{{answer}}}") or self._parse(f"${answer}$")
+        return self._parse(f"\\boxed{{{answer}}}", VARIABLE.search(answer) is not None, numbers=False)
 
-    def _parse(self, text: str) -> list[Any]:
-        if based := BASED.search(text):
+    def _parse(self, text: str, variable: bool = False, numbers: bool = True) -> list[Any]:
+        """What math-verify finds in a text.
+
+        variable: its last letters are no unit. numbers: also the numbers in a formula that it cannot parse as a whole.
+        """
+        if (based := BASED.search(text)) and "10" not in based.groups():
             return [f"{based[1]}_{based[2] or based[3]}"]
         text = SCIENTIFIC.sub(lambda number: format(Decimal(number[0]), "f"), SINGLETON.sub(r"\\{\1\\}", text))
         text = text.replace("varnothing", "emptyset")
-        return [exact(value) for value in self._library.parse(text, parsing_timeout=None)]
+        formula = self._library.LatexExtractionConfig()
+        if variable:
+            formula = replace(formula, normalization_config=replace(formula.normalization_config, units=False))
+        kinds = [formula, self._library.ExprExtractionConfig()] if numbers else [formula]
+        return [exact(value) for value in self._library.parse(text, kinds, parsing_timeout=None)]
 
     def _equal(self, right: Any, value: Any) -> bool:
-        from sympy import FiniteSet  # as math-verify, which is imported with the verifier
+        from sympy import FiniteSet, Integer, Mul  # as math-verify, which is imported with the verifier
 
         if isinstance(right, FiniteSet) != isinstance(value, FiniteSet):
             return False
@@ -207,6 +237,9 @@ class Math:
         pairs, plain = [(right, value)], tuple(map(without_percent, (right, value)))
         if (plain[0] is right) != (plain[1] is value):  # 12.5 % stands for .125 and for 12.5
             pairs.append(plain)
+        if isinstance(value, Mul) and not getattr(right, "free_symbols", True) and len(value.free_symbols) == 1:
+            (unit,) = value.free_symbols  # 5m, if the answer is 5
+            pairs += [(right, value.xreplace({unit: Integer(1)}))] * (unit.name in UNITS)
         verify = functools.partial(self._library.verify, timeout_seconds=None)
         return any(verify(*pair) for pair in pairs) or equal_where_real(right, value)
 
@@ -217,6 +250,21 @@ def harmless(text: str) -> str:
     for found, instead in HARMLESS:
         text = found.sub(instead, text)
     return text
+
+
+def in_both_cases(rights: Sequence[str]) -> str:
+    """The capitals that an answer has beside the same small letter, such as R beside r."""
+    letters = set("".join(NAME.sub("", right) for right in rights))
+    return "".join(sorted(letter for letter in letters if letter.isupper() and letter.lower() in letters))
+
+
+def told_apart(text: str, capitals: str) -> str:
+    """A text in which these letters have an index, since math-verify reads R as r."""
+
+    def marked(found: re.Match[str]) -> str:
+        return f"{found[1]}_{{0{found[2] or found[3] or ''}}}" if found[1] else found[0]
+
+    return re.sub(rf"{NAME.pattern}|([{capitals}])(?:_(?:\{{(\w+)\}}|(\w)))?", marked, text) if capitals else text
 
 
 def in_ascii(text: str) -> str:
@@ -241,10 +289,10 @@ def same_text(response: str, answer: str | None, rights: tuple[str, ...]) -> boo
     if tasks := [grids(right) for right in rights if PLAIN.fullmatch(right) and right.split()[1:]]:
         return any(grids(text)[-len(right) :] == right for right in tasks)
     if labels := [label[1] for right in rights if (label := ALONE.fullmatch(right)) and label[1].isupper()]:
-        label = re.match(LABEL, BOX_DRESSING.sub(" ", answer)) if answer is not None else None
+        label = (BRACKETED.match(answer) or re.match(LABEL, BOX_DRESSING.sub(" ", answer))) if answer else None
         chose = chosen(response) if answer is None else label and label[1]
         return chose.upper() in labels if chose else None
-    word = WORD.fullmatch(text.strip())
+    word = WORD.fullmatch(text.strip()) or WORD.fullmatch(LETTERED.sub("", text))
     words = [known[1].lower() for right in rights if (known := WORD.fullmatch(right))]
     return word[1].lower() in words if word and words else None
 
@@ -285,6 +333,7 @@ def equal_where_real(right: Any, value: Any) -> bool:
 
 def bare(answer: str) -> str:
     """The formula of an answer, without words before it, spacing, and a dot after it; of a set, its condition."""
+    answer = EXTREME.sub("", KIND.sub("", answer.strip()))
     answer = SQRT.sub(r"\\sqrt{\1}", NAMES.sub(r"\\\1 ", SPACING.sub("", answer))).strip()
     for found, instead in FORMULA:
         answer = found.sub(instead, answer)

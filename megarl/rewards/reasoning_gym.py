@@ -39,6 +39,7 @@ DRESS = re.compile(
     re.DOTALL,
 )
 LAYERS = 4  # of it, at most
+NUMBERS = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 def check(recipe: Recipe) -> None:
@@ -76,9 +77,9 @@ class ReasoningGym:
     def _score(self, prompt: Prompt, response: str) -> float:
         # that of a composite generator calls the one inside it that made this item
         scorer = self._scorers[prompt.entry["generator"]]
-        if not _may_solve(prompt.entry, response):
-            return 0.0
         try:
+            if not _may_solve(prompt.entry, response):
+                return 0.0
             score = float(scorer.score_answer(answer=response, entry=prompt.entry))
             return score if 0.0 <= score <= 1.0 else 0.0  # 0 for NaN, too
         except MemoryError:
@@ -91,14 +92,21 @@ def _may_solve(entry: Mapping[str, Any], answer: str) -> bool:
     """False for answers that solve nothing, but which scorers of reasoning_gym 0.1.25 take for right."""
     metadata = entry["metadata"]
     match metadata.get("source_dataset"):
-        case "complex_arithmetic" | "number_sorting":  # every comparison with NaN is false
+        case "complex_arithmetic":  # every comparison with NaN is false
             return not re.search(r"(?i)(?<![a-z])nan(?![a-ik-z])", answer)
+        case "number_sorting":  # it takes numbers that are off by up to 1
+            ours, right = (list(map(float, NUMBERS.findall(text))) for text in (answer, str(entry["answer"])))
+            return ours == right
+        case "propositional_logic":  # a premise follows from the premises
+            plain = [re.sub(r"[\s()]", "", text) for text in (answer, *metadata["premises"])]
+            return plain[0] not in plain[1:]
         case "game_of_life_halting":  # "True" and "False" are compared by their truth values
             return answer.strip().lower() == str(entry["answer"]).lower()
         case "countdown" | "puzzle24" as game:  # a formula of the given numbers: not 0x2d, pi - pi, or 6 * 4 * 1 * 1
             numbers = sorted(map(int, re.findall(r"\d+", answer)))
-            used = game == "countdown" or numbers == sorted(metadata["numbers"])
-            return used and re.fullmatch(r"[\d\s+\-*/().]+", answer) is not None
+            if re.fullmatch(r"[\d\s+\-*/().]+", answer) is None:
+                return False
+            return game == "countdown" or (numbers == sorted(metadata["numbers"]) and formula(answer) == 24)
     return True
 
 

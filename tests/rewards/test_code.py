@@ -97,6 +97,14 @@ def test_all_tests_of_a_response_have_one_budget(monkeypatch):
         assert found.value <= 4 / 10 and found.over == "time"
 
 
+def test_each_call_of_assertions_has_the_time_of_a_test():
+    tests = prompt_for(tests=[f"assert f({number}) == {number}" for number in range(4)])
+    busy = "import time\ndef f(a):\n    end = time.process_time() + {}\n"
+    busy += "    while time.process_time() < end: pass\n    return a"
+    assert score(tests, busy.format(0.6), seconds=1) == 1  # 2.4 s in all
+    assert score(tests, busy.format("3 * (a == 3)"), seconds=1) == 0
+
+
 def test_nothing_is_run_after_a_test_that_took_too_long():
     verifier = Code(RewardTable(kind="code", partial_credit=True, seconds=1))
     found = verifier.score(ECHOES, "n = int(input())\nwhile n == 2: pass\nprint(n)")
@@ -132,6 +140,8 @@ def test_programs_are_scored_by_check_functions():
     builtin = "assert sum([1]) == 2"
     assert score(prompt_for(tests=builtin, entry_point="sum"), "def sum(a): return 2") == 1
     assert score(prompt_for(tests=builtin), "def sum(a): return 2") == 0, "a builtin is Python's own"
+    solution = "def total(a): ...\ndef sum(a): ..."  # as in MBPP's task 126, which names no entry point
+    assert score(prompt_for(tests=builtin, code=solution), "def sum(a): return 2") == 1
 
 
 KODCODE = "from solution import f\n\ndef test_one():\n    assert f(1) == 2\n\ndef test_two():\n    assert f(2) == 3\n"
@@ -144,6 +154,11 @@ INCREMENT, WRONG = "def f(a): return a + 1", "def f(a): return 2"
     ("tests", "right", "wrong"),
     [
         (KODCODE, INCREMENT, WRONG),  # KodCode/KodCode-V1, which runs pytest
+        (
+            f"{KODCODE}\nclass TestF:\n    def test_f(self):\n        assert f(3) == 4\n",
+            INCREMENT,
+            "def f(a): return 2 + (a > 1)",
+        ),
         ("def run():\n    assert f(4) == 5\nif __name__ == '__main__':\n    run()", INCREMENT, WRONG),
         (["assert f(1) == 2", "assert f(2) == 3"], INCREMENT, WRONG),  # TIGER-Lab/AceCode-87K
         ([{"input": "4", "output": "5", **LCB}], "class Solution:\n    def f(self, a: List): return a + 1", WRONG),
@@ -181,7 +196,8 @@ def test_tests_that_pass_a_function_to_the_program_are_refused():
         ({"tests": "assert f( == 1"}, "not valid Python"),
         ({"tests": "f(1)"}, "no assert statement"),
         ({"tests": "def check(candidate):\n    assert candidate(1) == 2"}, "outside of check.*column entry_point"),
-        ({"tests": "class TestF:\n    def test_f(self):\n        assert f(1) == 2"}, "outside of TestF, which nothing"),
+        ({"tests": "class F:\n    def test_f(self):\n        assert f(1) == 2"}, "outside of F, which nothing"),
+        ({"tests": "def test_f(capsys):\n    assert f(1) == 2"}, "test_f of the tests has parameters"),
         ({"tests": "async def test_f():\n    assert f(1) == 2"}, "outside of test_f, which nothing calls"),
         ({"tests": "import numpy\nassert f(1) == 1"}, "import 'numpy', but"),
         ({"tests": "assert f(1) == 1", "language": "cpp"}, "assert statements and fn_name are for Python only"),

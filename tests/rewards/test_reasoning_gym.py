@@ -117,12 +117,17 @@ def test_harmless_text_around_an_answer_changes_no_score(name):
 
 def test_answers_that_solve_nothing_are_wrong():
     names = ("game_of_life_halting", "complex_arithmetic", "number_sorting", "countdown", "puzzle24")
-    prompts, verifier = generated(names, 3)
+    prompts, verifier = generated((*names, "propositional_logic"), 3)
     for name, prompt in [(name, prompt) for name, own in prompts.items() for prompt in own]:
         about = prompt.entry["metadata"]
         numbers = about["numbers"] if name == "countdown" else about.get("original_numbers", ())
-        nothing = {"game_of_life_halting": "x", "complex_arithmetic": "nan", "puzzle24": "6*4*1*1"}
-        nothing["number_sorting"] = f"[{', '.join('NaN' for _ in numbers)}]"
+        nothing = {"game_of_life_halting": "x", "complex_arithmetic": "nan", "puzzle24": "5*5-1/2"}
+        nothing["number_sorting"] = str([str(float(n) + 0.5) for n in about.get("sorted_numbers", ())])
         nothing["countdown"] = f"({'+'.join(map(str, numbers))})*0x0+{about.get('target', 0):#x}"
+        if name == "puzzle24":
+            about["numbers"] = [5, 5, 1, 2]
+            assert verifier.score(prompt, "5*(5-1/2)") < 1.0 and verifier.score(prompt, "6*4*1*1") < 1.0
+        if name == "propositional_logic":
+            nothing[name] = f"({about['premises'][0]})"
         assert verifier.score(prompt, nothing[name]) < 1.0, name
-        assert name == "puzzle24" or verifier.score(prompt, prompt.answer) == 1.0, name
+        assert name in ("puzzle24", "propositional_logic") or verifier.score(prompt, prompt.answer) == 1.0, name

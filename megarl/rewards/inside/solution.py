@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import symtable
 import sys
+import time
 import types
 from typing import Any
 
@@ -26,7 +28,12 @@ def main() -> None:
     sys.modules["solution"] = program
     objects: list[Any] = [program]
 
+    with open("/box/seconds") as file:
+        seconds = int(file.read())
+
     def reply(make: Any) -> None:
+        of_all = resource.getrlimit(resource.RLIMIT_CPU)[1]
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + 1 + seconds, of_all))
         try:
             answer = {"value": make()}
         except BaseException as error:
