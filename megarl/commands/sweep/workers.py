@@ -28,7 +28,7 @@ from megarl.workers.nodes import Nodes
 
 POLL_SECONDS = 2.0  # how often to look whether rollouts that another sweep generates are ready
 
-# a job with the error that ended it: `Busy` if another process works on the run, KeyboardInterrupt if it was stopped
+# a job with the error that ended it: `Busy` if another process works on the run
 Ended = tuple[Job, BaseException | None]
 
 
@@ -69,7 +69,7 @@ class Workers:
     ) -> Iterator[Ended]:
         """Give ``order`` for every job to the workers and yield each job when it ends.
 
-        Jobs that are still not possible when all others have ended are left out.
+        Jobs that are still not possible when all others have ended are left out. KeyboardInterrupt if one is stopped.
         """
         waiting, elsewhere = list(jobs), list[Job]()
         while True:
@@ -87,6 +87,8 @@ class Workers:
             ready = wait(list(self._busy))
             for connection in [each for each in self._busy if each in ready]:
                 job, error = self._busy.pop(connection), self._receive(connection)
+                if isinstance(error, KeyboardInterrupt):
+                    raise error
                 if isinstance(error, Busy):
                     elsewhere.append(job)
                 yield job, error
@@ -162,7 +164,7 @@ def _make(nodes: Nodes, job: Job) -> None:
         return
     nodes.starter.prepare(job.recipe)
     if job.source is not None:
-        optimize_branch(nodes, job.source, job.directory, job.settings)
+        optimize_branch(nodes, job.source, job.directory, job.point.settings)
         return
     until = None if job.until is None else ("rollout", job.until)
     check(nodes.starter, job.recipe, optimizes=optimizes(job.run, until))
