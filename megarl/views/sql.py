@@ -29,7 +29,7 @@ from megarl.storage.run_dir.evaluations import SuiteResponses
 from megarl.storage.shards import OPTIONAL, ROW, ROW_TYPE, SCHEMA
 from megarl.views.responses.select import decoder, stages
 from megarl.views.responses.text import aligned
-from megarl.views.run_reader import interval, read_run
+from megarl.views.run_reader import read_run
 
 if TYPE_CHECKING:
     import duckdb
@@ -163,9 +163,11 @@ def _row_columns(shards: ds.Dataset) -> str:
 
 def _tables(root: Path) -> dict[str, Any]:
     run = read_run(root, "")
-    evaluations = [event for events in run.suites.values() for event in events]
-    bounds = [dict(zip(("ci95_low", "ci95_high"), interval(event), strict=True)) for event in evaluations]
-    evaluations = [event | bound for event, bound in zip(evaluations, bounds, strict=True)]
+    evaluations = [
+        event | dict(zip(("ci95_low", "ci95_high"), event["ci95"], strict=True))
+        for events in run.suites.values()
+        for event in events
+    ]
     return {
         "ledger": _ledger(root),
         "metrics": _metrics(run.updates),

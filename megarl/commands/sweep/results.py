@@ -20,7 +20,7 @@ from megarl.recipe.sweep import Point
 from megarl.storage.checked_json import Record
 from megarl.storage.run_dir.evaluations import SuiteResponses
 from megarl.views.comparison import Side, check_same_prompts
-from megarl.views.run_reader import Run, interval, muted_by, read_run
+from megarl.views.run_reader import Run, muted_by, read_run
 
 # metrics of the update before an evaluation that runs.csv contains
 LAST = ("reward/mean", "entropy", "ess", "grad_norm")
@@ -129,7 +129,7 @@ def _differences(pairs: list[tuple[_Policy, _Policy]]) -> Estimate | None:
 def _over_prompts(policies: list[_Policy]) -> Interval:
     """The interval over prompts of the mean accuracy of the replicates; NaN if their prompts differ."""
     if len(policies) == 1:
-        return list(interval(policies[0][1]))
+        return list(policies[0][1]["ci95"])
     try:
         scores = _scores(policies)
     except UserError:
@@ -159,7 +159,7 @@ def runs_csv(plan: SweepPlan, finished: Sequence[FinishedRun]) -> str:
         by_update = {record["update"]: record for record in each.run.updates}
         for suite, events in each.run.suites.items():
             for event in events:
-                low, high = interval(event)
+                low, high = event["ci95"]
                 place = {"replicate": each.job.replicate, "suite": suite, "update": event["update"]}
                 found = {"accuracy": event["accuracy"], "low": low, "high": high, "prompts": event.get("prompts")}
                 metrics = by_update.get(event["update"], {})
