@@ -18,8 +18,7 @@ from megarl.errors import UserError
 from megarl.estimates import Interval, mean_of_replicates
 from megarl.recipe.sweep import Point
 from megarl.storage.checked_json import Record
-from megarl.storage.run_dir.evaluations import SuiteResponses
-from megarl.views.comparison import Side, check_same_prompts
+from megarl.views.comparison import scores
 from megarl.views.run_reader import Run, muted_by, read_run
 
 # metrics of the update before an evaluation that runs.csv contains
@@ -98,14 +97,6 @@ def _policy(run: Run, suite: str, number: int) -> _Policy:
     return run.root, run.suites[suite][number]
 
 
-def _scores(policies: list[_Policy]) -> list[np.ndarray]:
-    """Of each policy [prompts, samples] of 1 for right and 0; `UserError` unless their prompts are the same."""
-    suites = [SuiteResponses.of(root, event["suite"]) for root, event in policies]
-    for other in suites[1:]:
-        check_same_prompts(suites[0], other)
-    return [Side(str(root), root, event["update"]).correct(event["suite"])[1] for root, event in policies]
-
-
 def _estimate(values: list[float], over_prompts: Interval) -> Estimate:
     """The mean over replicates. Its interval covers other replicates, by Student's t, and other prompts, by
     ``over_prompts``; if that is NaN, since the replicates have different prompts, Student's t covers both."""
@@ -131,19 +122,19 @@ def _over_prompts(policies: list[_Policy]) -> Interval:
     if len(policies) == 1:
         return list(policies[0][1]["ci95"])
     try:
-        scores = _scores(policies)
+        found = scores([(root, event["update"]) for root, event in policies], policies[0][1]["suite"])
     except UserError:
         return [math.nan, math.nan]
-    return estimates.interval(np.mean([x.mean(1) for x in scores], axis=0), sum(x.shape[1] for x in scores))
+    return estimates.interval(np.mean([x.mean(1) for x in found], axis=0), sum(x.shape[1] for x in found))
 
 
 def _difference_over_prompts(pairs: list[tuple[_Policy, _Policy]]) -> Interval:
     """The paired interval over prompts of the mean difference of the replicates; NaN if any prompts differ."""
     try:
-        scores = _scores([policy for pair in pairs for policy in pair])
+        found = scores([(root, event["update"]) for pair in pairs for root, event in pair], pairs[0][0][1]["suite"])
     except UserError:
         return [math.nan, math.nan]
-    one, other = (np.mean([x.mean(1) for x in scores[side::2]], axis=0) for side in (0, 1))
+    one, other = (np.mean([x.mean(1) for x in found[side::2]], axis=0) for side in (0, 1))
     return estimates.paired(one, other).ci95
 
 
