@@ -16,7 +16,6 @@ from megarl.views.responses import COLOURINGS
 
 
 def add_runs(commands: Commands) -> None:
-    """Add the commands of this module."""
     _add_samples(commands)
 
     sub = command(commands, "sql", _sql, "query a run's responses, ledger, metrics, events and evaluations with SQL")

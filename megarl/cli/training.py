@@ -166,7 +166,6 @@ def _phase_and_stage(text: str) -> tuple[str, int]:
 
 
 def add_training(commands: Commands) -> None:
-    """Add the commands of this module."""
     train = partial(_on_all_nodes, _train)
     sub = command(commands, "train", train, "make a whole run; start it again to continue it")
     sub.add_argument("recipe", type=Path, help="the recipe, a TOML file")
