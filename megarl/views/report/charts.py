@@ -6,6 +6,8 @@ import html
 import re
 from typing import Any
 
+import numpy as np
+
 from megarl.storage.checked_json import Record
 from megarl.views.report.curves import BY_COLUMN, CURVES, LOGARITHMIC, PERCENT
 from megarl.views.report.pages import COLOURS, Chart, colour, line, with_bars
@@ -265,16 +267,10 @@ def _label(runs: list[Run], run: Run, label: str) -> str:
 
 def smoothed(x: list[int], y: list[float], stage: int, window: int) -> list[float]:
     """Centred moving average over ``window`` updates that does not reach over a stage boundary."""
-    sums = [0.0]
-    for value in y:
-        sums.append(sums[-1] + value)
-    stages = [(update - 1) // stage for update in x]
-    first = {k: i for i, k in reversed(list(enumerate(stages)))}
-    last = {k: i for i, k in enumerate(stages)}
-    smooth = []
-    for i, k in enumerate(stages):
-        low, high = max(first[k], i - window // 2), min(last[k], i + window // 2)
-        smooth.append((sums[high + 1] - sums[low]) / (high + 1 - low))
+    sums, stages, places = np.cumsum([0.0, *y]), (np.array(x) - 1) // stage, np.arange(len(x))
+    low = np.maximum(np.searchsorted(stages, stages), places - window // 2)
+    high = np.minimum(np.searchsorted(stages, stages, "right"), places + window // 2 + 1)
+    smooth: list[float] = ((sums[high] - sums[low]) / (high - low)).tolist()
     return smooth
 
 
