@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 def _on_all_nodes(
     lead: Callable[[argparse.Namespace, Nodes], None], options: argparse.Namespace, trains: bool = True
 ) -> None:
-    """A command on a run directory: the first node runs ``lead``, the others the phases that it begins.
+    """Execute a command on a run directory: the first node runs ``lead``, the others the phases that it begins.
 
     Mistakes in ``options.recipe``, if it has one, are reported as soon as possible. With ``--output`` it makes a new
     run there, and writes only to that.

@@ -42,7 +42,8 @@ class StageTotals:
 def check_rollouts(run: RunDir, totals: list[StageTotals], notes: list[str]) -> Iterator[str]:
     """Problems of all stages' rollouts; fills in the counts of ``totals``, and says in ``notes`` what is not known."""
     events = read_intact_lines(run.events)[0] if run.events.is_file() else []
-    compared = {event["stage"] for event in events if event.get("event") == "weight_drift"}  # engine with actor
+    # stages in which the weights of an engine were compared with the actor's
+    compared = {event["stage"] for event in events if event.get("event") == "weight_drift"}
     for stage in run.stages():
         if not stage.rollouts.exists():
             continue

@@ -25,7 +25,8 @@ def check_updates(run: RunDir, totals: list[StageTotals]) -> Iterator[str]:
             yield f"{run.metrics} has a line of stage {line.get('stage')}, which this run does not have"
         else:
             by_stage[line["stage"]].append(line)
-    for before, after in itertools.pairwise(line["update"] for line in lines):
+    numbers: list[Any] = [line.get("update") for line in lines]
+    for before, after in itertools.pairwise(numbers):
         if after != before + 1:
             yield f"{run.metrics}: update {after} follows update {before}"
     for stage in run.stages():
