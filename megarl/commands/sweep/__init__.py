@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megarl.commands.sweep.plan import Job, SweepPlan, plan_sweep
 from megarl.commands.sweep.results import as_records, read_finished, rows, runs_csv, table_csv, table_text
-from megarl.commands.sweep.workers import Workers
+from megarl.commands.sweep.workers import Workers, check_run, make_run
 from megarl.errors import Busy, PhaseFailed, UserError
 from megarl.foreign import escape, quoted
 from megarl.recipe.sweep import load_sweep
@@ -96,7 +96,7 @@ def _check(workers: Workers, missing: list[Job]) -> None:
     """`UserError` if the settings of a point cannot run; one replicate of each point is checked."""
     first = {job.point.name: job for job in reversed(missing)}
     wrong = []
-    for job, error in workers.check(list(first.values())):
+    for job, error in workers.process(check_run, list(first.values()), lambda job: True):
         if error:
             wrong.append(f"  {job.name}: {error}")
     if wrong:
@@ -106,7 +106,7 @@ def _check(workers: Workers, missing: list[Job]) -> None:
 def _make(workers: Workers, missing: list[Job]) -> dict[str, BaseException]:
     """Make the missing runs and print a line for each that ends; returns the errors of those that fail, by name."""
     failed: dict[str, BaseException] = {}
-    for ended, (job, error) in enumerate(workers.make(missing), 1):
+    for ended, (job, error) in enumerate(workers.process(make_run, missing, Job.is_possible), 1):
         if isinstance(error, Busy):
             text = "is being made by another process"
         elif error:
