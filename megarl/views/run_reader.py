@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
+from megarl.recipe.load import flatten
 from megarl.storage.checked_json import Record, read_intact_lines
 
 
@@ -104,7 +105,7 @@ def read_run(root: Path, name: str) -> Run:
         raise UserError(f"{root} is not a run directory: it has no recipe.toml")
     try:
         recipe = path.read_text()
-        settings = _flatten(tomllib.loads(recipe))
+        settings = flatten(tomllib.loads(recipe))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
     for key in ("schedule.stages", "schedule.updates_per_stage"):
@@ -146,13 +147,6 @@ def _read_lines(path: Path, notes: list[str]) -> list[Record]:
     if damaged:
         notes.append(f"{path.name}: left out {damaged} line{'s' * (damaged > 1)} that could not be read")
     return records
-
-
-def _flatten(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tables.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def half_width(event: Record) -> float:
