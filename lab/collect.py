@@ -64,7 +64,6 @@ def collect(sweep: Path, output: Path, archive: Path = RESULTS) -> None:
 
 
 def _place(one: FinishedRun) -> dict[str, Any]:
-    assert one.job.point is not None
     return one.job.point.values | {"seed": one.job.replicate.removeprefix("seed_")}
 
 

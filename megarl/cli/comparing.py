@@ -10,7 +10,6 @@ from megarl.cli.arguments import UPDATE, Commands, add_stage, command, positive,
 
 
 def add_comparing(commands: Commands) -> None:
-    """Add the commands of this module."""
     sub = command(commands, "eval", _evaluate, "evaluate a policy: avg@k, pass@k and maj@k with their intervals")
     sub.add_argument("model_or_run", type=Path, help="a run directory, for its newest policy, or a Hugging Face model")
     sub.add_argument("--recipe", type=Path, help="data and reward settings, when the model is not part of a run")

@@ -12,7 +12,6 @@ from megarl.planner.assumptions import OPTIONS, Assumptions, assume, meaning_of,
 
 
 def add_recipes(commands: Commands) -> None:
-    """Add the commands of this module."""
     sub = command(
         commands,
         "plan",

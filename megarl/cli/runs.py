@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import sys
@@ -15,7 +16,6 @@ from megarl.views.responses import COLOURINGS
 
 
 def add_runs(commands: Commands) -> None:
-    """Add the commands of this module."""
     _add_samples(commands)
 
     sub = command(commands, "sql", _sql, "query a run's responses, ledger, metrics, events and evaluations with SQL")
@@ -107,14 +107,14 @@ def _samples(options: argparse.Namespace) -> None:
 
 
 def _sql(options: argparse.Namespace) -> None:
-    from megarl.views.sql import as_json, as_table, query
+    from megarl.views.sql import as_table, query
 
     rows = query(options.run_dir, options.query, options.memory)
     if not options.json:
         print(as_table(rows))
         return
     for row in rows:
-        print(as_json(row))
+        print(json.dumps(row, default=str))  # values that JSON has no type for become text
 
 
 def _report(options: argparse.Namespace) -> None:

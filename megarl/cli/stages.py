@@ -9,7 +9,6 @@ from megarl.cli.arguments import Commands, add_run, command, settings
 
 
 def add_stages(commands: Commands) -> None:
-    """Add the commands of this module."""
     among = commands.add_parser("stage", help="pack, unpack and ingest sealed stages").add_subparsers(
         required=True, metavar="COMMAND"
     )

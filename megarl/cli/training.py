@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,53 +20,50 @@ if TYPE_CHECKING:
     from megarl.workers.processes import Starter
 
 
-@dataclass(frozen=True)
-class OnAllNodes:
-    """A command on a run directory: the first node runs ``lead``, the others the phases that it begins.
+def _on_all_nodes(
+    lead: Callable[[argparse.Namespace, Nodes], None], options: argparse.Namespace, trains: bool = True
+) -> None:
+    """Execute a command on a run directory: the first node runs ``lead``, the others the phases that it begins.
 
     Mistakes in ``options.recipe``, if it has one, are reported as soon as possible. With ``--output`` it makes a new
     run there, and writes only to that.
 
     trains: it updates the model.
     """
+    from megarl.workers.node_rank import find_node_rank
 
-    lead: Callable[[argparse.Namespace, Nodes], None]
-    trains: bool = True
+    node = find_node_rank(os.environ)
+    run_dir: Path = getattr(options, "output", None) or options.run_dir
+    if node.rank == 0:  # printed before the imports of torch and Megatron, which take seconds
+        new = not (run_dir / "recipe.toml").exists()
+        print(f"megarl {__version__}: {'starting' if new else 'continuing'} {run_dir}", flush=True)
+    starter = _starter(options, trains, alone=node.count == 1)
+    from megarl.workers.launcher import follow
+    from megarl.workers.nodes import Nodes
 
-    def __call__(self, options: argparse.Namespace) -> None:
-        from megarl.workers.node_rank import find_node_rank
-
-        node = find_node_rank(os.environ)
-        run_dir: Path = getattr(options, "output", None) or options.run_dir
-        if node.rank == 0:  # printed before the imports of torch and Megatron, which take seconds
-            new = not (run_dir / "recipe.toml").exists()
-            print(f"megarl {__version__}: {'starting' if new else 'continuing'} {run_dir}", flush=True)
-        starter = self._starter(options, alone=node.count == 1)
-        from megarl.workers.launcher import follow
-        from megarl.workers.nodes import Nodes
-
-        run_dir = run_dir.resolve()  # each node takes it from its own command line
-        with Nodes(node, starter, run_dir) as nodes:
-            if nodes.rank:
-                follow(nodes, run_dir)
-            else:
-                self.lead(options, nodes)
-
-    def _starter(self, options: argparse.Namespace, alone: bool) -> Starter:
-        """A starter of processes, whose fork server imports packages from now on. alone: on the only node."""
-        from megarl.recipe.load import load_without_objective
-        from megarl.workers.processes import Starter
-
-        starter = Starter()
-        given = getattr(options, "recipe", None)
-        try:
-            recipe = load_without_objective(given or options.run_dir / "recipe.toml", options.set if given else ())
-        except UserError:  # of several nodes, the first reports it
-            if given and alone:
-                raise
+    run_dir = run_dir.resolve()  # each node takes it from its own command line
+    with Nodes(node, starter, run_dir) as nodes:
+        if nodes.rank:
+            follow(nodes, run_dir)
         else:
-            starter.prepare(recipe, self.trains)
-        return starter
+            lead(options, nodes)
+
+
+def _starter(options: argparse.Namespace, trains: bool, alone: bool) -> Starter:
+    """A starter of processes, whose fork server imports packages from now on. alone: on the only node."""
+    from megarl.recipe.load import load_without_objective
+    from megarl.workers.processes import Starter
+
+    starter = Starter()
+    given = getattr(options, "recipe", None)
+    try:
+        recipe = load_without_objective(given or options.run_dir / "recipe.toml", options.set if given else ())
+    except UserError:  # of several nodes, the first reports it
+        if given and alone:
+            raise
+    else:
+        starter.prepare(recipe, trains)
+    return starter
 
 
 def _train(options: argparse.Namespace, nodes: Nodes) -> None:
@@ -144,16 +141,6 @@ def _rehearse(options: argparse.Namespace, nodes: Nodes) -> None:
     print(rehearse_recipe(nodes, options.recipe, options.set, options.run_dir))
 
 
-# the commands that run on all nodes
-ON_ALL_NODES = {
-    "train": OnAllNodes(_train),
-    "rollout": OnAllNodes(_rollout, trains=False),
-    "serve": OnAllNodes(_serve, trains=False),
-    "optimize": OnAllNodes(_optimize),
-    "doctor --recipe": OnAllNodes(_rehearse),
-}
-
-
 def _doctor(options: argparse.Namespace) -> None:
     from megarl.views.doctor import diagnose
 
@@ -161,7 +148,7 @@ def _doctor(options: argparse.Namespace) -> None:
         return print(diagnose(options.json))
     with tempfile.TemporaryDirectory(prefix="megarl-doctor-") as folder:
         options.run_dir = (options.scratch or Path(folder)) / "megarl-rehearsal"
-        ON_ALL_NODES["doctor --recipe"](options)
+        _on_all_nodes(_rehearse, options)
     return None
 
 
@@ -179,8 +166,8 @@ def _phase_and_stage(text: str) -> tuple[str, int]:
 
 
 def add_training(commands: Commands) -> None:
-    """Add the commands of this module."""
-    sub = command(commands, "train", ON_ALL_NODES["train"], "make a whole run; start it again to continue it")
+    train = partial(_on_all_nodes, _train)
+    sub = command(commands, "train", train, "make a whole run; start it again to continue it")
     sub.add_argument("recipe", type=Path, help="the recipe, a TOML file")
     sub.add_argument("--run-dir", type=Path, required=True, help="directory of the run; made if it does not exist")
     sub.add_argument(
@@ -194,20 +181,19 @@ def add_training(commands: Commands) -> None:
     )
     settings(sub)
 
-    sub = command(commands, "rollout", ON_ALL_NODES["rollout"], "generate and seal the rollouts of one stage")
+    rollout = partial(_on_all_nodes, _rollout, trains=False)
+    sub = command(commands, "rollout", rollout, "generate and seal the rollouts of one stage")
     add_stage(sub)
 
-    sub = command(
-        commands, "serve", ON_ALL_NODES["serve"], "serve an OpenAI-compatible API to agents that fill a stage"
-    )
+    serve = partial(_on_all_nodes, _serve, trains=False)
+    sub = command(commands, "serve", serve, "serve an OpenAI-compatible API to agents that fill a stage")
     add_stage(sub)
     sub.add_argument("--port", type=int, default=8400, help="port on 127.0.0.1; 0: any free port; default: 8400")
     sub.add_argument("--recipe", type=Path, help="begin the run with this recipe, if it does not exist yet")
     settings(sub)
 
-    sub = command(
-        commands, "optimize", ON_ALL_NODES["optimize"], "make all updates of one stage on its sealed rollouts"
-    )
+    optimize = partial(_on_all_nodes, _optimize)
+    sub = command(commands, "optimize", optimize, "make all updates of one stage on its sealed rollouts")
     add_stage(sub)
     sub.add_argument("--output", type=Path, help="a new run directory, which may have other settings (--set)")
     settings(sub)

@@ -71,7 +71,8 @@ def evaluate_model(
         raise UserError(f"{target} is not a directory")
     run = RunDir.open(target) if (target / "recipe.toml").exists() else None
     if run is not None:
-        before, policy = run.recipe, _newest_policy(run)
+        policies = (stage.policy for stage in [run.end, *reversed(run.stages())] if stage.policy.exists())
+        before, policy = run.recipe, next(policies, run.recipe.model.path)
     elif recipe_path is not None:
         before, policy = load_recipe(recipe_path), target.resolve()
     else:
@@ -158,8 +159,3 @@ def _describe(result: dict[str, Any], with_name: bool) -> Iterator[str]:
 
 def _estimate(name: str, value: float, interval: list[float], prompts: int) -> str:
     return f"{name} {value:.4f}  95 % interval [{interval[0]:.4f}, {interval[1]:.4f}]  {prompts} prompts"
-
-
-def _newest_policy(run: RunDir) -> Path:
-    policies = [stage.policy for stage in [run.end, *reversed(run.stages())] if stage.policy.exists()]
-    return policies[0] if policies else run.recipe.model.path

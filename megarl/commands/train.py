@@ -31,10 +31,13 @@ def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> No
     if not run.base.exists():
         copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.base)
     with Progress(run.root, recipe):
-        if rehearsal_is_due(run, until):
-            rehearse(nodes, run)
-        log_finished_stages(run)
-        for stage in run.stages():
+        rehearses = recipe.run.rehearse and recipe.actor.backend == "cuda"
+        if rehearses and not run.stage(0).rollouts.exists() and optimizes(run, until):
+            rehearse(nodes, run)  # before the first rollouts, if this start will reach an optimize phase
+        stages = run.stages()
+        if finished := sum(stage.is_trained() for stage in stages):
+            run.log_event("resume", phase="train", stage=finished, skipped=finished, total=len(stages), unit="stages")
+        for stage in stages:
             replicas = stage.rollout.workers
             if stage.due_evaluations() and (not recipe.schedule.one_policy or stage.is_sealed()):
                 run_phase(nodes, stage, "evaluate", replicas)  # otherwise the rollout phase's engines evaluate
@@ -76,19 +79,6 @@ def rehearse(nodes: Nodes, run: RunDir) -> None:
         ) from error
     finally:
         shutil.rmtree(run.rehearsal, ignore_errors=True)
-
-
-def rehearsal_is_due(run: RunDir, until: tuple[str, int] | None) -> bool:
-    """Whether to rehearse now: on GPUs, before the first rollouts, if this start will reach an optimize phase."""
-    wanted = run.recipe.run.rehearse and run.recipe.actor.backend == "cuda"
-    return wanted and not run.stage(0).rollouts.exists() and optimizes(run, until)
-
-
-def log_finished_stages(run: RunDir) -> None:
-    """Log a ``resume`` event with the number of stages that are trained already, if any."""
-    total = len(run.stages())
-    if finished := sum(stage.is_trained() for stage in run.stages()):
-        run.log_event("resume", phase="train", stage=finished, skipped=finished, total=total, unit="stages")
 
 
 def optimizes(run: RunDir, until: tuple[str, int] | None) -> bool:

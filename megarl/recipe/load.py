@@ -153,14 +153,15 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def recipe_diff(old: Recipe, new: Recipe) -> list[str]:
     """Lines ``section.key: old -> new`` for every setting in which two recipes differ."""
-    a, b = _flatten(old.model_dump(mode="json")), _flatten(new.model_dump(mode="json"))
+    a, b = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
     return [f"{k}: {a.get(k)!r} -> {b.get(k)!r}" for k in sorted(a | b) if a.get(k) != b.get(k)]
 
 
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The settings of a recipe's tables by their whole names, such as "schedule.stages"."""
     flat = {}
     for key, value in tree.items():
-        flat.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+        flat.update(flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
     return flat
 
 

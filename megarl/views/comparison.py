@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -76,7 +77,7 @@ def compare(a: str, b: str, suite: str | None = None, as_json: bool = False) -> 
 
 def _estimates(suite: str, a: Side, b: Side) -> dict[str, Any]:
     """avg@n and pass@k of both policies on one suite, with their paired differences."""
-    check_same_prompts(SuiteResponses.of(a.run, suite), SuiteResponses.of(b.run, suite))
+    _check_same_prompts(SuiteResponses.of(a.run, suite), SuiteResponses.of(b.run, suite))
     (first, ours), (second, theirs) = (side.correct(suite) for side in at_equal_updates(a, b, suite))
     estimates, shared = [], min(ours.shape[1], theirs.shape[1])
     for k in sorted({1, shared}):
@@ -129,12 +130,19 @@ def difference(a: Path, first: int, b: Path, second: int, suite: str) -> Differe
 
     Raises `UserError` as `compare` does.
     """
-    check_same_prompts(SuiteResponses.of(a, suite), SuiteResponses.of(b, suite))
-    ours, theirs = (Side(str(run), run, update).correct(suite)[1].mean(1) for run, update in ((a, first), (b, second)))
-    return paired(ours, theirs)
+    ours, theirs = scores([(a, first), (b, second)], suite)
+    return paired(ours.mean(1), theirs.mean(1))
 
 
-def check_same_prompts(a: SuiteResponses, b: SuiteResponses) -> None:
+def scores(policies: Sequence[tuple[Path, int]], suite: str) -> list[np.ndarray]:
+    """Of each policy (run, updates) [prompts, samples] of 1 for right and 0; `UserError` if their prompts differ."""
+    first, *others = (SuiteResponses.of(run, suite) for run, _ in policies)
+    for other in others:
+        _check_same_prompts(first, other)
+    return [Side(str(run), run, update).correct(suite)[1] for run, update in policies]
+
+
+def _check_same_prompts(a: SuiteResponses, b: SuiteResponses) -> None:
     """`UserError` with the first prompt that differs in question or answer; the rendering does not matter."""
     ours, theirs = ([_question(line) for line in side.read_prompts()] for side in (a, b))
     for number, (one, other) in enumerate(zip_longest(ours, theirs)):

@@ -43,6 +43,7 @@ def _findings() -> dict[str, str]:
     import torch
 
     from megarl.kernels.library import find_library, torch_needs_triton, triton_lacks
+    from megarl.rewards.sandbox import check_sandbox
 
     memory = psutil.virtual_memory()
     found = {
@@ -59,7 +60,11 @@ def _findings() -> dict[str, str]:
         found["gpu"] = 'none that torch sees: use [actor] backend = "cpu"'
     library = find_library("cpu")
     found["cpu kernels"] = str(library or "missing: `pip install .` in a clone builds them (needs a C++ compiler)")
-    found["sandbox"] = _sandbox()
+    try:
+        check_sandbox()
+        found["sandbox"] = "can run programs"
+    except UserError as error:
+        found["sandbox"] = f'missing, so reward.kind = "code" cannot run programs: {error}'
     found["triton kernels"] = triton_lacks() or "can be compiled when they run (GPUs)"
     if torch_needs_triton():
         found["triton kernels"] += '; torch itself uses it on GPUs, also with [actor] kernels = "torch"'
@@ -77,14 +82,3 @@ def within_range(package: str, version: str) -> str:
 
     suitable, whose = suitable_versions(package)
     return version if suitable.contains(version, prereleases=True) else f"{version}, but {whose} {suitable}"
-
-
-def _sandbox() -> str:
-    """Whether ``reward.kind = "code"`` can run programs on this machine."""
-    from megarl.rewards.sandbox import check_sandbox
-
-    try:
-        check_sandbox()
-    except UserError as error:
-        return f'missing, so reward.kind = "code" cannot run programs: {error}'
-    return "can run programs"

@@ -64,7 +64,7 @@ def describe_event(event: dict[str, Any], state: RunState) -> str:
     """One line about an event; "" for one that people need not know, or that only repeats another one."""
     kind, stage, phase = event.get("event"), event.get("stage", 0), event.get("phase", "")
     place = _place(stage, phase, state)
-    if kind == "evaluation" and "accuracy" in event:
+    if kind == "evaluation":
         version, suite = event["update"], event["suite"]
         whose = "base model" if version == 0 else f"after {version} updates"
         name = "held-out" if suite == HELDOUT else suite
@@ -108,15 +108,11 @@ def _place(stage: int, phase: str, state: RunState) -> str:
     return "final evaluation" if stage == stages else f"stage {stage + 1}/{stages} {phase.replace('_', '-')}"
 
 
-def _current_place(state: RunState) -> str:
-    waits = {"loading": f": loading weights, {_clock(time.time() - state.phase_since)}", "evaluating": ": evaluating"}
-    return _place(state.stage, state.phase, state) + waits.get(state.doing, "")
-
-
 def describe_state(state: RunState) -> str:
     """One line about the current phase."""
     done, total, unit = state.done
-    parts = [_current_place(state)]
+    waits = {"loading": f": loading weights, {_clock(time.time() - state.phase_since)}", "evaluating": ": evaluating"}
+    parts = [_place(state.stage, state.phase, state) + waits.get(state.doing, "")]
     if total:
         parts.append(f"{done}/{total} {unit}")
     parts += _facts(state)

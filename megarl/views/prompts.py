@@ -53,7 +53,7 @@ class File:
 
     path: str
     prompts: int
-    repetitions: int  # prompts that equal an earlier one
+    repetitions: int  # prompts that equal an earlier one, apart from case and spaces
     tokens: dict[str, int] | None = None  # lengths with markup: median, 99 % quantile, longest
     longer: int = 0  # prompts with more than data.max_prompt_tokens
     same: int = 0  # prompts with the tokens of an earlier one whose row is another
@@ -120,7 +120,7 @@ def check_prompts(recipe: Recipe) -> Findings:
         for table in data.mixture:
             if table.source == "file":
                 items, file = _read(report, table, exam=data is not recipe.data)
-                _measure(report, file, table, data, items, _renderer(report, data, tokenizer))
+                _measure(report, file, table, data, items, tokenizer)
                 train += [_asked(item) for item in items if data is recipe.data]
     if not report.problems:
         _check_start(report, recipe, tokenizer, train)
@@ -144,23 +144,19 @@ def _read(report: Findings, table: SourceTable, exam: bool) -> tuple[list[Item],
     if not good and not wrong:
         wrong.append(f"{table.train} holds no prompts")
     _tell(report, wrong, "rows that cannot be used")
-    report.files.append(File(str(table.train), len(good), repeated(_asked(item) for item in good)))
+    different = {_normalized(_asked(item)) for item in good}
+    report.files.append(File(str(table.train), len(good), len(good) - len(different)))
     return good, report.files[-1]
 
 
-def _renderer(report: Findings, data: DataTable, tokenizer: Any) -> Renderer | None:
-    try:
-        return Renderer(data, tokenizer)
-    except UserError as error:
-        report.problems.append(str(error))
-        return None
-
-
 def _measure(
-    report: Findings, file: File, table: SourceTable, data: DataTable, items: Sequence[Item], renderer: Renderer | None
+    report: Findings, file: File, table: SourceTable, data: DataTable, items: Sequence[Item], tokenizer: Any
 ) -> None:
     """Measure the lengths of a file's prompts with all their markup; those that are too long go to the report."""
-    if renderer is None or not items:
+    try:
+        renderer = Renderer(data, tokenizer)
+    except UserError as error:
+        report.problems.append(str(error))
         return
     lengths: list[int] = []
     unfit: list[str] = []
@@ -247,12 +243,6 @@ def _asked(item: Item) -> str:
 def _normalized(text: str) -> str:
     """A text in lower case with single spaces. Punctuation stays, since 2 + 2 is not 2 - 2."""
     return " ".join(text.lower().split())
-
-
-def repeated(texts: Iterable[str]) -> int:
-    """How many of the texts repeat an earlier one, apart from case and spaces."""
-    found = [_normalized(text) for text in texts]
-    return len(found) - len(set(found))
 
 
 def overlapping(train: Sequence[str], exam: Sequence[str]) -> tuple[list[int], list[int]]:

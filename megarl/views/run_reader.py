@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
+from megarl.recipe.load import flatten
 from megarl.storage.checked_json import Record, read_intact_lines
 
 
@@ -63,7 +64,7 @@ class Run:
         """The newest evaluation of each policy on each suite, in the order of the policies."""
         found: dict[str, dict[int, Record]] = {}
         for event in self.events:
-            if event.get("event") == "evaluation" and _is_evaluation(event):
+            if event.get("event") == "evaluation":
                 found.setdefault(event["suite"], {})[event["update"]] = event
         return {suite: [by_update[u] for u in sorted(by_update)] for suite, by_update in found.items()}
 
@@ -104,7 +105,7 @@ def read_run(root: Path, name: str) -> Run:
         raise UserError(f"{root} is not a run directory: it has no recipe.toml")
     try:
         recipe = path.read_text()
-        settings = _flatten(tomllib.loads(recipe))
+        settings = flatten(tomllib.loads(recipe))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
     for key in ("schedule.stages", "schedule.updates_per_stage"):
@@ -148,27 +149,7 @@ def _read_lines(path: Path, notes: list[str]) -> list[Record]:
     return records
 
 
-def _is_evaluation(event: Record) -> bool:
-    update, suite, accuracy = (event.get(name) for name in ("update", "suite", "accuracy"))
-    return isinstance(update, int) and isinstance(suite, str) and isinstance(accuracy, (int, float))
-
-
-def _flatten(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tables.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
-
-
-def interval(event: Record) -> tuple[float, float]:
-    """The 95 % interval of an evaluation; of zero width if none was recorded."""
-    match event.get("ci95"):
-        case [int() | float() as low, int() | float() as high]:
-            return float(low), float(high)
-    return event["accuracy"], event["accuracy"]
-
-
 def half_width(event: Record) -> float:
-    """Half the width of `interval`."""
-    low, high = interval(event)
+    """Half the width of the 95 % interval of an evaluation."""
+    low, high = event["ci95"]
     return (high - low) / 2

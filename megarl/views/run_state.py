@@ -73,7 +73,7 @@ class RunState:
                 self.doing = ""
         elif kind == "what_if_progress":
             self._compared = event["done"], event["total"]
-        elif kind == "evaluation" and "accuracy" in event:
+        elif kind == "evaluation":
             self._replicas, self._skipped = {}, 0  # what follows counts from 0
             if event["suite"] == self._suite:
                 self.accuracies[event["update"]] = event["accuracy"], half_width(event)
@@ -89,11 +89,6 @@ class RunState:
         return self.phase == "evaluate" or self.doing == "evaluating"
 
     @property
-    def updates(self) -> int:
-        """Updates made so far in the whole run."""
-        return self.recent[-1]["update"] if self.recent else 0
-
-    @property
     def done(self) -> tuple[int, int, str]:
         """(amount done, total, unit) of the current phase."""
         if self.evaluates:  # a suite may have fewer prompts than the recipe asks for
@@ -103,8 +98,8 @@ class RunState:
             # groups that are continued beyond their token budget count twice
             return min(self.candidates, self._skipped + self._groups), self.candidates, self._unit
         if find_phase(self.phase).updates:
-            size = self.schedule.updates_per_stage
-            return min(size, max(0, self.updates - self.stage * size)), size, "updates"
+            size, updates = self.schedule.updates_per_stage, self.recent[-1]["update"] if self.recent else 0
+            return min(size, max(0, updates - self.stage * size)), size, "updates"
         if self.phase == "what_if":
             return (*self._compared, "gradients")
         return 0, 0, ""

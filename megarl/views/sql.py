@@ -8,11 +8,13 @@ no network and load no extension.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import json
+import operator
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,13 +25,13 @@ import pyarrow.fs as fs
 from megarl.errors import UserError, how_to_install
 from megarl.foreign import escape
 from megarl.storage.checked_json import Record
-from megarl.storage.ledger import check_size
+from megarl.storage.ledger import LedgerEntry, check_size
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir.evaluations import SuiteResponses
 from megarl.storage.shards import OPTIONAL, ROW, ROW_TYPE, SCHEMA
 from megarl.views.responses.select import decoder, stages
 from megarl.views.responses.text import aligned
-from megarl.views.run_reader import interval, read_run
+from megarl.views.run_reader import read_run
 
 if TYPE_CHECKING:
     import duckdb
@@ -43,20 +45,8 @@ _PLACES = {  # columns that each table of shards gets in addition, which say whe
     "unfinished_shards": [("stage", pa.int32()), ("shard", pa.string())],  # cut at the token budget of their stage
     "evaluation_shards": [("suite", pa.string()), ("update", pa.int64()), ("shard", pa.string())],
 }
-_LEDGER = pa.schema(
-    [
-        ("stage", pa.int32()),
-        ("shard", pa.string()),
-        ("groups", pa.list_(pa.int64())),
-        ("responses", pa.int64()),
-        ("tokens", pa.int64()),
-        ("reward_sum", pa.float64()),
-        ("bytes", pa.int64()),
-        ("sha256", pa.string()),
-        ("weights_hash", pa.string()),
-        ("logprob_mode", pa.string()),
-    ]
-)
+_TYPES = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "tuple[int, ...]": pa.list_(pa.int64())}
+_LEDGER = pa.schema([("stage", pa.int32()), *((f.name, _TYPES[str(f.type)]) for f in fields(LedgerEntry))])
 _EVENTS = {"time": pa.float64(), "event": pa.string(), "stage": pa.int32(), "phase": pa.string()}
 _EVALUATIONS = {
     "suite": pa.string(),
@@ -67,6 +57,7 @@ _EVALUATIONS = {
     "prompts": pa.int64(),
     "samples": pa.int64(),
 }
+_Shard = tuple[Path, LedgerEntry, dict[str, Any]]  # the last is its place, by the columns of `_PLACES`
 # the tables that queries see; a column that a shard leaves out is null
 _VIEW = """
 create view {name} as select
@@ -96,7 +87,8 @@ def query(root: Path, text: str, memory: str = MEMORY) -> Iterator[Record]:
                     for row in rows:
                         yield dict(zip(names, row, strict=True))
         except duckdb.Error as error:
-            raise UserError(f"SQL: {_first_lines(str(error))}") from error
+            message = " ".join(str(error).partition("\n\nLINE ")[0].split())  # without the query
+            raise UserError(f"SQL: {escape(message, newlines=False)}") from error
 
 
 def _duckdb() -> Any:
@@ -106,11 +98,6 @@ def _duckdb() -> Any:
         remedy = how_to_install("sql")
         raise UserError(f"SQL needs DuckDB, which the extra sql of megarl installs: {remedy}") from error
     return duckdb
-
-
-def _first_lines(message: str) -> str:
-    """DuckDB's message in one line, without the query that it repeats at the end."""
-    return escape(" ".join(message.partition("\n\nLINE ")[0].split()), newlines=False)
 
 
 def _open(root: Path, spill: str, memory: str) -> duckdb.DuckDBPyConnection:
@@ -162,16 +149,18 @@ def _row_columns(shards: ds.Dataset) -> str:
 
 
 def _tables(root: Path) -> dict[str, Any]:
-    run = read_run(root, "")
-    evaluations = [event for events in run.suites.values() for event in events]
-    bounds = [dict(zip(("ci95_low", "ci95_high"), interval(event), strict=True)) for event in evaluations]
-    evaluations = [event | bound for event, bound in zip(evaluations, bounds, strict=True)]
+    run, stored = read_run(root, ""), _stored(root)
+    evaluations = [
+        event | dict(zip(("ci95_low", "ci95_high"), event["ci95"], strict=True))
+        for events in run.suites.values()
+        for event in events
+    ]
     return {
-        "ledger": _ledger(root),
+        "ledger": pa.Table.from_pylist([asdict(entry) | place for _, entry, place in stored["shards"]], _LEDGER),
         "metrics": _metrics(run.updates),
         "events": _table(run.events, _EVENTS),
         "evaluations": _table(evaluations, _EVALUATIONS),
-        **{name: _dataset(name, files) for name, files in _stored(root).items()},
+        **{name: _dataset(name, shards) for name, shards in stored.items()},
     }
 
 
@@ -188,8 +177,8 @@ def _register_decode(connection: Any, root: Path) -> None:
     connection.create_function("decode", texts, [kind], connection.type("VARCHAR"), type="arrow")
 
 
-def _stored(root: Path) -> dict[str, list[tuple[Path, dict[str, Any]]]]:
-    """{table: (path, its place, by the columns of `_PLACES`) of every shard that a ledger names}."""
+def _stored(root: Path) -> dict[str, list[_Shard]]:
+    """{table: every shard that a ledger names}."""
     folders: list[tuple[str, Path, dict[str, Any]]] = []
     for stage, directory in stages(root).items():
         folders.append(("shards", directory, {"stage": stage}))
@@ -201,41 +190,30 @@ def _stored(root: Path) -> dict[str, list[tuple[Path, dict[str, Any]]]]:
             ("evaluation_shards", answered.responses(update), {"suite": suite, "update": update})
             for update in answered.versions()
         )
-    found: dict[str, list[tuple[Path, dict[str, Any]]]] = {name: [] for name in _PLACES}
+    found: dict[str, list[_Shard]] = {name: [] for name in _PLACES}
     for table, directory, place in folders:
         for entry in RolloutStore(directory, one_policy=False).entries:
             check_size(directory / entry.shard, entry)
-            found[table].append((directory / entry.shard, place | {"shard": entry.shard}))
+            found[table].append((directory / entry.shard, entry, place | {"shard": entry.shard}))
     return found
 
 
-def _dataset(name: str, files: list[tuple[Path, dict[str, Any]]]) -> ds.Dataset:
+def _dataset(name: str, shards: list[_Shard]) -> ds.Dataset:
     """Mapped shards with the columns of `_PLACES`; an empty table if there are no shards."""
     schema = pa.schema([*_PLACES[name], *_COLUMNS])
-    if not files:
+    if not shards:
         return ds.dataset(schema.empty_table())
-    conditions = []
-    for _, places in files:
-        first, *others = [ds.field(column) == value for column, value in places.items()]
-        conditions.append(first)
-        for other in others:
-            conditions[-1] = conditions[-1] & other
+    conditions = [
+        functools.reduce(operator.and_, (ds.field(column) == value for column, value in place.items()))
+        for *_, place in shards
+    ]
     return ds.FileSystemDataset.from_paths(
-        [str(path.resolve()) for path, _ in files],
+        [str(path.resolve()) for path, *_ in shards],
         schema=schema,
         format=ds.IpcFileFormat(),
         filesystem=fs.LocalFileSystem(use_mmap=True),
         partitions=conditions,
     )
-
-
-def _ledger(root: Path) -> pa.Table:
-    rows = [
-        asdict(entry) | {"stage": stage}
-        for stage, directory in stages(root).items()
-        for entry in RolloutStore(directory, one_policy=False).entries
-    ]
-    return pa.Table.from_pylist(rows, schema=_LEDGER)
 
 
 def _metrics(records: list[Record]) -> pa.Table:
@@ -256,11 +234,6 @@ def _table(records: list[Record], kinds: dict[str, pa.DataType]) -> pa.Table:
     """The columns ``kinds`` of the records, and a column ``fields`` with each whole record as JSON."""
     columns = {name: pa.array([record.get(name) for record in records], kind) for name, kind in kinds.items()}
     return pa.table(columns | {"fields": pa.array([json.dumps(record) for record in records], pa.string())})
-
-
-def as_json(row: Record) -> str:
-    """A row as a line of JSON; values that JSON has no type for become text."""
-    return json.dumps(row, default=str)
 
 
 def as_table(rows: Iterator[Record]) -> str:

@@ -156,8 +156,8 @@ def test_strings_from_files_are_escaped(tmp_path):
     evil = "<script>alert(1)</script>"
     root = make_run(tmp_path / "<b>x<b>", recipe=make_recipe(name=evil))
     append_json(root / "events.jsonl", {"event": "phase_end", "stage": 0, "phase": f"</script>{evil}", "seconds": 1})
-    of_evil = {"event": "evaluation", "update": 288, "suite": "heldout", "accuracy": 1, "prompts": f"</script>{evil}"}
-    append_json(root / "events.jsonl", of_evil)
+    of_evil = {"event": "evaluation", "update": 288, "suite": "heldout", "accuracy": 1, "ci95": [1, 1]}
+    append_json(root / "events.jsonl", of_evil | {"prompts": f"</script>{evil}"})
     page = write_report([root], tmp_path / "r.html").read_text()
     assert evil not in page and "<b>x<b>" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page

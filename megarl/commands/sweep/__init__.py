@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from megarl.commands.sweep.plan import Job, SweepPlan, plan_sweep
 from megarl.commands.sweep.results import as_records, read_finished, rows, runs_csv, table_csv, table_text
-from megarl.commands.sweep.workers import Workers
+from megarl.commands.sweep.workers import Workers, check_run, make_run
 from megarl.errors import Busy, PhaseFailed, UserError
 from megarl.foreign import escape, quoted
 from megarl.recipe.sweep import load_sweep
@@ -28,15 +26,14 @@ def describe(path: Path, output: Path, as_json: bool = False) -> str:
         return json.dumps([_record(job) for job in plan.all])
     lines = [_count(plan)]
     for job in plan.all:
-        settings = job.point.settings if job.point else ()
-        lines.append(f"  {_state(job):5}  {job.name}  {' '.join(_setting(*setting) for setting in settings)}".rstrip())
+        settings = " ".join(_setting(*setting) for setting in job.point.settings)
+        lines.append(f"  {_state(job):5}  {job.name}  {settings}".rstrip())
     return "\n".join(lines)
 
 
 def _record(job: Job) -> dict[str, object]:
-    settings = dict(job.point.settings) if job.point else {}
     place = {"run": job.name, "directory": str(job.directory), "replicate": job.replicate}
-    return place | {"state": _state(job), "updates": job.updates, "settings": settings}
+    return place | {"state": _state(job), "updates": job.updates, "settings": dict(job.point.settings)}
 
 
 def _state(job: Job) -> str:
@@ -71,7 +68,8 @@ def sweep(path: Path, output: Path, jobs: int | None = None, as_json: bool = Fal
         with Workers(jobs or (1 if on_gpus else 2), plan.output / "logs") as workers:
             _check(workers, missing)
             failed = _make(workers, missing)
-    with _exclusive(plan.output):  # of several sweeps at once, the last to write includes the runs of all
+    with open(plan.output / ".lock", "w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # of several sweeps at once, the last to write includes the runs of all
         finished = read_finished(plan)
         found = rows(plan, finished)
         write_atomic(plan.output / "runs.csv", runs_csv(plan, finished))
@@ -86,14 +84,6 @@ def sweep(path: Path, output: Path, jobs: int | None = None, as_json: bool = Fal
     return json.dumps(as_records(found)) if as_json else table_text(plan, found)
 
 
-@contextlib.contextmanager
-def _exclusive(directory: Path) -> Iterator[None]:
-    """Only one sweep of this directory at a time executes the block."""
-    with open(directory / ".lock", "w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
-
-
 def _say(line: str) -> None:
     print(escape(line), file=sys.stderr, flush=True)
 
@@ -104,11 +94,9 @@ def _first_line(error: BaseException) -> str:
 
 def _check(workers: Workers, missing: list[Job]) -> None:
     """`UserError` if the settings of a point cannot run; one replicate of each point is checked."""
-    first = {job.point_name: job for job in reversed(missing)}
+    first = {job.point.name: job for job in reversed(missing)}
     wrong = []
-    for job, error in workers.check(list(first.values())):
-        if isinstance(error, KeyboardInterrupt):
-            raise error
+    for job, error in workers.process(check_run, list(first.values()), lambda job: True):
         if error:
             wrong.append(f"  {job.name}: {error}")
     if wrong:
@@ -118,9 +106,7 @@ def _check(workers: Workers, missing: list[Job]) -> None:
 def _make(workers: Workers, missing: list[Job]) -> dict[str, BaseException]:
     """Make the missing runs and print a line for each that ends; returns the errors of those that fail, by name."""
     failed: dict[str, BaseException] = {}
-    for ended, (job, error) in enumerate(workers.make(missing), 1):
-        if isinstance(error, KeyboardInterrupt):
-            raise error
+    for ended, (job, error) in enumerate(workers.process(make_run, missing, Job.is_possible), 1):
         if isinstance(error, Busy):
             text = "is being made by another process"
         elif error:

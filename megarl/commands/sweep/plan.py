@@ -6,7 +6,6 @@ runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from megarl.commands.one_phase import changed_recipe
 from megarl.errors import UserError
 from megarl.foreign import quoted
 from megarl.recipe.layout import is_layout_setting
-from megarl.recipe.load import Setting, load_recipe, recipe_diff
+from megarl.recipe.load import load_recipe, recipe_diff
 from megarl.recipe.sweep import BASE, Point, SweepTable, seeds_of
 from megarl.recipe.tables import Recipe
 from megarl.storage.checked_json import read_intact_lines
@@ -28,23 +27,17 @@ class Job:
     directory: Path
     recipe: Recipe
     replicate: str  # name of the seed, or of the run whose rollouts it uses; the same names occur at every point
-    point: Point | None = None  # None: a base run, which only generates rollouts for the others
+    point: Point  # of a base run, which only generates rollouts for the others: one called `BASE`, without settings
     source: Stage | None = None  # the stage that it optimises; None: it is a whole run
-    settings: tuple[Setting, ...] = ()  # those that differ from the run of ``source``
     until: int | None = None  # for a base run: the stage after whose rollouts it ends
 
     @property
     def name(self) -> str:
-        return f"{self.point_name or BASE}/{self.replicate}"
+        return f"{self.point.name}/{self.replicate}"
 
     @property
     def run(self) -> RunDir:
         return RunDir(self.directory, self.recipe)
-
-    @property
-    def point_name(self) -> str:
-        """The name of the point, "" for a base run."""
-        return self.point.name if self.point else ""
 
     @property
     def updates(self) -> int:
@@ -110,9 +103,19 @@ def plan_sweep(table: SweepTable, output: Path) -> SweepPlan:
     bases = [] if table.runs or table.stage is None else _bases(table, output)
     jobs: list[Job] = []
     wrong: dict[str, str] = {}
-    for job in _jobs(table, output, bases, wrong):
-        jobs.append(job)
-        job.check_directory()
+    for replicate, source in _sources(table, bases).items():
+        for point in table.points():
+            try:
+                if source is None:
+                    seed = ("run.seed", int(replicate.removeprefix("seed_")))
+                    recipe = load_recipe(_recipe(table), [*point.settings, seed])
+                else:
+                    recipe = changed_recipe(source, point.settings)
+            except UserError as error:
+                wrong.setdefault(point.name, str(error))
+                continue
+            jobs.append(Job(output / point.name / replicate, recipe, replicate, point, source))
+            jobs[-1].check_directory()
     for base in bases:
         base.check_directory()
     if wrong:
@@ -131,28 +134,9 @@ def _bases(table: SweepTable, output: Path) -> list[Job]:
         recipe = load_recipe(path, [*common, ("run.seed", seed)])
         if table.stage >= recipe.schedule.stages:
             raise UserError(f"stage = {table.stage}: the recipe has stages 0 to {recipe.schedule.stages - 1}")
-        jobs.append(Job(output / BASE / f"seed_{seed}", recipe, f"seed_{seed}", until=table.stage))
+        point = Point({}, BASE, ())
+        jobs.append(Job(output / BASE / f"seed_{seed}", recipe, f"seed_{seed}", point, until=table.stage))
     return jobs
-
-
-def _jobs(table: SweepTable, output: Path, bases: list[Job], wrong: dict[str, str]) -> Iterator[Job]:
-    """Yield the runs with valid settings; for the others store in ``wrong`` {name of the point: what is wrong}."""
-    sources = _sources(table, bases)
-    seeds = [] if sources else [f"seed_{seed}" for seed in seeds_of(table, load_recipe(_recipe(table)))]
-    for replicate in [*sources, *seeds]:
-        for point in table.points():
-            directory = output / point.name / replicate
-            source = sources.get(replicate)
-            try:
-                if source is None:
-                    seed = ("run.seed", int(replicate.removeprefix("seed_")))
-                    recipe = load_recipe(_recipe(table), [*point.settings, seed])
-                    yield Job(directory, recipe, replicate, point)
-                else:
-                    recipe = changed_recipe(source, point.settings)
-                    yield Job(directory, recipe, replicate, point, source, point.settings)
-            except UserError as error:
-                wrong.setdefault(point.name, str(error))
 
 
 def _recipe(table: SweepTable) -> Path:
@@ -160,13 +144,13 @@ def _recipe(table: SweepTable) -> Path:
     return table.recipe
 
 
-def _sources(table: SweepTable, bases: list[Job]) -> dict[str, Stage]:
-    """{replicate: the stage that all points optimise}; empty if the sweep consists of whole runs."""
+def _sources(table: SweepTable, bases: list[Job]) -> dict[str, Stage | None]:
+    """{replicate: the stage that all points optimise; None: they are whole runs}."""
     if table.stage is None:
-        return {}
+        return {f"seed_{seed}": None for seed in seeds_of(table, load_recipe(_recipe(table)))}
     if bases:
         return {base.replicate: base.run.stage(table.stage) for base in bases}
-    sources: dict[str, Stage] = {}
+    sources: dict[str, Stage | None] = {}
     for path in (path.resolve() for path in table.runs):
         stage = RunDir.open(path).stage(table.stage)
         if not stage.is_sealed():

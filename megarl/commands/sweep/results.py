@@ -17,12 +17,13 @@ from megarl.commands.sweep.plan import Job, SweepPlan
 from megarl.errors import UserError
 from megarl.estimates import Interval, mean_of_replicates
 from megarl.recipe.sweep import Point
-from megarl.storage.run_dir.evaluations import SuiteResponses
-from megarl.views.comparison import Side, check_same_prompts
-from megarl.views.run_reader import Run, interval, muted_by, read_run
+from megarl.storage.checked_json import Record
+from megarl.views.comparison import scores
+from megarl.views.run_reader import Run, muted_by, read_run
 
 # metrics of the update before an evaluation that runs.csv contains
 LAST = ("reward/mean", "entropy", "ess", "grad_norm")
+_Policy = tuple[Path, Record]  # the directory of a run, and the evaluation of one of its policies
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,6 @@ class Row:
     gain: Estimate | None  # of the results over the policies that the runs began with
     difference: Estimate | None  # from the baseline, over the replicates that both have
 
-    def texts(self) -> list[str]:
-        """Accuracy, gain and difference as text."""
-        return [self.accuracy.text(), *(one.text("+") if one else "-" for one in (self.gain, self.difference))]
-
 
 @dataclass(frozen=True)
 class FinishedRun:
@@ -72,60 +69,32 @@ def rows(plan: SweepPlan, finished: Sequence[FinishedRun]) -> list[Row]:
     """A row for every suite and every point that has a finished run."""
     found = []
     for suite in dict.fromkeys(suite for each in finished for suite in each.run.suites):
-        reference = {f.job.replicate: f for f in finished if _point(f).name == plan.table.reference}
+        runs: dict[str, dict[str, Run]] = {}  # by point and replicate
+        for each in finished:
+            if suite in each.run.suites:
+                runs.setdefault(each.job.point.name, {})[each.job.replicate] = each.run
         for point in plan.table.points():
-            runs = [f for f in finished if _point(f).name == point.name and suite in f.run.suites]
-            if runs:
-                found.append(_row(point, suite, runs, reference if point.name != plan.table.reference else {}))
+            if point.name in runs:
+                reference = runs.get(plan.table.reference, {}) if point.name != plan.table.reference else {}
+                found.append(_row(point, suite, runs[point.name], reference))
     return found
 
 
-def _point(finished: FinishedRun) -> Point:
-    assert finished.job.point is not None
-    return finished.job.point
-
-
-def _row(point: Point, suite: str, runs: list[FinishedRun], reference: dict[str, FinishedRun]) -> Row:
-    last = [_Result.of(f, suite) for f in runs]
-    both = [(f.run.begins, _Result.of(f, suite, first=True), _Result.of(f, suite)) for f in runs]
-    with_start = [(before, after) for begins, before, after in both if begins == before.update < after.update]
+def _row(point: Point, suite: str, runs: dict[str, Run], reference: dict[str, Run]) -> Row:
+    last = [_policy(run, suite, -1) for run in runs.values()]
+    both = [(run.begins, _policy(run, suite, 0), after) for run, after in zip(runs.values(), last, strict=True)]
+    with_start = [(first, after) for begins, first, after in both if begins == first[1]["update"] < after[1]["update"]]
     gain = _differences(with_start) if len(with_start) == len(runs) else None
-    pairs = [(reference[f.job.replicate], f) for f in runs if f.job.replicate in reference]
-    differences = [(_Result.of(a, suite), _Result.of(b, suite)) for a, b in pairs if suite in a.run.suites]
-    accuracy = _estimate([result.accuracy for result in last], _over_prompts(last))
+    theirs = {name: _policy(run, suite, -1) for name, run in reference.items()}
+    differences = [(theirs[name], ours) for name, ours in zip(runs, last, strict=True) if name in theirs]
+    accuracy = _estimate([event["accuracy"] for _, event in last], _over_prompts(last))
     low, high = accuracy.ci95  # Student's of two replicates is wider than what is possible
     accuracy = Estimate(accuracy.mean, [max(low, 0.0), min(high, 1.0)])
     return Row(point, suite, len(runs), accuracy, gain, _differences(differences))
 
 
-@dataclass(frozen=True)
-class _Result:
-    """An evaluated policy of a run."""
-
-    root: Path
-    suite: str
-    event: dict[str, Any]
-
-    @classmethod
-    def of(cls, finished: FinishedRun, suite: str, first: bool = False) -> _Result:
-        """The last policy of the run, or the first."""
-        return cls(finished.job.directory, suite, finished.run.suites[suite][0 if first else -1])
-
-    @property
-    def update(self) -> int:
-        return int(self.event["update"])
-
-    @property
-    def accuracy(self) -> float:
-        return float(self.event["accuracy"])
-
-
-def _scores(results: list[_Result]) -> list[np.ndarray]:
-    """Of each policy [prompts, samples] of 1 for right and 0; `UserError` unless their prompts are the same."""
-    suites = [SuiteResponses.of(result.root, result.suite) for result in results]
-    for other in suites[1:]:
-        check_same_prompts(suites[0], other)
-    return [Side(str(r.root), r.root, r.update).correct(r.suite)[1] for r in results]
+def _policy(run: Run, suite: str, number: int) -> _Policy:
+    return run.root, run.suites[suite][number]
 
 
 def _estimate(values: list[float], over_prompts: Interval) -> Estimate:
@@ -140,32 +109,32 @@ def _estimate(values: list[float], over_prompts: Interval) -> Estimate:
     return Estimate(mean, [mean - math.hypot(mean - low, below), mean + math.hypot(high - mean, above)])
 
 
-def _differences(pairs: list[tuple[_Result, _Result]]) -> Estimate | None:
+def _differences(pairs: list[tuple[_Policy, _Policy]]) -> Estimate | None:
     """The mean difference over (one policy, another one) of each replicate."""
     if not pairs:
         return None
-    values = [second.accuracy - first.accuracy for first, second in pairs]
+    values = [second["accuracy"] - first["accuracy"] for (_, first), (_, second) in pairs]
     return _estimate(values, _difference_over_prompts(pairs))
 
 
-def _over_prompts(results: list[_Result]) -> Interval:
+def _over_prompts(policies: list[_Policy]) -> Interval:
     """The interval over prompts of the mean accuracy of the replicates; NaN if their prompts differ."""
-    if len(results) == 1:
-        return list(interval(results[0].event))
+    if len(policies) == 1:
+        return list(policies[0][1]["ci95"])
     try:
-        scores = _scores(results)
+        found = scores([(root, event["update"]) for root, event in policies], policies[0][1]["suite"])
     except UserError:
         return [math.nan, math.nan]
-    return estimates.interval(np.mean([x.mean(1) for x in scores], axis=0), sum(x.shape[1] for x in scores))
+    return estimates.interval(np.mean([x.mean(1) for x in found], axis=0), sum(x.shape[1] for x in found))
 
 
-def _difference_over_prompts(pairs: list[tuple[_Result, _Result]]) -> Interval:
+def _difference_over_prompts(pairs: list[tuple[_Policy, _Policy]]) -> Interval:
     """The paired interval over prompts of the mean difference of the replicates; NaN if any prompts differ."""
     try:
-        scores = _scores([result for pair in pairs for result in pair])
+        found = scores([(root, event["update"]) for pair in pairs for root, event in pair], pairs[0][0][1]["suite"])
     except UserError:
         return [math.nan, math.nan]
-    one, other = (np.mean([x.mean(1) for x in scores[side::2]], axis=0) for side in (0, 1))
+    one, other = (np.mean([x.mean(1) for x in found[side::2]], axis=0) for side in (0, 1))
     return estimates.paired(one, other).ci95
 
 
@@ -174,7 +143,6 @@ def _difference_over_prompts(pairs: list[tuple[_Result, _Result]]) -> Interval:
 
 def runs_csv(plan: SweepPlan, finished: Sequence[FinishedRun]) -> str:
     """One line per evaluation of a finished run, with the metrics of the update before it."""
-    axes = list(plan.table.axes)
     muted = muted_by(record for each in finished for record in each.run.updates)
     names = [*LAST[:-1], *muted, LAST[-1]]
     lines: list[dict[str, Any]] = []
@@ -182,14 +150,15 @@ def runs_csv(plan: SweepPlan, finished: Sequence[FinishedRun]) -> str:
         by_update = {record["update"]: record for record in each.run.updates}
         for suite, events in each.run.suites.items():
             for event in events:
-                low, high = interval(event)
-                values = {axis: _point(each).values[axis] for axis in axes}
+                low, high = event["ci95"]
                 place = {"replicate": each.job.replicate, "suite": suite, "update": event["update"]}
                 found = {"accuracy": event["accuracy"], "low": low, "high": high, "prompts": event.get("prompts")}
                 metrics = by_update.get(event["update"], {})
                 last = {name: metrics.get(name) for name in names}
-                lines.append(values | place | found | last | {"run": str(each.job.directory)})
-    return _csv([*axes, "replicate", "suite", "update", "accuracy", "low", "high", "prompts", *names, "run"], lines)
+                lines.append(each.job.point.values | place | found | last | {"run": str(each.job.directory)})
+    return _csv(
+        [*plan.table.axes, "replicate", "suite", "update", "accuracy", "low", "high", "prompts", *names, "run"], lines
+    )
 
 
 def as_records(found: Sequence[Row]) -> list[dict[str, Any]]:
@@ -233,7 +202,7 @@ def table_text(plan: SweepPlan, found: Sequence[Row]) -> str:
         lines += [suite, head]
         for row in found:
             if row.suite == suite:
-                accuracy, gain, difference = row.texts()
-                text = f"{accuracy:23}  {gain:26}  {difference}"
+                gain, difference = (one.text("+") if one else "-" for one in (row.gain, row.difference))
+                text = f"{row.accuracy.text():23}  {gain:26}  {difference}"
                 lines.append(f"{row.point.name:{width}}  {row.replicates:2}  {text}")
     return "\n".join(lines)

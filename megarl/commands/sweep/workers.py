@@ -28,8 +28,9 @@ from megarl.workers.nodes import Nodes
 
 POLL_SECONDS = 2.0  # how often to look whether rollouts that another sweep generates are ready
 
-# a job with the error that ended it: `Busy` if another process works on the run, KeyboardInterrupt if it was stopped
+# a job with the error that ended it: `Busy` if another process works on the run
 Ended = tuple[Job, BaseException | None]
+Order = Callable[[Nodes, Job], None]  # `check_run` or `make_run`
 
 
 class Workers:
@@ -56,20 +57,10 @@ class Workers:
         for process in self._processes.values():
             process.join()
 
-    def check(self, jobs: list[Job]) -> Iterator[Ended]:
-        """Make for each run the checks that a run begins with."""
-        return self._process(_check, jobs, lambda job: True)
+    def process(self, order: Order, jobs: list[Job], is_possible: Callable[[Job], bool]) -> Iterator[Ended]:
+        """Give ``order`` for every job, once it is possible, to the workers and yield each job when it ends.
 
-    def make(self, jobs: list[Job]) -> Iterator[Ended]:
-        """Make or continue runs, each once the rollouts that it needs exist."""
-        return self._process(_make, jobs, Job.is_possible)
-
-    def _process(
-        self, order: Callable[[Nodes, Job], None], jobs: list[Job], is_possible: Callable[[Job], bool]
-    ) -> Iterator[Ended]:
-        """Give ``order`` for every job to the workers and yield each job when it ends.
-
-        Jobs that are still not possible when all others have ended are left out.
+        Jobs that are still not possible when all others have ended are left out. KeyboardInterrupt if one is stopped.
         """
         waiting, elsewhere = list(jobs), list[Job]()
         while True:
@@ -87,6 +78,8 @@ class Workers:
             ready = wait(list(self._busy))
             for connection in [each for each in self._busy if each in ready]:
                 job, error = self._busy.pop(connection), self._receive(connection)
+                if isinstance(error, KeyboardInterrupt):
+                    raise error
                 if isinstance(error, Busy):
                     elsewhere.append(job)
                 yield job, error
@@ -140,7 +133,7 @@ def _print_to(log: Path) -> None:
     os.close(output)
 
 
-def _attempt(order: Callable[[Nodes, Job], None], nodes: Nodes, job: Job) -> BaseException | None:
+def _attempt(order: Order, nodes: Nodes, job: Job) -> BaseException | None:
     try:
         order(nodes, job)
     except (Busy, KeyboardInterrupt) as error:
@@ -152,17 +145,19 @@ def _attempt(order: Callable[[Nodes, Job], None], nodes: Nodes, job: Job) -> Bas
     return None
 
 
-def _check(nodes: Nodes, job: Job) -> None:
+def check_run(nodes: Nodes, job: Job) -> None:
+    """Make the checks that a run begins with."""
     nodes.starter.prepare(job.recipe)  # with what later jobs of this worker need
     check(nodes.starter, job.recipe, optimizes=job.until != 0)
 
 
-def _make(nodes: Nodes, job: Job) -> None:
+def make_run(nodes: Nodes, job: Job) -> None:
+    """Make or continue a run."""
     if job.is_done():  # another sweep has made it in the meantime
         return
     nodes.starter.prepare(job.recipe)
     if job.source is not None:
-        optimize_branch(nodes, job.source, job.directory, job.settings)
+        optimize_branch(nodes, job.source, job.directory, job.point.settings)
         return
     until = None if job.until is None else ("rollout", job.until)
     check(nodes.starter, job.recipe, optimizes=optimizes(job.run, until))

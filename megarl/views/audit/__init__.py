@@ -90,16 +90,18 @@ def _at_most(problems: Iterator[str]) -> Iterator[str]:
 
 def check_policies(run: RunDir, totals: list[StageTotals], notes: list[str]) -> Iterator[str]:
     """Problems of all policies; fills in the hashes of ``totals``, and names removed policies in ``notes``."""
-    reached = max((stage.number for stage in [*run.stages(), run.end] if _has_begun(stage)), default=-1)
-    gone: list[int] = []
-    for stage in [*run.stages(), run.end]:
+    stages, gone = [*run.stages(), run.end], list[int]()
+    reached = max((stage.number for stage in stages if stage.policy.exists() or stage.rollouts.exists()), default=-1)
+    # a branch has the stages before it as links, and not all of them
+    is_whole = not any(stage.rollouts.is_symlink() for stage in run.stages())
+    for stage in stages:
         try:
             info = removed(stage) or (read_info(stage.policy) if stage.policy.exists() else None)
         except UserError as error:
             yield str(error)
             continue
         if info is None:
-            if stage.number <= reached and _is_own(stage):
+            if stage.number <= reached and is_whole:
                 yield f"{stage.policy} is gone, but stage {reached} has begun"
             continue
         if not stage.policy.exists():
@@ -112,15 +114,6 @@ def check_policies(run: RunDir, totals: list[StageTotals], notes: list[str]) -> 
     if gone:
         which = f"stage{'s' * (len(gone) > 1)} {', '.join(map(str, gone))}"
         notes.append(f"removed by retention ([actor] keep_policies), with its hash kept: the policy of {which}")
-
-
-def _has_begun(stage: Stage) -> bool:
-    return stage.policy.exists() or stage.rollouts.exists()
-
-
-def _is_own(stage: Stage) -> bool:
-    """Whether the run has all its stages itself; a branch has those before it as links, and not all of them."""
-    return not any(other.rollouts.is_symlink() for other in stage.run.stages())
 
 
 def _check_origin(stage: Stage, weights_hash: str) -> Iterator[str]:

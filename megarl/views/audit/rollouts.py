@@ -41,7 +41,9 @@ class StageTotals:
 
 def check_rollouts(run: RunDir, totals: list[StageTotals], notes: list[str]) -> Iterator[str]:
     """Problems of all stages' rollouts; fills in the counts of ``totals``, and says in ``notes`` what is not known."""
-    compared = _compared_stages(run)
+    events = read_intact_lines(run.events)[0] if run.events.is_file() else []
+    # stages in which the weights of an engine were compared with the actor's
+    compared = {event["stage"] for event in events if event.get("event") == "weight_drift"}
     for stage in run.stages():
         if not stage.rollouts.exists():
             continue
@@ -79,12 +81,6 @@ def _count(stage: Stage, stores: list[RolloutStore], row: StageTotals) -> None:
     for group, store in store_of.items():
         for response in store.read([group])[0].responses:
             row.tokens += int((response.versions == stage.first_update).sum())
-
-
-def _compared_stages(run: RunDir) -> set[int]:
-    """Stages in which the weights of an engine were compared with the actor's."""
-    events = read_intact_lines(run.events)[0] if run.events.is_file() else []
-    return {event["stage"] for event in events if event.get("event") == "weight_drift"}
 
 
 def _check_choice(stage: Stage, stores: list[RolloutStore], notes: list[str]) -> Iterator[str]:

@@ -27,7 +27,8 @@ TOKENS = 1024  # response tokens per stage whose log-probs are recomputed
 
 def check_samples(run: RunDir, count: int, notes: list[str]) -> Iterator[str]:
     """Problems of ``count`` random groups per stage. ``notes`` gets what could not be recomputed, and why."""
-    stages = [stage for stage in run.stages() if count and stage.rollouts.exists() and _had_policy(stage)]
+    had_policy = [stage for stage in run.stages() if stage.policy.exists() or stage.policy_was_removed()]
+    stages = [stage for stage in had_policy if count and stage.rollouts.exists()]
     if not stages:
         return
     try:
@@ -62,10 +63,6 @@ def _scoring(stage: Stage, prompts: PromptSource, tokenizer: Any) -> Scoring:
     recipe = stage.run.recipe
     pool = VerifierPool(lambda: build_verifier(recipe, prompts), Limits.of_this_process(recipe))
     return Scoring(pool, recipe.reward, text_of(tokenizer), True, stage.rollout.max_response_tokens)
-
-
-def _had_policy(stage: Stage) -> bool:
-    return stage.policy.exists() or stage.policy_was_removed()
 
 
 def sample(stage: Stage, count: int) -> list[Group]:

@@ -25,16 +25,13 @@ def check_updates(run: RunDir, totals: list[StageTotals]) -> Iterator[str]:
             yield f"{run.metrics} has a line of stage {line.get('stage')}, which this run does not have"
         else:
             by_stage[line["stage"]].append(line)
-    yield from _check_order(run, [line.get("update") for line in lines])
+    numbers: list[Any] = [line.get("update") for line in lines]
+    for before, after in itertools.pairwise(numbers):
+        if after != before + 1:
+            yield f"{run.metrics}: update {after} follows update {before}"
     for stage in run.stages():
         yield from _check_stage(stage, by_stage[stage.number], totals[stage.number])
         yield from _check_checkpoints(stage, len(by_stage[stage.number]))
-
-
-def _check_order(run: RunDir, updates: list[Any]) -> Iterator[str]:
-    for before, after in itertools.pairwise(updates):
-        if after != before + 1:
-            yield f"{run.metrics}: update {after} follows update {before}"
 
 
 def _check_stage(stage: Stage, lines: list[dict[str, Any]], row: StageTotals) -> Iterator[str]:

@@ -19,7 +19,6 @@ from megarl.views.run_reader import Run, half_width, read_run
 def write_report(run_dirs: list[Path], output: Path) -> Path:
     """Write the page about ``run_dirs`` to ``output``, which is returned; `UserError` if one is not a run directory."""
     runs = [read_run(Path(path), name) for path, name in zip(run_dirs, short_names(run_dirs), strict=True)]
-    output = Path(output)
     if output.is_dir():
         raise UserError(f"cannot write the report: {output} is a directory")
     output.parent.mkdir(parents=True, exist_ok=True)

@@ -6,10 +6,12 @@ import html
 import re
 from typing import Any
 
+import numpy as np
+
 from megarl.storage.checked_json import Record
 from megarl.views.report.curves import BY_COLUMN, CURVES, LOGARITHMIC, PERCENT
 from megarl.views.report.pages import COLOURS, Chart, colour, line, with_bars
-from megarl.views.run_reader import Run, interval, muted_by
+from megarl.views.run_reader import Run, muted_by
 
 DASHES = ("solid", "dash", "dashdot", "longdash")  # tell suites and values apart if the page has several runs
 PHASE_COLOURS = {"rollout": "#4c8bd6", "optimize": "#e0803a", "evaluate": "#3fa37a"}
@@ -56,7 +58,7 @@ def _accuracy(runs: list[Run]) -> Chart:
             name = " ".join([run.name] * (len(runs) > 1) + [suite] * (len(run.suites) > 1)) or "held-out accuracy"
             found = _some(evaluations)
             x, y = [e["update"] for e in found], [e["accuracy"] for e in found]
-            trace = with_bars(number, x, y, map(interval, found), name)
+            trace = with_bars(number, x, y, [e["ci95"] for e in found], name)
             chart.traces.append(trace | {"line": _suite_line(runs, number, order)})
     return chart
 
@@ -71,7 +73,7 @@ def _pass_at(runs: list[Run]) -> Chart:
     )
     for number, run in enumerate(runs):
         for order, (suite, evaluations) in enumerate(run.suites.items()):
-            curves = [e for e in evaluations if _numbers(e.get("pass_at"))]
+            curves = [e for e in evaluations if "pass_at" in e]
             for event in {e["update"]: e for e in [*curves[:1], *curves[-1:]]}.values():
                 passed = event["pass_at"]
                 trace = line(number, list(range(1, len(passed) + 1)), passed)
@@ -79,10 +81,6 @@ def _pass_at(runs: list[Run]) -> Chart:
                 trace["name"] = _label(runs, run, f"{suite}, update {event['update']}")
                 chart.traces.append(trace)
     return chart
-
-
-def _numbers(values: object) -> bool:
-    return isinstance(values, list) and all(isinstance(value, int | float) for value in values)
 
 
 def _suite_line(runs: list[Run], number: int, order: int) -> dict[str, Any]:
@@ -269,16 +267,10 @@ def _label(runs: list[Run], run: Run, label: str) -> str:
 
 def smoothed(x: list[int], y: list[float], stage: int, window: int) -> list[float]:
     """Centred moving average over ``window`` updates that does not reach over a stage boundary."""
-    sums = [0.0]
-    for value in y:
-        sums.append(sums[-1] + value)
-    stages = [(update - 1) // stage for update in x]
-    first = {k: i for i, k in reversed(list(enumerate(stages)))}
-    last = {k: i for i, k in enumerate(stages)}
-    smooth = []
-    for i, k in enumerate(stages):
-        low, high = max(first[k], i - window // 2), min(last[k], i + window // 2)
-        smooth.append((sums[high + 1] - sums[low]) / (high + 1 - low))
+    sums, stages, places = np.cumsum([0.0, *y]), (np.array(x) - 1) // stage, np.arange(len(x))
+    low = np.maximum(np.searchsorted(stages, stages), places - window // 2)
+    high = np.minimum(np.searchsorted(stages, stages, "right"), places + window // 2 + 1)
+    smooth: list[float] = ((sums[high] - sums[low]) / (high - low)).tolist()
     return smooth
 
 

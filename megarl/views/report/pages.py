@@ -109,18 +109,13 @@ def page(title: str, notes: str, summary: str, charts: list[Chart], below: str =
 
 
 def _visible(chart: Chart) -> list[dict[str, Any]]:
-    """The traces that have something to draw. On a logarithmic axis numbers that are not above 0 are left out, with
-    their bars, since they would interrupt a line."""
-    traces = chart.traces
+    """The traces that have something to draw. On a logarithmic axis numbers that are not above 0 are left out, since
+    they would interrupt a line; no such chart has bars."""
     if chart.layout.get("yaxis", {}).get("type") == "log":
-        traces = [_picked(trace, [n for n, value in enumerate(trace["y"]) if value > 0]) for trace in traces]
-    return [trace for trace in traces if len(trace["y"])]
-
-
-def _picked(trace: dict[str, Any], points: list[int]) -> dict[str, Any]:
-    """The trace with some of its points."""
-    lists = {name: [part[n] for n in points] for name, part in trace.items() if isinstance(part, list)}
-    return trace | lists | ({"error_y": _picked(trace["error_y"], points)} if "error_y" in trace else {})
+        for trace in chart.traces:
+            points = [n for n, value in enumerate(trace["y"]) if value > 0]
+            trace.update({name: [trace[name][n] for n in points] for name in ("x", "y")})
+    return [trace for trace in chart.traces if len(trace["y"])]
 
 
 def _card(number: int, chart: Chart) -> str:

@@ -1,3 +1,3 @@
-"""Responses of a run for people: found in the store, and shown in a terminal, as JSON and in the report."""
+"""Responses of a run for people: found in the store, and shown in a terminal or as JSON."""
 
 COLOURINGS = ("ratio", "kept", "entropy", "logprob")  # quantities by which tokens can be coloured

@@ -83,7 +83,8 @@ def select(root: Path, wanted: Filter, decode: Decode) -> Iterator[StoredRespons
     if not there:
         raise UserError(f"{root} has no rollouts yet")
     if wanted.stage is not None and wanted.stage not in there:
-        raise UserError(f"stage {wanted.stage} of {root} has no rollouts; those that have: {_numbers(list(there))}")
+        others = f"stage{'s' * (len(there) > 1)} {', '.join(map(str, there))}"
+        raise UserError(f"stage {wanted.stage} of {root} has no rollouts; those that have: {others}")
     seen = False
     for stage, directory in there.items():
         if wanted.stage is None or wanted.stage == stage:
@@ -93,10 +94,6 @@ def select(root: Path, wanted: Filter, decode: Decode) -> Iterator[StoredRespons
                     yield from _of_shard(stage, directory, entry, wanted, decode)
     if wanted.prompt is not None and not seen:
         raise UserError(f"no stage of {root} has prompt {wanted.prompt}: `megarl samples {quoted(root)}` lists prompts")
-
-
-def _numbers(stages: list[int]) -> str:
-    return f"stage {stages[0]}" if len(stages) == 1 else f"stages {', '.join(map(str, stages))}"
 
 
 def _of_shard(

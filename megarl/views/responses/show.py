@@ -67,30 +67,27 @@ def show_samples(
             raise UserError("--policy and --set only change how tokens are coloured: give --tokens with them")
         pairs: Iterator[tuple[StoredResponse, Tokens | None]] = ((one, None) for one in found)
     else:
-        pairs = _annotated(root, list(found), policy, overrides or [])
+        from megarl.storage.run_dir import RunDir
+        from megarl.views.responses.tokens import annotate, with_objective  # torch and transformers take seconds
+
+        run, chosen = RunDir.open(root), list(found)
+        pairs = zip(chosen, annotate(run, chosen, with_objective(run.recipe, overrides or []), policy), strict=True)
     if as_json:
         for one, tokens in pairs:
             print(json.dumps(as_record(one, decode, tokens)))
         return
     console = console or Console(highlight=False, markup=False, emoji=False)
-    shown = _print_group if wanted.prompt is not None and wanted.sample is None else _print_list
-    count = shown(console, pairs, decode, whole, colouring)
+    texts = (
+        (one, _text(decode(one.prompt_tokens), whole), _body(one, tokens, decode, whole, colouring))
+        for one, tokens in pairs
+    )
+    count = (_print_group if wanted.prompt is not None and wanted.sample is None else _print_list)(console, texts)
     if colouring is not None and count:
         console.print(Text(f"{colouring}: {_LEGENDS[colouring]}", style="dim"))
     if count == limit:
         console.print(Text(f"the first {limit}; --limit shows more", style="dim"))
     if not count:
         console.print(Text("no response is like that", style="dim"))
-
-
-def _annotated(
-    root: Path, found: list[StoredResponse], policy: str | None, overrides: list[str]
-) -> Iterator[tuple[StoredResponse, Tokens | None]]:
-    from megarl.storage.run_dir import RunDir
-    from megarl.views.responses.tokens import annotate, with_objective  # torch and transformers take seconds
-
-    run = RunDir.open(root)
-    return zip(found, annotate(run, found, with_objective(run.recipe, overrides), policy), strict=True)
 
 
 def as_record(one: StoredResponse, decode: Decode, tokens: Tokens | None = None) -> dict[str, Any]:
@@ -130,49 +127,39 @@ def as_record(one: StoredResponse, decode: Decode, tokens: Tokens | None = None)
     return record
 
 
-def _print_list(
-    console: Console,
-    pairs: Iterator[tuple[StoredResponse, Tokens | None]],
-    decode: Decode,
-    whole: bool,
-    colouring: str | None,
-) -> int:
+def _print_list(console: Console, texts: Iterator[tuple[StoredResponse, Text, Text]]) -> int:
+    """Print responses, each with its prompt; returns their number."""
     count = 0
-    for one, tokens in pairs:
+    for one, prompt, body in texts:
         count += 1
         place = f"stage {one.stage} · prompt {one.prompt} · sample {one.sample} · "
         console.print(Text(f"{place}{title(one)} · policy {one.response.policy_version}", style="bold"))
         # text of a model never begins a line, so that it cannot be taken for output of megarl
         table = Table.grid(padding=(0, 1))
-        table.add_row(Text("  prompt", style="dim"), _text(decode(one.prompt_tokens), whole))
-        table.add_row(Text("response", style="dim"), _body(one, tokens, decode, whole, colouring))
+        table.add_row(Text("  prompt", style="dim"), prompt)
+        table.add_row(Text("response", style="dim"), body)
         console.print(table)
         console.print()
     return count
 
 
-def _print_group(
-    console: Console,
-    pairs: Iterator[tuple[StoredResponse, Tokens | None]],
-    decode: Decode,
-    whole: bool,
-    colouring: str | None,
-) -> int:
-    group = list(pairs)
+def _print_group(console: Console, texts: Iterator[tuple[StoredResponse, Text, Text]]) -> int:
+    """Print the responses to one prompt, side by side; returns their number."""
+    group = list(texts)
     if not group:
         return 0
-    first = group[0][0]
+    first, text, _ = group[0]
     header = Text(f"stage {first.stage} · prompt {first.prompt}", style="bold")
-    prompt = Panel(_text(decode(first.prompt_tokens), whole), title=header, title_align="left")
+    prompt = Panel(text, title=header, title_align="left")
     beside = max(1, min(len(group), console.width // PANEL))
     panels: list[RenderableType] = [
         Panel(
-            _body(one, tokens, decode, whole, colouring),
+            body,
             title=Text(f"{one.sample} · {title(one)}"),
             title_align="left",
             border_style="green" if one.response.correctness == 1 else "red",
         )
-        for one, tokens in group
+        for one, _, body in group
     ]
     console.print(Group(prompt, Columns(panels, width=console.width // beside - 1, padding=(0, 0))))
     return len(group)

@@ -6,7 +6,8 @@ optimizer batch, the batch in which the response is trained is scored as a whole
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,7 +24,7 @@ from megarl.recipe.names import GROUP_ADVANTAGES
 from megarl.recipe.tables import ObjectiveTable, Recipe
 from megarl.rollout.drift import load_model, score_with_entropy
 from megarl.storage.metrics.summary import rewards_of
-from megarl.storage.rollouts import Group, RolloutStore
+from megarl.storage.rollouts import Group, Response, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 from megarl.storage.run_dir.retention import check_kept, require_policy
 from megarl.views.responses.select import StoredResponse
@@ -119,9 +120,9 @@ class _Scorer:
         if "old_logprobs" in wanted:
             self._models["old_logprobs"] = load_model(require_policy(stage))
 
-    def score(self, pairs: list[tuple[Group, int]]) -> dict[str, Scores]:
-        sequences = [[*g.prompt_tokens.tolist(), *g.responses[sample].tokens.tolist()] for g, sample in pairs]
-        lengths = [len(g.responses[sample].tokens) for g, sample in pairs]
+    def score(self, pairs: list[tuple[Group, Response]]) -> dict[str, Scores]:
+        sequences = [[*group.prompt_tokens.tolist(), *one.tokens.tolist()] for group, one in pairs]
+        lengths = [len(one.tokens) for _, one in pairs]
         found = {}
         for name, model in self._models.items():
             scores = score_with_entropy(model, sequences, self._temperature)
@@ -141,6 +142,10 @@ def _judge(
 
     groups: an optimizer batch, or one group if the objective treats each response by itself.
     """
+
+    def joined(arrays: Iterable[np.ndarray]) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(list(arrays)))
+
     rewards = rewards_of(groups)
     advantages = group_advantages(rewards, table.advantage)
     dropped = zero_variance(rewards) if table.zero_variance == "drop" else torch.zeros(len(groups), dtype=torch.bool)
@@ -150,22 +155,18 @@ def _judge(
         for sample in range(len(group.responses))
         if places is None or (group.group_id, sample) in places
     ]
-    scores = scorer.score([(groups[row], sample) for row, sample in pairs])
-    lengths = [len(groups[row].responses[sample].tokens) for row, sample in pairs]
-    sampled = torch.from_numpy(np.concatenate([groups[row].responses[sample].sampled for row, sample in pairs]))
-    repeated = torch.tensor(lengths)
-    fields: dict[str, Any] = {
-        name: torch.from_numpy(np.concatenate([own for own, _ in found])) for name, found in scores.items()
-    }
+    responses = [groups[row].responses[sample] for row, sample in pairs]
+    scores = scorer.score([(groups[row], one) for (row, _), one in zip(pairs, responses, strict=True)])
+    lengths = torch.tensor([len(one.tokens) for one in responses])
+    sampled = joined(one.sampled for one in responses)
+    fields: dict[str, Any] = {name: joined(own for own, _ in found) for name, found in scores.items()}
     batch = TokenBatch(
         **fields,
-        rollout_logprobs=torch.from_numpy(
-            np.concatenate([groups[row].responses[sample].rollout_logprobs for row, sample in pairs])
-        ),
-        entropy=torch.from_numpy(np.concatenate([entropy for _, entropy in scores["logprobs"]])),
-        advantages=torch.stack([advantages[row, sample] for row, sample in pairs]).repeat_interleave(repeated),
-        loss_mask=torch.stack([~dropped[row] for row, _ in pairs]).repeat_interleave(repeated) & sampled,
-        cu_seqlens=torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32),
+        rollout_logprobs=joined(one.rollout_logprobs for one in responses),
+        entropy=joined(entropy for _, entropy in scores["logprobs"]),
+        advantages=torch.stack([advantages[pair] for pair in pairs]).repeat_interleave(lengths),
+        loss_mask=torch.stack([~dropped[row] for row, _ in pairs]).repeat_interleave(lengths) & sampled,
+        cu_seqlens=torch.tensor([0, *lengths.cumsum(0).tolist()], dtype=torch.int32),
         sequence_index=torch.arange(len(pairs)),
     )
     terms = objective(batch)
@@ -173,18 +174,13 @@ def _judge(
         ("+".join(names) if trained else "zero variance" if own else "not sampled")
         for names, trained, own in zip(_names(terms), batch.loss_mask.tolist(), sampled.tolist(), strict=True)
     ]
-    ends = batch.cu_seqlens.tolist()
-    return {
-        (groups[row].group_id, sample): Tokens(
-            float(advantages[row, sample]),
-            groups[row].responses[sample].rollout_logprobs,
-            own,
-            entropy,
-            terms.kept[start:end].numpy(),
-            causes[start:end],
-        )
-        for (row, sample), (own, entropy), start, end in zip(pairs, scores["logprobs"], ends, ends[1:], strict=False)
-    }
+    found: dict[tuple[int, int], Tokens] = {}
+    spans = itertools.pairwise(batch.cu_seqlens.tolist())
+    for pair, one, (own, entropy), (start, end) in zip(pairs, responses, scores["logprobs"], spans, strict=True):
+        kept = terms.kept[start:end].numpy()
+        tokens = Tokens(float(advantages[pair]), one.rollout_logprobs, own, entropy, kept, causes[start:end])
+        found[groups[pair[0]].group_id, pair[1]] = tokens
+    return found
 
 
 def _names(terms: Terms) -> list[list[str]]:

@@ -80,7 +80,7 @@ def test_existing_runs_take_the_place_of_a_recipe_and_seeds(swept, tmp_path):
     (ours,) = plan_sweep(load_sweep(tmp_path / "sweep.toml"), tmp_path / "sweep").all
     (of_seed,) = (job for job in plan_sweep(load_sweep(file), output).all if job.name == "grpo/seed_3")
     assert (ours.name, ours.source.directory) == ("grpo/seed_3", output / "base/seed_3/stages/000")
-    assert (ours.recipe, ours.settings) == (of_seed.recipe, of_seed.settings)
+    assert (ours.recipe, ours.point.settings) == (of_seed.recipe, of_seed.point.settings)
 
 
 PROMPTS = 16  # of an evaluation, each of which gets one response
