@@ -77,7 +77,8 @@ def _modules(recipe: Recipe, trains: bool) -> Iterator[str]:
         yield from ("megarl.actor", "megarl.actor.cpu_backend")
     if trains and recipe.run.tensorboard:
         yield "torch.utils.tensorboard"
-    yield from (phase.module for phase in PHASES.values() if phase.ahead and (trains or not phase.actor))
+    phases = (PHASES[name] for name in (*recipe.schedule.phases, "evaluate"))
+    yield from (phase.module for phase in phases if trains or not phase.actor)
 
 
 def _open_prompts(recipe: Recipe) -> None:
