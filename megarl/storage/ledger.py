@@ -12,7 +12,7 @@ from io import FileIO
 from pathlib import Path
 
 from megarl.errors import UserError
-from megarl.storage.checked_json import Record, decode, encode, read_checked, split_lines
+from megarl.storage.checked_json import Record, decode, encode, read_checked
 from megarl.storage.files import file_sha256
 
 LEDGER = "ledger.jsonl"  # the lines of writer 0; after sealing those of all writers
@@ -67,7 +67,7 @@ def parse(path: Path, data: bytes | None = None, first: int = 1) -> tuple[list[L
     data: the part of the ledger that begins with line number ``first``; by default all of it.
     `UserError` for any other damaged line.
     """
-    lines, torn = split_lines(path.read_bytes() if data is None else data)
+    *lines, torn = (path.read_bytes() if data is None else data).split(b"\n")
     entries, length = [], 0
     for number, line in enumerate(lines, first):
         try:
