@@ -1,7 +1,5 @@
 """JSON objects that contain their own checksum, so that damage is detected when they are read; alone or one per line.
 
-Texts of other kinds, such as recipes, have theirs in a comment, the last line: `with_checksum`.
-
 Files of lines grow while others read them. A killed writer may leave half a line at the end: readers ignore it, and the
 next writer removes it. Any other line that cannot be read is damage: `read_json_lines` and a strict
 `JsonTail` raise, the others skip the line.
@@ -104,17 +102,6 @@ def check_json_lines(path: Path) -> None:
     _parse_lines(lines, path, needs_checksum=True)
     if torn:
         raise UserError(f"{path}, line {len(lines) + 1} is damaged: it does not end with a newline")
-
-
-def with_checksum(text: str) -> str:
-    """The TOML ``text`` with its CRC-32 as a comment in a last line."""
-    return f"{text}\n# checksum of the lines above: {zlib.crc32(text.encode()):08x}\n"
-
-
-def has_checksum(data: bytes) -> bool:
-    """Whether ``data`` is what `with_checksum` made of some text."""
-    text = data[:-1].rpartition(b"\n")[0]
-    return data == with_checksum(text.decode(errors="replace")).encode()
 
 
 def read_intact_lines(path: Path) -> tuple[list[Record], int]:
