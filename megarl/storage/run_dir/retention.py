@@ -74,7 +74,10 @@ def keep_best(run: RunDir) -> None:
     if run.best.is_symlink():  # made by a person, and its target may be a policy that will be removed
         run.best.unlink()
     if run.best.exists():
-        if not _is_better(run, read_info(run.best).version, version):
+        scores, held = _scores(run), read_info(run.best).version
+        # if its evaluations are lost, it goes only if there is another copy
+        better = scores[held] < scores[version] if held in scores else run.version(held).exists()
+        if not better:
             return
         run.best.rename(old)
     with atomic_directory(run.best) as temporary:
@@ -82,14 +85,6 @@ def keep_best(run: RunDir) -> None:
             (temporary / name).parent.mkdir(exist_ok=True)
             _link((policy / name).resolve(), temporary / name)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _is_better(run: RunDir, held: int, candidate: int) -> bool:
-    """Whether version ``candidate``, which has the highest score, should replace version ``held`` in ``best``."""
-    scores = _scores(run)
-    if held in scores:
-        return scores[held] < scores[candidate]
-    return run.version(held).exists()  # its evaluations are lost, so ``held`` goes only if there is another copy
 
 
 def _link(file: Path, target: Path) -> None:
@@ -110,8 +105,9 @@ def remove_policies(stage: Stage) -> None:
     if stage.number == 0:  # every start of a run passes through stage 0: remove what killed removals have left
         for leftover in stage.run.root.glob(f"stages/*/{leftover_name('policy')}"):
             shutil.rmtree(leftover, ignore_errors=True)
-    removable = may_be_removed(stage.run.recipe.actor.keep_policies, stage.number)
-    for number in reversed(removable):  # oldest first, so that a kill leaves no gap between kept policies
+    if (keep := stage.run.recipe.actor.keep_policies) is None:
+        return
+    for number in range(1, stage.number - keep):  # oldest first, so that a kill leaves no gap between kept policies
         old = stage.run.stage(number)
         needed = old.run.lacks_evaluation(old.first_update) or old.first_update >= stage.oldest_needed
         if needed or not _is_own(old):
@@ -143,14 +139,6 @@ def removed(stage: Stage) -> PolicyInfo | None:
         return PolicyInfo(**read_checked(stage.removed_policy, remedy := "Restore it from a copy"))
     except TypeError as error:
         raise UserError(f"{stage.removed_policy} is damaged: {error}. {remedy}") from error
-
-
-def may_be_removed(keep: int | None, begun: int) -> range:
-    """The stages whose policies need not be kept once stage ``begun`` has begun, newest first.
-
-    keep: ``actor.keep_policies``; None keeps all policies.
-    """
-    return range(0 if keep is None else begun - keep - 1, 0, -1)
 
 
 def require_policy(stage: Stage) -> Path:
