@@ -113,15 +113,11 @@ def newest_position(run: Path) -> Position:
     return NOTHING
 
 
-def _check_metrics(path: Path) -> None:
-    read_json_lines(path)
-    if not agrees(path, newest_position(path.parent)):
-        raise UserError(f"{path} is damaged: it does not have the lines to which the newest checkpoint refers")
-
-
 def _check_file(path: Path) -> None:
     if path.name == METRICS:
-        _check_metrics(path)
+        read_json_lines(path)
+        if not agrees(path, newest_position(path.parent)):
+            raise UserError(f"{path} is damaged: it does not have the lines to which the newest checkpoint refers")
     elif path.suffix == ".json":
         read_checked(path, "Restore it from a copy")
     elif path.suffix == ".jsonl":
