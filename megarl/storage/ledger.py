@@ -91,7 +91,7 @@ class Ledgers:
         self._directory = directory
         self._read: dict[str, tuple[int, int, int]] = {}  # file -> (inode, bytes read, lines read)
         self._by_shard: dict[str, LedgerEntry] = {}
-        self._owner: dict[int, str] = {}  # group id -> shard
+        self.by_group: dict[int, LedgerEntry] = {}  # of all entries read so far
 
     def read(self) -> list[LedgerEntry]:
         """The entries appended since the last call; `UserError` for damage and contradictions."""
@@ -128,9 +128,9 @@ class Ledgers:
                 "delete one of these lines and start again"
             )
         for group in entry.groups:
-            if self._owner.setdefault(group, entry.shard) != entry.shard:
+            if (owner := self.by_group.setdefault(group, entry).shard) != entry.shard:
                 raise UserError(
-                    f"group {group} in {self._directory} is both in {self._owner[group]} and in {entry.shard}: "
+                    f"group {group} in {self._directory} is both in {owner} and in {entry.shard}: "
                     "delete the line of one of these shards from its ledger and start again"
                 )
         return known is entry
