@@ -110,18 +110,12 @@ class Publisher:
         exporter.export(version, run.version(version))
         if dist.get_rank() == 0:
             self.state.publish(version)
-            self._retire(min(self.state.oldest_in_use(), self.stage.next.oldest_needed))
+            run.remove_versions_before(min(self.state.oldest_in_use(), self.stage.next.oldest_needed))
 
     def end_stage(self) -> None:
         """Remove the versions that engines of the next stage do not need; after the last stage, all of them."""
         if dist.get_rank() == 0:
-            self._retire(self.stage.next.oldest_needed)
-
-    def _retire(self, oldest: int) -> None:
-        """Remove the versions older than ``oldest``, except those that have not been evaluated yet."""
-        run = self.stage.run
-        for version in (v for v in run.versions() if v < oldest and not run.lacks_evaluation(v)):
-            run.remove_version(version)
+            self.stage.run.remove_versions_before(self.stage.next.oldest_needed)
 
 
 class LiveBatches:

@@ -31,9 +31,7 @@ def update_best_and_remove_policies(stage: Stage) -> None:
     keep_best(run)
     # older versions were removed already by the call at the beginning of the stage before
     oldest = run.stage(max(stage.number - 1, 0)).oldest_needed // run.recipe.schedule.updates_per_stage
-    for version in run.versions(run.stage(number) for number in range(oldest, stage.number)):
-        if version < stage.oldest_needed and not run.lacks_evaluation(version):
-            run.remove_version(version)
+    run.remove_versions_before(stage.oldest_needed, map(run.stage, range(oldest, stage.number)))
     remove_policies(stage)
 
 
