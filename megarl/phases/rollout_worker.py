@@ -235,22 +235,20 @@ def with_policy(
     return worker
 
 
+@dataclass
 class _Requests:
     """The requests of one call of `RolloutWorker.generate`, whose arguments it has."""
 
-    def __init__(
-        self,
-        worker: RolloutWorker,
-        prompt: Callable[[int], Prompt],
-        draws: Sampling,
-        earlier: Callable[[int], tuple[Response, ...]],
-        other_seeds: int,
-    ) -> None:
-        self.worker, self.prompt, self.draws, self.earlier = worker, prompt, draws, earlier
-        self.other_seeds = other_seeds
-        self.pending = {group.number: group for group in worker.unfinished}  # not scored yet
+    worker: RolloutWorker
+    prompt: Callable[[int], Prompt]
+    draws: Sampling
+    earlier: Callable[[int], tuple[Response, ...]]
+    other_seeds: int
+
+    def __post_init__(self) -> None:
+        self.pending = {group.number: group for group in self.worker.unfinished}  # not scored yet
         self.sizes: list[int] = []  # of the chunks that are not stored yet
-        self._left = worker.unfinished  # to continue before any chunk
+        self._left = self.worker.unfinished  # to continue before any chunk
         self._more = True
         self._again: list[_Slot] = []  # responses whose last attempt was discarded
         self._requests = 0  # number of requests so far
