@@ -81,16 +81,12 @@ def keep_best(run: RunDir) -> None:
     with atomic_directory(run.best) as temporary:
         for name in files_of(policy):
             (temporary / name).parent.mkdir(exist_ok=True)
-            _link((policy / name).resolve(), temporary / name)
+            file = (policy / name).resolve()  # which is never written again
+            try:
+                os.link(file, temporary / name)
+            except OSError:  # such as a file system without hard links
+                shutil.copyfile(file, temporary / name)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _link(file: Path, target: Path) -> None:
-    """Hard-link a file, which is never written again; copy it if the file system has no hard links."""
-    try:
-        os.link(file, target)
-    except OSError:
-        shutil.copyfile(file, target)
 
 
 def remove_policies(stage: Stage) -> None:
