@@ -104,7 +104,8 @@ def remove_policies(stage: Stage) -> None:
     for number in range(1, stage.number - keep):  # oldest first, so that a kill leaves no gap between kept policies
         old = stage.run.stage(number)
         needed = old.run.lacks_evaluation(old.first_update) or old.first_update >= stage.oldest_needed
-        if needed or not _is_own(old):
+        own = stage.run.root.resolve() / old.policy.relative_to(stage.run.root)  # a link may lead to another run's
+        if needed or old.policy.resolve() != own or not (own / INFO_FILE).exists():
             continue
         try:
             info = read_info(old.policy)
@@ -117,12 +118,6 @@ def remove_policies(stage: Stage) -> None:
             remove_directory(old.policy)
         except OSError as error:  # costs disk space, but need not stop the run
             print(f"cannot remove {old.policy} ([actor] keep_policies): {error.strerror}", flush=True)
-
-
-def _is_own(stage: Stage) -> bool:
-    """Whether this run has the policy with its ``megarl.json``: one behind a link may be another run's."""
-    own = stage.run.root.resolve() / stage.policy.relative_to(stage.run.root)
-    return stage.policy.resolve() == own and (own / INFO_FILE).exists()
 
 
 def removed(stage: Stage) -> PolicyInfo | None:
