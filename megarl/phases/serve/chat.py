@@ -11,7 +11,6 @@ import re
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.templates import Renderer
@@ -78,9 +77,7 @@ class ChatRequest:
     max_tokens: int | None
 
 
-def parse_chat_request(
-    body: Any, temperature: float, template_arguments: Mapping[str, Any] = MappingProxyType({})
-) -> ChatRequest:
+def parse_chat_request(body: Any, temperature: float, template_arguments: Mapping[str, Any]) -> ChatRequest:
     """Validate the body of a request; `Refused` (400), which names the field, for everything that would be ignored.
 
     temperature, template_arguments: those of the recipe, the only ones that are accepted.
