@@ -112,7 +112,8 @@ class TokenBatch:
 
     def detach(self) -> TokenBatch:
         """The same batch without gradient, to compute statistics from."""
-        return replace(self, logprobs=self.logprobs.detach(), entropy=_detach(self.entropy))
+        entropy = None if self.entropy is None else self.entropy.detach()
+        return replace(self, logprobs=self.logprobs.detach(), entropy=entropy)
 
     def floored(self) -> TokenBatch:
         """The same batch with LOWEST_LOGPROB for log-probs of -inf, which get no gradient; NaN stays NaN."""
@@ -159,8 +160,22 @@ class TokenBatch:
 
     def check(self) -> None:
         """Raise `UserError` for a wrong shape or dtype. Reads no values, so the host does not wait for the device."""
+        length = self.logprobs.numel()
         for name in (*_FLOATS, "loss_mask"):
-            _check_vector(name, getattr(self, name), self.logprobs.numel())
+            tensor = getattr(self, name)
+            if tensor is None and name in _FLOATS[3:]:
+                continue
+            if tensor is None:
+                raise UserError(f"TokenBatch.{name} is None; it is required")
+            if tensor.dim() != 1:
+                raise UserError(f"TokenBatch.{name} has shape {tuple(tensor.shape)}; expected one packed axis [T]")
+            if tensor.numel() != length:
+                raise UserError(
+                    f"TokenBatch.{name} has {tensor.numel()} tokens, but logprobs has {length}; expected the same T"
+                )
+            wanted = (torch.bool,) if name == "loss_mask" else (torch.float32, torch.float64)
+            if tensor.dtype not in wanted:
+                raise UserError(f"TokenBatch.{name} is {tensor.dtype}; expected {wanted[0]}")
         cu_seqlens, index = self.cu_seqlens, self.sequence_index
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
             found = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"
@@ -187,23 +202,3 @@ def segment_ids(boundaries: torch.Tensor, tokens: int) -> torch.Tensor:
     lengths = boundaries.diff().long()
     index = torch.arange(lengths.numel(), device=boundaries.device)
     return torch.repeat_interleave(index, lengths, output_size=tokens)
-
-
-def _detach(tensor: torch.Tensor | None) -> torch.Tensor | None:
-    return None if tensor is None else tensor.detach()
-
-
-def _check_vector(name: str, tensor: Any, length: int) -> None:
-    if tensor is None:
-        if name in _FLOATS[3:]:
-            return
-        raise UserError(f"TokenBatch.{name} is None; it is required")
-    if tensor.dim() != 1:
-        raise UserError(f"TokenBatch.{name} has shape {tuple(tensor.shape)}; expected one packed axis [T]")
-    if tensor.numel() != length:
-        raise UserError(
-            f"TokenBatch.{name} has {tensor.numel()} tokens, but logprobs has {length}; expected the same T"
-        )
-    wanted = (torch.bool,) if name == "loss_mask" else (torch.float32, torch.float64)
-    if tensor.dtype not in wanted:
-        raise UserError(f"TokenBatch.{name} is {tensor.dtype}; expected {wanted[0]}")

@@ -133,23 +133,19 @@ class Difference:
         return f"{self.mean:+.3f} [{self.ci95[0]:+.3f}, {self.ci95[1]:+.3f}]"
 
 
-def paired(a: np.ndarray, b: np.ndarray, seed: int = 0) -> Difference:
+def paired(a: np.ndarray, b: np.ndarray) -> Difference:
     """Difference ``b`` - ``a`` of two scores for each prompt, [prompts] each; differences between prompts cancel.
 
     The interval is a percentile bootstrap over prompts (Efron and Tibshirani 1993, chapter 13).
     """
     difference = b - a
     better, worse = int((difference > 0).sum()), int((difference < 0).sum())
-    means = _resampled_means(difference, np.random.default_rng(seed))
+    rng, n = np.random.default_rng(0), len(difference)
+    size = max(1, (1 << 22) // n)  # resamples at a time, to bound the memory
+    counts = [min(size, RESAMPLES - begun) for begun in range(0, RESAMPLES, size)]
+    means = np.concatenate([difference[rng.integers(n, size=(count, n))].mean(1) for count in counts])
     low, high = np.quantile(means, [0.025, 0.975])
     return Difference(float(difference.mean()), [float(low), float(high)], better, worse, sign_test(better, worse))
-
-
-def _resampled_means(values: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """[RESAMPLES] means of resamples, each of len(values) draws with replacement. In blocks, to bound the memory."""
-    size = max(1, (1 << 22) // len(values))
-    counts = [min(size, RESAMPLES - begun) for begun in range(0, RESAMPLES, size)]
-    return np.concatenate([values[rng.integers(len(values), size=(n, len(values)))].mean(1) for n in counts])
 
 
 def sign_test(better: int, worse: int) -> float:

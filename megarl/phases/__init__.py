@@ -17,8 +17,6 @@ class Phase:
     engine: it has rollout engines.
     updates: it makes updates of the run.
     saves: it saves its work when it is told to stop; a stop signal ends other phases at once.
-    ahead: training runs come to it, so its module is imported before it is started.
-    part_of_run: it is a step of a run, not something that is computed from a stage of one.
     title: for a phase that is not part of a stage, what people read instead of the stage and the phase's name.
     """
 
@@ -27,19 +25,17 @@ class Phase:
     engine: bool = False
     updates: bool = False
     saves: bool = True
-    ahead: bool = False
-    part_of_run: bool = True
     title: str = ""
 
 
 PHASES = {
     "rehearse": Phase("megarl.phases.rehearse", actor=True, title="rehearsal of an update"),
-    "rollout": Phase("megarl.phases.rollout", engine=True, ahead=True),
-    "optimize": Phase("megarl.phases.optimize", actor=True, updates=True, ahead=True),
-    "live": Phase("megarl.phases.live.trainer", actor=True, engine=True, updates=True, ahead=True),
-    "evaluate": Phase("megarl.phases.evaluate", engine=True, saves=False, ahead=True),
-    "what_if": Phase("megarl.phases.what_if", actor=True, saves=False, part_of_run=False),
-    "export": Phase("megarl.phases.export", actor=True, saves=False, part_of_run=False),
+    "rollout": Phase("megarl.phases.rollout", engine=True),
+    "optimize": Phase("megarl.phases.optimize", actor=True, updates=True),
+    "live": Phase("megarl.phases.live.trainer", actor=True, engine=True, updates=True),
+    "evaluate": Phase("megarl.phases.evaluate", engine=True, saves=False),
+    "what_if": Phase("megarl.phases.what_if", actor=True, saves=False),
+    "export": Phase("megarl.phases.export", actor=True, saves=False),
     "serve": Phase("megarl.phases.serve.phase", engine=True),
     "rescore": Phase("megarl.phases.rescore"),
 }

@@ -11,7 +11,6 @@ import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -37,11 +36,14 @@ def export(stage: Stage) -> None:
     device = parallel.initialize(stage.run.recipe)
     actor = Actor.build(stage.run.recipe, stage.run.base, device, load=False)
     load_policy(actor, stage, request["update"])
-    place = stage, request["update"], Path(request["output"])
+    updates, target = request["update"], Path(request["output"])
     if request["adapters"]:
-        write_adapters(actor, *place)
+        beat("export", target.name)
+        lora, base = actor.recipe.actor.lora, actor.recipe.model.path
+        assert lora is not None
+        peft.export_adapters(actor.models, target, lora, base, actor.base, stage.first_update + updates)
     else:
-        write_policy(actor, *place)
+        write_policy(actor, stage, updates, target)
     stage.run.write_answer([])
 
 
@@ -67,14 +69,6 @@ def write_policy(actor: Actor, stage: Stage, updates: int, target: Path) -> Poli
     return hf.export_hf(actor.models, target, stage.run.base, stage.first_update + updates)
 
 
-def write_adapters(actor: Actor, stage: Stage, updates: int, target: Path) -> None:
-    """Export the actor's adapters, those after ``updates`` updates of the stage, to the directory ``target``."""
-    beat("export", target.name)
-    table, version = actor.recipe.actor.lora, stage.first_update + updates
-    assert table is not None
-    peft.export_adapters(actor.models, target, table, actor.recipe.model.path, actor.base, version)
-
-
 class Exporter:
     """Exports the policies of ``stage`` from an actor that has already made the first ``done`` updates of it.
 
@@ -85,11 +79,10 @@ class Exporter:
     def __init__(self, actor: Actor, stage: Stage, done: int) -> None:
         self.actor, self.stage, self._done = actor, stage, done
         self._budget = stage.run.recipe.actor.tokens_per_micro_batch
-        found: list[Any] = [None]
-        if dist.get_rank() == 0:  # only rank 0 reads: other nodes may see an older state of a shared file system
-            found = [read_reference(stage.directory)]
-        dist.broadcast_object_list(found, src=0)
-        self._reference: Reference | None = found[0]
+        # only rank 0 reads: other nodes may see an older state of a shared file system
+        found = [read_reference(stage.directory) if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(found)
+        self._reference = found[0]
         # without a stored reference the stage's own policy, which is gone after updates, can no longer score the text
         self._lacks_own_scores = self._reference is None and done > 0
 

@@ -109,20 +109,15 @@ class RolloutStats:
         """Append an event about the progress to events.jsonl, and once a warning, if it is due."""
         kind = "evaluation_progress" if self.evaluated else "rollout_progress"
         self.stage.log_event(kind, rank=self.rank, **self.event())
-        if not self._warned and self.equal_rewards(self.stage.run.recipe.objective.advantage):
+        within_groups = self.stage.run.recipe.objective.advantage in GROUP_ADVANTAGES
+        if not self._warned and within_groups and self.groups >= SAME_REWARDS and not self.varied:
             self._warned = True
-            self.stage.log_event("equal_rewards", rank=self.rank, groups=self.groups, warning=self._warning())
-
-    def equal_rewards(self, advantage: str) -> bool:
-        """Whether the first groups all have equal rewards, so that the ``advantage`` of each response is 0."""
-        return advantage in GROUP_ADVANTAGES and self.groups >= SAME_REWARDS and not self.varied
-
-    def _warning(self) -> str:
-        mean = self.rewards / max(1, self.responses)
-        return (
-            f"in each of the first {self.groups} groups all responses have the same reward ({mean:.3f} on average), so "
-            "no update learns from them: `megarl samples` shows what the model answers, and the reward of each response"
-        )
+            warning = (
+                f"in each of the first {self.groups} groups all responses have the same reward "
+                f"({self.rewards / self.responses:.3f} on average), so no update learns from them: `megarl samples` "
+                "shows what the model answers, and the reward of each response"
+            )
+            self.stage.log_event("equal_rewards", rank=self.rank, groups=self.groups, warning=warning)
 
     def event(self) -> dict[str, Any]:
         """The fields of a `rollout_progress` or `evaluation_progress` event.

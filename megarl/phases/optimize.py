@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch.distributed as dist
 
@@ -16,7 +15,6 @@ from megarl.phases.stop import StopRequest
 from megarl.phases.updates import build_actor, check_rollouts, find_start, make_updates
 from megarl.storage.files import appears
 from megarl.storage.ledger import SEALED
-from megarl.storage.metrics.summary import ages
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
 
@@ -60,6 +58,3 @@ class SealedBatches:
         run, version = self.stage.run, self.stage.first_update + updates
         if updates < run.recipe.schedule.updates_per_stage and run.recipe.is_evaluated(version):
             self.exporter.export(version, run.version(version))
-
-    def metrics(self, update: int, groups: list[Group]) -> dict[str, Any]:
-        return ages(self.stage, update, groups)

@@ -63,7 +63,11 @@ def _import_all(recipe: Recipe, trains: bool) -> None:
     hide_gpus_from_cpu_runs(recipe.actor.backend)
     for name in _modules(recipe, trains):
         importlib.import_module(name)
-    _open_prompts(recipe)
+    from megarl.data.prompts import open_prompts
+
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would not survive a fork
+    with contextlib.suppress(Exception):  # the check of the recipe meets the same error and reports it
+        open_prompts(recipe, recipe.model.tokenizer_path)  # phases inherit them, and need not read or generate them
     if recipe.rollout.engine == "builtin":
         _import_builtin_engine(recipe.model.path)
 
@@ -77,16 +81,8 @@ def _modules(recipe: Recipe, trains: bool) -> Iterator[str]:
         yield from ("megarl.actor", "megarl.actor.cpu_backend")
     if trains and recipe.run.tensorboard:
         yield "torch.utils.tensorboard"
-    yield from (phase.module for phase in PHASES.values() if phase.ahead and (trains or not phase.actor))
-
-
-def _open_prompts(recipe: Recipe) -> None:
-    """Open the prompts, so that phases inherit them and need not read or generate them again."""
-    from megarl.data.prompts import open_prompts
-
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # its threads would not survive a fork
-    with contextlib.suppress(Exception):  # the check of the recipe meets the same error and reports it
-        open_prompts(recipe, recipe.model.tokenizer_path)
+    phases = (PHASES[name] for name in (*recipe.schedule.phases, "evaluate"))
+    yield from (phase.module for phase in phases if trains or not phase.actor)
 
 
 def _import_builtin_engine(model: Path) -> None:

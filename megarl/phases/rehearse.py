@@ -94,9 +94,6 @@ class SyntheticBatches:
 
     def trained(self, updates: int) -> None: ...
 
-    def metrics(self, update: int, groups: list[Group]) -> dict[str, Any]:
-        return {"staleness": update}
-
 
 def _groups(recipe: Recipe, hf: dict[str, Any], rng: np.random.Generator, ranks: int) -> Iterator[Group]:
     size, longest = recipe.rollout.responses_per_prompt, recipe.rollout.max_response_tokens

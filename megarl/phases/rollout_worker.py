@@ -236,34 +236,24 @@ def with_policy(
 
 
 @dataclass
-class _Asked:
-    """A request to the engine. missing: number of completions that it has not returned yet, one for each response."""
-
-    samples: int  # responses to each of its prompts
-    slots: list[_Slot]
-    missing: int
-
-
 class _Requests:
     """The requests of one call of `RolloutWorker.generate`, whose arguments it has."""
 
-    def __init__(
-        self,
-        worker: RolloutWorker,
-        prompt: Callable[[int], Prompt],
-        draws: Sampling,
-        earlier: Callable[[int], tuple[Response, ...]],
-        other_seeds: int,
-    ) -> None:
-        self.worker, self.prompt, self.draws, self.earlier = worker, prompt, draws, earlier
-        self.other_seeds = other_seeds
-        self.pending = {group.number: group for group in worker.unfinished}  # not scored yet
+    worker: RolloutWorker
+    prompt: Callable[[int], Prompt]
+    draws: Sampling
+    earlier: Callable[[int], tuple[Response, ...]]
+    other_seeds: int
+
+    def __post_init__(self) -> None:
+        self.pending = {group.number: group for group in self.worker.unfinished}  # not scored yet
         self.sizes: list[int] = []  # of the chunks that are not stored yet
-        self._left = worker.unfinished  # to continue before any chunk
+        self._left = self.worker.unfinished  # to continue before any chunk
         self._more = True
         self._again: list[_Slot] = []  # responses whose last attempt was discarded
         self._requests = 0  # number of requests so far
-        self._asked: dict[int, _Asked] = {}  # requests of which the engine has not yet returned everything
+        # (request, prompt in it, sample) -> the response that the engine has not yet returned
+        self._asked: dict[tuple[int, int, int], _Slot] = {}
 
     def submit(self, take: Callable[[], Sequence[int] | None], scored_first: bool) -> None:
         """Submit discarded responses, unfinished ones and chunks as long as the engine has room for them."""
@@ -293,11 +283,7 @@ class _Requests:
         """
         kept = []
         for number, completion in completions:
-            asked = self._asked[number]
-            group, k = asked.slots[completion.prompt * asked.samples + completion.sample]
-            asked.missing -= 1
-            if not asked.missing:  # else all responses of the stage would stay in memory
-                del self._asked[number]
+            group, k = self._asked.pop((number, completion.prompt, completion.sample))
             done = sum(len(part.tokens) for part in group.parts.get(k, ()))
             most = int(min(self.draws.max_tokens - done, self.draws.budget))
             if why := fault(completion, most, self.worker.vocabulary):
@@ -337,7 +323,8 @@ class _Requests:
             draws = replace(draws, samples=1, prefixes=prefixes)
         prompts = [list(group.prompt.tokens) for group, _ in slots[:: draws.samples]]
         self.worker.engine.submit(self._requests, Request(prompts, draws))
-        self._asked[self._requests] = _Asked(draws.samples, slots, len(slots))
+        for index, slot in enumerate(slots):
+            self._asked[self._requests, *divmod(index, draws.samples)] = slot
         self._requests += 1
 
 

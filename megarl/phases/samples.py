@@ -6,7 +6,6 @@ import functools
 import math
 import time
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -86,9 +85,7 @@ def token_texts(ids: Sequence[int], model: ModelTable) -> list[str]:
     return [tokenizer.decode([token]) for token in ids]
 
 
-@functools.cache
-def _tokenizer(path: Path) -> Any:
-    return load_tokenizer(path)
+_tokenizer = functools.cache(load_tokenizer)
 
 
 def describe(offender: Offender, sample: Sample) -> dict[str, Any]:

@@ -127,22 +127,18 @@ class Scoring:
         self._generated = waiting
         return whole
 
-    def take_rest(self) -> list[Group]:
-        """All groups whose generation has ended, after a wait for their scores."""
-        groups = self.take()
-        while self._asked:
-            beat("scoring")
-            groups += self.take(wait=True)
-        return groups
-
     def again(self, groups: Sequence[Group], prompt_of: Callable[[Group], Prompt]) -> list[Group]:
         """Stored groups, scored again; in order, if `Scoring` was made so."""
         for group in groups:
             pending = PendingGroup(group.group_id, prompt_of(group), len(group.responses))
             for sample, response in enumerate(group.responses):
                 self.add(pending, sample, replace(response, correct=None))
+        found = self.take()
+        while self._asked:
+            beat("scoring")
+            found += self.take(wait=True)
         given = {group.group_id: group.prompt_tokens for group in groups}
-        return [replace(group, prompt_tokens=given[group.group_id]) for group in self.take_rest()]
+        return [replace(group, prompt_tokens=given[group.group_id]) for group in found]
 
     def _rewarded(self, group: PendingGroup) -> Group:
         responses = [group.responses[k] for k in range(group.samples)]

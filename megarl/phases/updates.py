@@ -39,11 +39,11 @@ from megarl.storage.checked_json import append_json
 from megarl.storage.checkpoints import checkpoints, read_manifest, read_metrics, set_aside
 from megarl.storage.files import appears
 from megarl.storage.metrics import NOTHING, MetricsWriter, Position
-from megarl.storage.metrics.summary import by_columns, summary
+from megarl.storage.metrics.summary import ages, by_columns, summary
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import RunDir, Stage
 
-# of one update: its groups, their ages as `Batches.metrics` gives them, its samples, this rank's micro-batches of these
+# of one update: its groups, the metrics of their age and of the wait for them, its samples, this rank's micro-batches
 Batch = tuple[list[Group], dict[str, Any], list[Sample], list[packing.MicroBatch]]
 
 
@@ -55,9 +55,6 @@ class Batches(Protocol):
 
     def trained(self, updates: int) -> None:
         """Called when ``updates`` updates of the stage are made. Collective."""
-
-    def metrics(self, update: int, groups: list[Group]) -> dict[str, Any]:
-        """The fields of metrics.jsonl about the age of the groups; ``staleness`` is required."""
 
 
 def build_actor(stage: Stage, device: torch.device, start: Start) -> Actor:
@@ -158,16 +155,19 @@ class _Updates:
         own update starts from that policy anyway. Returns [] if a stop was asked for. Collective.
         """
         step: list[Batch] = []
+        one_policy = self.recipe.schedule.one_policy  # else trainers wait for engines
         size = updates_per_step(self.objective, self.recipe.schedule.sync_every)
         for update in range(first, min(self.total, first + size)):
+            begun = time.perf_counter()
             groups = self.batches.read(update)
             if groups is None:
                 return []  # no update of the step is made yet
+            waited = {} if one_policy else {"idle_seconds": round(time.perf_counter() - begun, 4)}
             self.exporter.observe(groups)
             samples, micro_batches = pack(self.actor, groups)
             if step:
                 micro_batches = with_proximal(self.actor, micro_batches)
-            step.append((groups, self.batches.metrics(update, groups), samples, micro_batches))
+            step.append((groups, ages(self.stage, update, groups) | waited, samples, micro_batches))
         return step
 
     def _make_one(self, update: int, batch: Batch, start: float) -> None:

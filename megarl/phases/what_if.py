@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -123,18 +122,13 @@ class Comparison:
         if self._worker is not None:
             self._worker.close()
 
-    def _export(self, updates: int) -> Path:
-        """The directory of the actor's policy, that after ``updates`` updates; exported unless the stage has it."""
-        kept = {0: self.stage.policy, self.stage.run.recipe.schedule.updates_per_stage: self.stage.next.policy}
-        if updates in kept and kept[updates].exists():
-            return kept[updates]
-        policy = self.stage.run.root / f"policies/{updates:06d}"
-        write_policy(self.actor, self.stage, updates, policy)
-        return policy
-
     def _generate(self, updates: int, stored: list[list[Group]]) -> list[list[Group]]:
-        """Fresh responses to the prompts of each stored batch."""
-        policy = self._export(updates)
+        """Fresh responses to the prompts of each stored batch; the policy is exported unless the stage has it."""
+        kept = {0: self.stage.policy, self.stage.run.recipe.schedule.updates_per_stage: self.stage.next.policy}
+        policy = kept.get(updates)
+        if policy is None or not policy.exists():
+            policy = self.stage.run.root / f"policies/{updates:06d}"
+            write_policy(self.actor, self.stage, updates, policy)
         if self._worker is None:
             self._worker = RolloutWorker.build(self.stage.run.recipe, self.stage.number, policy)
         else:

@@ -1,7 +1,5 @@
 """JSON objects that contain their own checksum, so that damage is detected when they are read; alone or one per line.
 
-Texts of other kinds, such as recipes, have theirs in a comment, the last line: `with_checksum`.
-
 Files of lines grow while others read them. A killed writer may leave half a line at the end: readers ignore it, and the
 next writer removes it. Any other line that cannot be read is damage: `read_json_lines` and a strict
 `JsonTail` raise, the others skip the line.
@@ -82,7 +80,7 @@ def append_line(path: Path, line: bytes) -> None:
 
 def read_json_lines(path: Path) -> list[Record]:
     """All objects of a file; `UserError` with the line's number if one is damaged."""
-    return _parse_lines(split_lines(path.read_bytes())[0], path)
+    return _parse_lines(path.read_bytes().split(b"\n")[:-1], path)
 
 
 def _parse_lines(lines: list[bytes], path: Path, first: int = 1, needs_checksum: bool = False) -> list[Record]:
@@ -100,21 +98,10 @@ def _parse_lines(lines: list[bytes], path: Path, first: int = 1, needs_checksum:
 
 def check_json_lines(path: Path) -> None:
     """`UserError` with the line's number unless every line has its checksum, and the last one ends with a newline."""
-    lines, torn = split_lines(path.read_bytes())
+    *lines, torn = path.read_bytes().split(b"\n")
     _parse_lines(lines, path, needs_checksum=True)
     if torn:
         raise UserError(f"{path}, line {len(lines) + 1} is damaged: it does not end with a newline")
-
-
-def with_checksum(text: str) -> str:
-    """The TOML ``text`` with its CRC-32 as a comment in a last line."""
-    return f"{text}\n# checksum of the lines above: {zlib.crc32(text.encode()):08x}\n"
-
-
-def has_checksum(data: bytes) -> bool:
-    """Whether ``data`` is what `with_checksum` made of some text."""
-    text = data[:-1].rpartition(b"\n")[0]
-    return data == with_checksum(text.decode(errors="replace")).encode()
 
 
 def read_intact_lines(path: Path) -> tuple[list[Record], int]:
@@ -122,12 +109,6 @@ def read_intact_lines(path: Path) -> tuple[list[Record], int]:
     lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
     records = [record for line in lines if (record := _object_or_none(line)) is not None]
     return records, len(lines) - len(records)
-
-
-def split_lines(data: bytes) -> tuple[list[bytes], bytes]:
-    """(the complete lines of ``data`` without their newlines, the torn rest after the last newline)."""
-    *lines, torn = data.split(b"\n")
-    return lines, torn
 
 
 class JsonTail:
@@ -160,7 +141,7 @@ class JsonTail:
             if self._strict:
                 raise UserError(f"{self.path} is a directory: move it away, then start again") from error
             return False, []
-        lines, torn = split_lines(data)
+        *lines, torn = data.split(b"\n")
         first, self._lines = self._lines + 1, self._lines + len(lines)
         self._offset += len(data) - len(torn)
         if self._strict:

@@ -65,7 +65,7 @@ def write_manifest(path: Path, manifest: Manifest) -> None:
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint ``path``; `Damaged` if it is missing, unreadable or of another update."""
     try:
-        fields, files = _read(path)
+        fields, files = read_files(path)
         manifest = Manifest(fields["update"], files, Position(**fields["position"]))
     except (KeyError, TypeError) as error:
         raise Damaged(f"{MANIFEST}: {error}") from error
@@ -74,12 +74,8 @@ def read_manifest(path: Path) -> Manifest:
     return manifest
 
 
-def read_sums(path: Path) -> dict[str, FileSum]:
-    """The sizes and checksums in the manifest of the directory ``path``; `Damaged` if it cannot be read."""
-    return _read(path)[1]
-
-
-def _read(path: Path) -> tuple[Record, dict[str, FileSum]]:
+def read_files(path: Path) -> tuple[Record, dict[str, FileSum]]:
+    """(all fields, the files) in the manifest of the directory ``path``; `Damaged` if it cannot be read."""
     try:
         fields = decode((path / MANIFEST).read_bytes())
         return fields, {name: FileSum(**entry) for name, entry in fields["files"].items()}
@@ -87,14 +83,6 @@ def _read(path: Path) -> tuple[Record, dict[str, FileSum]]:
         raise  # not damage
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"{MANIFEST}: {error}") from error
-
-
-def check_checkpoint(path: Path) -> None:
-    """`Damaged` unless the checkpoint consists of exactly the files in its manifest; reads all of them."""
-    manifest = read_manifest(path)
-    check_files(path, manifest.files)
-    if extra := {file.name for file in path.iterdir()} - {*manifest.files, MANIFEST}:
-        raise Damaged(f"{min(extra)} is not in its manifest")
 
 
 def check_files(path: Path, files: Mapping[str, FileSum]) -> None:

@@ -12,7 +12,7 @@ from io import FileIO
 from pathlib import Path
 
 from megarl.errors import UserError
-from megarl.storage.checked_json import Record, decode, encode, read_checked, split_lines
+from megarl.storage.checked_json import Record, decode, encode, read_checked
 from megarl.storage.files import file_sha256
 
 LEDGER = "ledger.jsonl"  # the lines of writer 0; after sealing those of all writers
@@ -67,7 +67,7 @@ def parse(path: Path, data: bytes | None = None, first: int = 1) -> tuple[list[L
     data: the part of the ledger that begins with line number ``first``; by default all of it.
     `UserError` for any other damaged line.
     """
-    lines, torn = split_lines(path.read_bytes() if data is None else data)
+    *lines, torn = (path.read_bytes() if data is None else data).split(b"\n")
     entries, length = [], 0
     for number, line in enumerate(lines, first):
         try:
@@ -91,7 +91,7 @@ class Ledgers:
         self._directory = directory
         self._read: dict[str, tuple[int, int, int]] = {}  # file -> (inode, bytes read, lines read)
         self._by_shard: dict[str, LedgerEntry] = {}
-        self._owner: dict[int, str] = {}  # group id -> shard
+        self.by_group: dict[int, LedgerEntry] = {}  # of all entries read so far
 
     def read(self) -> list[LedgerEntry]:
         """The entries appended since the last call; `UserError` for damage and contradictions."""
@@ -128,9 +128,9 @@ class Ledgers:
                 "delete one of these lines and start again"
             )
         for group in entry.groups:
-            if self._owner.setdefault(group, entry.shard) != entry.shard:
+            if (owner := self.by_group.setdefault(group, entry).shard) != entry.shard:
                 raise UserError(
-                    f"group {group} in {self._directory} is both in {self._owner[group]} and in {entry.shard}: "
+                    f"group {group} in {self._directory} is both in {owner} and in {entry.shard}: "
                     "delete the line of one of these shards from its ledger and start again"
                 )
         return known is entry

@@ -182,7 +182,7 @@ def cut_text(texts: Iterable[list[int]], longest: int) -> list[list[int]]:
     return [text for text, _ in zip((text for text in cut if len(text) > 1), range(TEXT_SEQUENCES), strict=False)]
 
 
-_ARRAYS = {"logprobs": np.float32, "previous": np.float32, "stored": np.float32}
+_ARRAYS = ("logprobs", "previous", "stored")
 
 
 def encode_reference(reference: Reference) -> dict[str, Any]:
@@ -193,9 +193,7 @@ def encode_reference(reference: Reference) -> dict[str, Any]:
 
 def decode_reference(fields: dict[str, Any]) -> Reference:
     """The inverse of `encode_reference`, which ignores other fields."""
-    arrays = {
-        name: fields[name] and [np.array(values, dtype) for values in fields[name]] for name, dtype in _ARRAYS.items()
-    }
+    arrays = {name: fields[name] and [np.array(values, np.float32) for values in fields[name]] for name in _ARRAYS}
     known = {name: value for name, value in (fields | arrays).items() if name in Reference.__dataclass_fields__}
     return Reference(**known)
 

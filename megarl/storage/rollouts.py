@@ -171,8 +171,6 @@ class RolloutStore:
         self._sealed_choice = sealed_groups(self.directory, "chosen")
         self._verified: set[str] = set()
         self._ledgers = Ledgers(self.directory)
-        self._entry_of: dict[int, LedgerEntry] = {}
-        self._first: LedgerEntry | None = None
         self._shard = functools.lru_cache(maxsize=OPEN_SHARDS)(self._open)
         self.group_ids: list[int] = []
         self.refresh()
@@ -181,12 +179,11 @@ class RolloutStore:
         """Read which groups have been stored since the last call."""
         if not (new := self._ledgers.read()):
             return
-        first = self._first = self._first or new[0]
+        first = next(iter(self._ledgers.by_group.values()))
         if self.one_policy:
             check_equal(new, self.directory, "weights_hash", first.weights_hash)
         check_equal(new, self.directory, "logprob_mode", first.logprob_mode)
-        self._entry_of |= {group: entry for entry in new for group in entry.groups}
-        self.group_ids = sorted(self._entry_of)
+        self.group_ids = sorted(self._ledgers.by_group)
 
     @property
     def entries(self) -> list[LedgerEntry]:
@@ -205,7 +202,7 @@ class RolloutStore:
 
     def missing(self, expected: Sequence[int]) -> list[int]:
         """The group ids in ``expected`` that are not stored."""
-        return [group for group in expected if group not in self._entry_of]
+        return [group for group in expected if group not in self._ledgers.by_group]
 
     def read(self, group_ids: Sequence[int]) -> list[Group]:
         """The groups, in the order of ``group_ids``, as read-only views of the mapped shards.
@@ -215,9 +212,9 @@ class RolloutStore:
         """
         groups = []
         for group in group_ids:
-            if group not in self._entry_of:
+            if group not in self._ledgers.by_group:
                 raise UserError(f"group {group} is not in {self.directory}: it was never written or its shard was lost")
-            groups.append(self._shard(self._entry_of[group]).group(group))
+            groups.append(self._shard(self._ledgers.by_group[group]).group(group))
         return groups
 
     def verify(self, entry: LedgerEntry) -> None:

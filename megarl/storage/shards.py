@@ -252,31 +252,30 @@ def encode(groups: Sequence[Group], weights_hash: str, logprob_mode: str) -> pa.
 def to_batch(groups: Sequence[Group], weights_hash: str, logprob_mode: str) -> pa.RecordBatch:
     """The rows of a shard: one for each response."""
     rows = [(group, sample, response) for group in groups for sample, response in enumerate(group.responses)]
-    same = pa.array(np.zeros(len(rows), np.int8))
-    columns = {
-        "group_id": pa.array([group.group_id for group, _, _ in rows], pa.int64()),
-        "sample": pa.array([sample for _, sample, _ in rows], pa.int32()),
-        "prompt_tokens": _list_array([group.prompt_tokens for group, _, _ in rows]),
-        "response_tokens": _list_array([response.tokens for _, _, response in rows]),
-        "rollout_logprobs": _list_array([response.rollout_logprobs for _, _, response in rows]),
-        "reward": pa.array([float(response.reward) for _, _, response in rows], pa.float64()),
-        "finish_reason": pa.array([response.finish_reason for _, _, response in rows], pa.string()),
-        "policy_version": pa.array([response.policy_version for _, _, response in rows], pa.int64()),
-        "logprob_mode": pa.DictionaryArray.from_arrays(same, [logprob_mode]),
-        "weights_hash": pa.DictionaryArray.from_arrays(same, [weights_hash]),
+    columns: dict[str, Any] = {
+        "group_id": [group.group_id for group, _, _ in rows],
+        "sample": [sample for _, sample, _ in rows],
+        "prompt_tokens": [group.prompt_tokens for group, _, _ in rows],
+        "response_tokens": [response.tokens for _, _, response in rows],
+        "rollout_logprobs": [response.rollout_logprobs for _, _, response in rows],
+        "reward": [float(response.reward) for _, _, response in rows],
+        "finish_reason": [response.finish_reason for _, _, response in rows],
+        "policy_version": [response.policy_version for _, _, response in rows],
+        "logprob_mode": [logprob_mode] * len(rows),
+        "weights_hash": [weights_hash] * len(rows),
     }
     schema = SCHEMA
     for field in OPTIONAL:
         values = [getattr(response, field.name) for _, _, response in rows]
         if any(value is not None for value in values):
             schema = schema.append(field)
-            columns[field.name] = pa.array(values, field.type)
+            columns[field.name] = values
     experts = [response.routed_experts for _, _, response in rows if response.routed_experts is not None]
     if experts:
         columns[EXPERTS] = _experts_array(experts)
         schema = schema.append(pa.field(EXPERTS, columns[EXPERTS].type))
     if any(group.row is not None for group in groups):
-        columns[ROW] = pa.array([group.row for group, _, _ in rows], ROW_TYPE)
+        columns[ROW] = [group.row for group, _, _ in rows]
         schema = schema.append(pa.field(ROW, ROW_TYPE))
     return pa.RecordBatch.from_pydict(columns, schema=schema)
 
@@ -310,21 +309,11 @@ def read_parquet(path: Path, weights_hash: str, logprob_mode: str, vocabulary: i
     return groups
 
 
-def _offsets(arrays: list[np.ndarray]) -> np.ndarray:
-    offsets = np.zeros(len(arrays) + 1, np.int32)
-    np.cumsum([len(array) for array in arrays], out=offsets[1:])
-    return offsets
-
-
-def _list_array(arrays: list[np.ndarray]) -> pa.ListArray:
-    return pa.ListArray.from_arrays(_offsets(arrays), np.concatenate(arrays))
-
-
 def _experts_array(arrays: list[np.ndarray]) -> pa.ListArray:
     """The column of routed experts: for each response a list of [layers][top_k]; the column's type has the shape."""
-    flat = np.concatenate(arrays)
+    flat, offsets = np.concatenate(arrays), np.cumsum([0, *map(len, arrays)], dtype=np.int32)
     rows = pa.FixedSizeListArray.from_arrays(flat.reshape(-1), flat.shape[2])
-    return pa.ListArray.from_arrays(_offsets(arrays), pa.FixedSizeListArray.from_arrays(rows, flat.shape[1]))
+    return pa.ListArray.from_arrays(offsets, pa.FixedSizeListArray.from_arrays(rows, flat.shape[1]))
 
 
 def _experts_column(column: pa.ListArray) -> tuple[np.ndarray, np.ndarray]:

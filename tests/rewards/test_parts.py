@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megarl.errors import UserError
-from megarl.phases.scoring import PendingGroup, Scoring
+from megarl.phases.scoring import Scoring
 from megarl.recipe.tables import Recipe, RewardTable
 from megarl.rewards import Score
 from megarl.rewards.parts import build_verifier, check_reward, overlong, total, totals
@@ -43,11 +43,9 @@ def scored(settings, texts, tokens=1, finish="stop", seconds=0.5):
     """Score responses with these texts; returns them as they are stored. seconds: of the CPU, for each."""
     with pooling.pool(lambda: build_verifier(settings, None), Limits(seconds=seconds, workers=1)) as pool:
         scoring = Scoring(pool, settings.reward, lambda ids: texts[ids[0]], False, longest=10)
-        group = PendingGroup(0, pooling.prompt_for("42", level=3), len(texts))
-        for sample in range(len(texts)):
-            tokens_of = np.full(tokens, sample, np.int32), np.zeros(tokens, np.float32)
-            scoring.add(group, sample, Response(*tokens_of, 0.0, finish, 0))
-        (whole,) = scoring.take_rest()
+        logprobs, prompt = np.zeros(tokens, np.float32), pooling.prompt_for("42", level=3)
+        given = [Response(np.full(tokens, n, np.int32), logprobs, 0.0, finish, 0) for n in range(len(texts))]
+        (whole,) = scoring.again([Group(0, np.ones(1, np.int32), tuple(given))], lambda group: prompt)
     return whole.responses
 
 

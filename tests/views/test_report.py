@@ -9,8 +9,9 @@ import pytest
 
 from megarl.errors import UserError
 from megarl.phases.generation import SAME_REWARDS
+from megarl.recipe.tables import RunTable
 from megarl.storage.checked_json import append_json
-from megarl.storage.metrics import UPDATES, LearningWatch, find
+from megarl.storage.metrics import NOTHING, UPDATES, MetricsWriter, find
 from megarl.storage.run_dir import RunDir
 from megarl.views.report import short_names, summary, write_report
 from megarl.views.report.charts import POINTS, make_charts
@@ -215,9 +216,9 @@ def test_a_cause_is_found_only_if_every_update_shows_it(values, kind):
 
 
 def test_a_cause_is_logged_once_per_stage(tmp_path):
-    watch = LearningWatch(tmp_path / "events.jsonl")
+    writer = MetricsWriter(tmp_path / "metrics.jsonl", NOTHING, b"", 0, RunTable(tensorboard=False))
     for update in range(1, 4 * UPDATES + 1):
-        watch.append({"update": update, "stage": (update - 1) // (2 * UPDATES)} | GOOD | {"ess": 0.001})
+        writer.append({"update": update, "stage": (update - 1) // (2 * UPDATES)} | GOOD | {"ess": 0.001})
     found = [(event["stage"], event["first"], event["update"]) for event in read_lines(tmp_path / "events.jsonl")]
     assert found == [(0, 1, UPDATES), (1, UPDATES + 2, 2 * UPDATES + 1)]
 

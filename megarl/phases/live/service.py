@@ -101,7 +101,7 @@ class LiveRolloutWorker:
         self.stage, self.replicas, self.state, self.stop, self.choices = stage, replicas, state, stop, choices
         self.schedule = stage.run.recipe.schedule
         self.rule = self.schedule.lag_rule
-        self.seconds = dict.fromkeys(("idle", "load", "generate"), 0.0)  # time spent on each so far
+        self.seconds = dict.fromkeys(("idle_seconds", "load_seconds", "generate_seconds"), 0.0)  # so far
         self.start = time.perf_counter()
         self.fresh = not any(stage.checkpoints.glob("update_*"))  # trainers start with the stage's first version
         self.worker: RolloutWorker | None = None
@@ -134,7 +134,7 @@ class LiveRolloutWorker:
                     watch=stats.step,
                 ):
                     writer.append(groups, worker.weights_hash)
-                self.seconds["generate"] += time.perf_counter() - start
+                self.seconds["generate_seconds"] += time.perf_counter() - start
         stats.log()
         worker.close()
         # before waiting for the other replicas, which may need the trainers to go on
@@ -206,7 +206,7 @@ class LiveRolloutWorker:
                 self._rest()
             else:
                 time.sleep(POLL_SECONDS)
-        self.seconds["idle"] += time.perf_counter() - start
+        self.seconds["idle_seconds"] += time.perf_counter() - start
         return None if self.stop.asked else found
 
     def _rest(self) -> None:
@@ -235,21 +235,14 @@ class LiveRolloutWorker:
         self.worker = with_policy(self.worker, self.stage, path, self.replicas, place)
         self.worker.stopped = lambda: self.stop.asked
         self.loaded = version
-        self.seconds["load"] += time.perf_counter() - start
+        self.seconds["load_seconds"] += time.perf_counter() - start
         return self.worker
 
     def _log_idle(self) -> None:
         """Log an `idle` event: how long all engines together waited for versions, loaded and generated."""
         seconds = time.perf_counter() - self.start
-        everyone = self.replicas.gather("idle", self.seconds | {"all": seconds})
+        everyone = self.replicas.gather("idle", self.seconds | {"seconds": seconds})
         if self.replicas.rank == 0:
             total = {name: round(sum(one[name] for one in everyone), 3) for name in everyone[0]}
-            self.stage.log_event(
-                "idle",
-                role="rollout",
-                idle_seconds=total["idle"],
-                load_seconds=total["load"],
-                generate_seconds=total["generate"],
-                seconds=total["all"],
-                ratio=round(total["idle"] / total["all"], 4),
-            )
+            ratio = round(total["idle_seconds"] / total["seconds"], 4)
+            self.stage.log_event("idle", role="rollout", **total, ratio=ratio)

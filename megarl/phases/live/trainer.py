@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,6 @@ from megarl.phases.live.state import Decision, LiveState
 from megarl.phases.stop import StopRequest
 from megarl.phases.updates import build_actor, check_rollouts, find_start, make_updates
 from megarl.storage.files import make_directory
-from megarl.storage.metrics.summary import ages
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
 
@@ -111,18 +110,12 @@ class Publisher:
         exporter.export(version, run.version(version))
         if dist.get_rank() == 0:
             self.state.publish(version)
-            self._retire(min(self.state.oldest_in_use(), self.stage.next.oldest_needed))
+            run.remove_versions_before(min(self.state.oldest_in_use(), self.stage.next.oldest_needed))
 
     def end_stage(self) -> None:
         """Remove the versions that engines of the next stage do not need; after the last stage, all of them."""
         if dist.get_rank() == 0:
-            self._retire(self.stage.next.oldest_needed)
-
-    def _retire(self, oldest: int) -> None:
-        """Remove the versions older than ``oldest``, except those that have not been evaluated yet."""
-        run = self.stage.run
-        for version in (v for v in run.versions() if v < oldest and not run.lacks_evaluation(v)):
-            run.remove_version(version)
+            self.stage.run.remove_versions_before(self.stage.next.oldest_needed)
 
 
 class LiveBatches:
@@ -139,7 +132,7 @@ class LiveBatches:
         self.store = RolloutStore(self.stage.rollouts, one_policy=False)
         self.chosen: list[int] = []  # with rollout.oversample: the groups to train, of the first versions of the stage
         self.choice: Choice | None = None  # among the candidates of the next one
-        self.idle_seconds = self.last_idle = 0.0
+        self.idle_seconds = 0.0
         self.start = time.perf_counter()
 
     def read(self, update: int) -> list[Group] | None:
@@ -161,8 +154,7 @@ class LiveBatches:
         beat("update", f"update {self.stage.first_update + update + 1}")
         groups = self.store.read(self._groups(update))
         self._check_lags(self.stage.first_update + update, groups)
-        self.last_idle = time.perf_counter() - start
-        self.idle_seconds += self.last_idle
+        self.idle_seconds += time.perf_counter() - start
         return groups
 
     def _groups(self, update: int) -> Sequence[int]:
@@ -223,10 +215,6 @@ class LiveBatches:
 
     def trained(self, updates: int) -> None:
         self.publisher.trained(self.exporter, updates)
-
-    def metrics(self, update: int, groups: list[Group]) -> dict[str, Any]:
-        """The lags of the response tokens, in updates, with their frequencies, and the seconds of waiting for them."""
-        return ages(self.stage, update, groups) | {"idle_seconds": round(self.last_idle, 4)}
 
     def log_idle(self) -> None:
         """Log an `idle` event: for how long the trainers waited for and read rollouts (Table 2 of mu-GRPO)."""

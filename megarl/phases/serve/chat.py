@@ -11,7 +11,6 @@ import re
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from megarl.data.templates import Renderer
@@ -78,9 +77,7 @@ class ChatRequest:
     max_tokens: int | None
 
 
-def parse_chat_request(
-    body: Any, temperature: float, template_arguments: Mapping[str, Any] = MappingProxyType({})
-) -> ChatRequest:
+def parse_chat_request(body: Any, temperature: float, template_arguments: Mapping[str, Any]) -> ChatRequest:
     """Validate the body of a request; `Refused` (400), which names the field, for everything that would be ignored.
 
     temperature, template_arguments: those of the recipe, the only ones that are accepted.
@@ -204,15 +201,10 @@ def _in_order(messages: list[Message]) -> list[Message]:
 def new_tokens(renderer: Renderer, request: ChatRequest, after: int | None, where: str) -> list[int]:
     """The tokens of all messages that follow the model's message with index ``after``; None: before its first turn.
 
+    `Refused` unless the template shows every new message, and tools: rendered with others they give other tokens.
     where: names the conversation in errors.
     """
-    tokens = _render(renderer, request.messages, request.tools, after, where)
-    _check_shown(renderer, request, after, where)
-    return tokens
-
-
-def _check_shown(renderer: Renderer, request: ChatRequest, after: int | None, where: str) -> None:
-    """`Refused` unless the template shows every new message, and tools: rendered with others they give other tokens."""
+    found = _render(renderer, request.messages, request.tools, after, where)
     short = [message | {"content": "1"} for message in request.messages]
 
     def tokens(changed: dict[int, Message], tools: list[Any] | None) -> list[int]:
@@ -230,6 +222,7 @@ def _check_shown(renderer: Renderer, request: ChatRequest, after: int | None, wh
             if tokens({number: other}, request.tools) == whole:
                 role = own["role"][:60]
                 raise Refused(400, f"messages: the chat template does not show {field} of a message of {role!r}")
+    return found
 
 
 def _render(renderer: Renderer, messages: list[Message], tools: Any, after: int | None, where: str) -> list[int]:

@@ -73,8 +73,9 @@ class MetricsWriter:
                     "restored from the checkpoints"
                 )
             file.truncate(position.size)
-        self.sinks: list[Any] = [LearningWatch(path.with_name("events.jsonl"))]
-        self.sinks += open_trackers(path.parent, run, update + 1)
+        self._trackers = open_trackers(path.parent, run, update + 1)
+        self._recent: deque[dict[str, Any]] = deque(maxlen=UPDATES)
+        self._said: set[tuple[int, str]] = set()
 
     @property
     def lines(self) -> bytes:
@@ -87,8 +88,22 @@ class MetricsWriter:
         append_line(self.path, line)
         self.position = self.position.after([line])
         self._lines += line
-        for sink in self.sinks:
-            sink.append(record)
+        self._watch(record)
+        for tracker in self._trackers:
+            tracker.append(record)
+
+    def _watch(self, record: dict[str, Any]) -> None:
+        """Log an event if the last updates, of which ``record`` is one, learnt nothing."""
+        self._recent.append(record)
+        if len(self._recent) < UPDATES:
+            return
+        first, last = self._recent[0]["update"], record["update"]
+        for kind, cause in find(list(self._recent)).items():
+            if (record["stage"], kind) not in self._said:
+                self._said.add((record["stage"], kind))
+                event = {"time": round(time.time(), 3), "event": "learns_nothing", "stage": record["stage"]}
+                event |= {"first": first, "update": last, "kind": kind, "cause": cause}
+                append_json(self.path.with_name("events.jsonl"), event)
 
     def sync(self) -> None:
         """Sync the appended lines to disk. To be called before a checkpoint, since its updates are not made again."""
@@ -97,8 +112,8 @@ class MetricsWriter:
 
     def close(self) -> None:
         self.sync()
-        for sink in self.sinks:
-            sink.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 def find(records: list[dict[str, Any]]) -> dict[str, str]:
@@ -127,29 +142,3 @@ def find(records: list[dict[str, Any]]) -> dict[str, str]:
 def _all(records: list[dict[str, Any]], name: str, low: float, high: float) -> bool:
     """Whether the metric ``name`` lies between ``low`` and ``high`` in every record."""
     return all(name in record and low <= record[name] <= high for record in records)
-
-
-class LearningWatch:
-    """Watches the metrics of each update; a sink of `megarl.storage.metrics.MetricsWriter`.
-
-    events: the file events.jsonl to log to.
-    """
-
-    def __init__(self, events: Path) -> None:
-        self._events = events
-        self._recent: deque[dict[str, Any]] = deque(maxlen=UPDATES)
-        self._said: set[tuple[int, str]] = set()
-
-    def append(self, record: dict[str, Any]) -> None:
-        """Take the metrics of the next update."""
-        self._recent.append(record)
-        if len(self._recent) < UPDATES:
-            return
-        first, last = self._recent[0]["update"], record["update"]
-        for kind, cause in find(list(self._recent)).items():
-            if (record["stage"], kind) not in self._said:
-                self._said.add((record["stage"], kind))
-                event = {"time": round(time.time(), 3), "event": "learns_nothing", "stage": record["stage"]}
-                append_json(self._events, event | {"first": first, "update": last, "kind": kind, "cause": cause})
-
-    def close(self) -> None: ...

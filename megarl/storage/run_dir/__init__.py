@@ -206,9 +206,11 @@ class RunDir:
         folders = self.root.glob("stages/*") if stages is None else (stage.directory for stage in stages)
         return sorted(int(path.name) for folder in folders for path in folder.glob("policies/[0-9]*"))
 
-    def remove_version(self, version: int) -> None:
-        """Remove a policy that is one of `versions`."""
-        remove_directory(self.version(version))
+    def remove_versions_before(self, oldest: int, stages: Iterable[Stage] | None = None) -> None:
+        """Remove those of `versions` that are older than ``oldest``, except those that are yet to be evaluated."""
+        for version in self.versions(stages):
+            if version < oldest and not self.lacks_evaluation(version):
+                remove_directory(self.version(version))
 
     def remove_versions_after(self, saved: int) -> list[int]:
         """Remove the versions from ``saved`` on, where ``saved`` is the update of the checkpoint to resume from.
@@ -219,7 +221,7 @@ class RunDir:
             shutil.rmtree(leftover, ignore_errors=True)
         versions = self.versions()
         for version in (v for v in versions if v >= saved):
-            self.remove_version(version)
+            remove_directory(self.version(version))
         return [v for v in versions if v < saved]
 
     def under_one_path(self, policy: Path, rank: int) -> Path:

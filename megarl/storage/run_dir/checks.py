@@ -28,12 +28,11 @@ from megarl.storage.checkpoints import (
     MANIFEST,
     METRICS,
     Damaged,
-    check_checkpoint,
     check_files,
     checkpoints,
+    read_files,
     read_manifest,
     read_metrics,
-    read_sums,
 )
 from megarl.storage.files import write_atomic
 from megarl.storage.ledger import LEDGER, SEALED, Ledgers, check_seal, is_sealed, verify_shard
@@ -94,10 +93,11 @@ def _check_store(directory: Path) -> Iterator[Callable[[], object]]:
 
 def _check_manifest(path: Path) -> None:
     try:
-        if path.parent.name == CHECKPOINTS:
-            check_checkpoint(path)
-        else:
-            check_files(path, read_sums(path))
+        checkpoint = path.parent.name == CHECKPOINTS
+        files = read_manifest(path).files if checkpoint else read_files(path)[1]
+        check_files(path, files)
+        if checkpoint and (extra := {file.name for file in path.iterdir()} - {*files, MANIFEST}):
+            raise Damaged(f"{min(extra)} is not in its manifest")
     except Damaged as error:
         raise UserError(f"{path}: {error}") from error
 
@@ -113,15 +113,11 @@ def newest_position(run: Path) -> Position:
     return NOTHING
 
 
-def _check_metrics(path: Path) -> None:
-    read_json_lines(path)
-    if not agrees(path, newest_position(path.parent)):
-        raise UserError(f"{path} is damaged: it does not have the lines to which the newest checkpoint refers")
-
-
 def _check_file(path: Path) -> None:
     if path.name == METRICS:
-        _check_metrics(path)
+        read_json_lines(path)
+        if not agrees(path, newest_position(path.parent)):
+            raise UserError(f"{path} is damaged: it does not have the lines to which the newest checkpoint refers")
     elif path.suffix == ".json":
         read_checked(path, "Restore it from a copy")
     elif path.suffix == ".jsonl":
@@ -133,24 +129,20 @@ def _check_file(path: Path) -> None:
 def check_run(run: RunDir) -> None:
     """`UserError` for changed prompt files, a damaged policy or seal, and metrics that cannot be restored."""
     try:
-        _check_run(run)
+        run.check_prompts()
+        mend_metrics(run)
+        for stage in run.stages():  # also finished ones, since no phase reads their rollouts again
+            for directory in filter(is_sealed, (stage.rollouts, stage.unfinished)):
+                check_seal(directory)
+        with_policy = [stage for stage in [*run.stages(), run.end] if stage.policy.exists()]
+        # only the first and the newest policy are still read
+        for stage in {stage.number: stage for stage in with_policy[:1] + with_policy[-1:]}.values():
+            check(stage.policy, _remedy(stage))
+        for version in run.versions():
+            path = run.version(version)
+            check(path, f"Delete {path.parent} and start again: these policies are then exported again")
     except OSError as error:
         raise UserError(f"cannot read {error.filename or run.root}: {error.strerror}") from error
-
-
-def _check_run(run: RunDir) -> None:
-    run.check_prompts()
-    mend_metrics(run)
-    for stage in run.stages():  # also finished ones, since no phase reads their rollouts again
-        for directory in filter(is_sealed, (stage.rollouts, stage.unfinished)):
-            check_seal(directory)
-    with_policy = [stage for stage in [*run.stages(), run.end] if stage.policy.exists()]
-    # only the first and the newest policy are still read
-    for stage in {stage.number: stage for stage in with_policy[:1] + with_policy[-1:]}.values():
-        check(stage.policy, _remedy(stage))
-    for version in run.versions():
-        path = run.version(version)
-        check(path, f"Delete {path.parent} and start again: these policies are then exported again")
 
 
 def _remedy(stage: Stage) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import zlib
 from collections.abc import Container
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from megarl.foreign import quoted
 from megarl.recipe.load import dump_recipe, load_recipe
 from megarl.recipe.names import ENGINES
 from megarl.recipe.tables import Recipe
-from megarl.storage.checked_json import has_checksum, read_checked, with_checksum, write_checked
+from megarl.storage.checked_json import read_checked, write_checked
 from megarl.storage.files import file_sha256, write_atomic
 
 _REMEDY = "Delete it and start again: the checksums of the present files are then recorded"
@@ -29,7 +30,11 @@ _NAME = re.compile(r"recipe_until_(\d{3,})\.toml")
 
 def dump(recipe: Recipe) -> str:
     """The text of `dump_recipe`, with its checksum in a comment at the end."""
-    return with_checksum(dump_recipe(recipe))
+    return _with_checksum(dump_recipe(recipe))
+
+
+def _with_checksum(text: str) -> str:
+    return f"{text}\n# checksum of the lines above: {zlib.crc32(text.encode()):08x}\n"
 
 
 def load(path: Path) -> Recipe:
@@ -39,7 +44,8 @@ def load(path: Path) -> Recipe:
     except UserError as error:
         raise UserError(f"{path}, the recipe of the run, cannot be used; restore it from a copy. {error}") from error
     data = path.read_bytes()
-    if not has_checksum(data) and data.rstrip().rpartition(b"\n")[2].lstrip().startswith(b"#"):
+    text = data[:-1].rpartition(b"\n")[0].decode(errors="replace")
+    if data != _with_checksum(text).encode() and data.rstrip().rpartition(b"\n")[2].lstrip().startswith(b"#"):
         raise UserError(
             f"{path} was changed after the run began: restore it from a copy, or delete its last line, which is a "
             "checksum, if the change was meant"

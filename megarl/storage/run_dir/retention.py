@@ -31,9 +31,7 @@ def update_best_and_remove_policies(stage: Stage) -> None:
     keep_best(run)
     # older versions were removed already by the call at the beginning of the stage before
     oldest = run.stage(max(stage.number - 1, 0)).oldest_needed // run.recipe.schedule.updates_per_stage
-    for version in run.versions(run.stage(number) for number in range(oldest, stage.number)):
-        if version < stage.oldest_needed and not run.lacks_evaluation(version):
-            run.remove_version(version)
+    run.remove_versions_before(stage.oldest_needed, map(run.stage, range(oldest, stage.number)))
     remove_policies(stage)
 
 
@@ -74,30 +72,21 @@ def keep_best(run: RunDir) -> None:
     if run.best.is_symlink():  # made by a person, and its target may be a policy that will be removed
         run.best.unlink()
     if run.best.exists():
-        if not _is_better(run, read_info(run.best).version, version):
+        scores, held = _scores(run), read_info(run.best).version
+        # if its evaluations are lost, it goes only if there is another copy
+        better = scores[held] < scores[version] if held in scores else run.version(held).exists()
+        if not better:
             return
         run.best.rename(old)
     with atomic_directory(run.best) as temporary:
         for name in files_of(policy):
             (temporary / name).parent.mkdir(exist_ok=True)
-            _link((policy / name).resolve(), temporary / name)
+            file = (policy / name).resolve()  # which is never written again
+            try:
+                os.link(file, temporary / name)
+            except OSError:  # such as a file system without hard links
+                shutil.copyfile(file, temporary / name)
     shutil.rmtree(old, ignore_errors=True)
-
-
-def _is_better(run: RunDir, held: int, candidate: int) -> bool:
-    """Whether version ``candidate``, which has the highest score, should replace version ``held`` in ``best``."""
-    scores = _scores(run)
-    if held in scores:
-        return scores[held] < scores[candidate]
-    return run.version(held).exists()  # its evaluations are lost, so ``held`` goes only if there is another copy
-
-
-def _link(file: Path, target: Path) -> None:
-    """Hard-link a file, which is never written again; copy it if the file system has no hard links."""
-    try:
-        os.link(file, target)
-    except OSError:
-        shutil.copyfile(file, target)
 
 
 def remove_policies(stage: Stage) -> None:
@@ -110,11 +99,13 @@ def remove_policies(stage: Stage) -> None:
     if stage.number == 0:  # every start of a run passes through stage 0: remove what killed removals have left
         for leftover in stage.run.root.glob(f"stages/*/{leftover_name('policy')}"):
             shutil.rmtree(leftover, ignore_errors=True)
-    removable = may_be_removed(stage.run.recipe.actor.keep_policies, stage.number)
-    for number in reversed(removable):  # oldest first, so that a kill leaves no gap between kept policies
+    if (keep := stage.run.recipe.actor.keep_policies) is None:
+        return
+    for number in range(1, stage.number - keep):  # oldest first, so that a kill leaves no gap between kept policies
         old = stage.run.stage(number)
         needed = old.run.lacks_evaluation(old.first_update) or old.first_update >= stage.oldest_needed
-        if needed or not _is_own(old):
+        own = stage.run.root.resolve() / old.policy.relative_to(stage.run.root)  # a link may lead to another run's
+        if needed or old.policy.resolve() != own or not (own / INFO_FILE).exists():
             continue
         try:
             info = read_info(old.policy)
@@ -129,12 +120,6 @@ def remove_policies(stage: Stage) -> None:
             print(f"cannot remove {old.policy} ([actor] keep_policies): {error.strerror}", flush=True)
 
 
-def _is_own(stage: Stage) -> bool:
-    """Whether this run has the policy with its ``megarl.json``: one behind a link may be another run's."""
-    own = stage.run.root.resolve() / stage.policy.relative_to(stage.run.root)
-    return stage.policy.resolve() == own and (own / INFO_FILE).exists()
-
-
 def removed(stage: Stage) -> PolicyInfo | None:
     """The record of the stage's policy if that was removed, else None; `UserError` if the record is damaged."""
     if not stage.policy_was_removed():
@@ -143,14 +128,6 @@ def removed(stage: Stage) -> PolicyInfo | None:
         return PolicyInfo(**read_checked(stage.removed_policy, remedy := "Restore it from a copy"))
     except TypeError as error:
         raise UserError(f"{stage.removed_policy} is damaged: {error}. {remedy}") from error
-
-
-def may_be_removed(keep: int | None, begun: int) -> range:
-    """The stages whose policies need not be kept once stage ``begun`` has begun, newest first.
-
-    keep: ``actor.keep_policies``; None keeps all policies.
-    """
-    return range(0 if keep is None else begun - keep - 1, 0, -1)
 
 
 def require_policy(stage: Stage) -> Path:

@@ -72,7 +72,7 @@ def test_wrong_values_of_honoured_fields_are_refused():
     ):
         for value in wrong:
             with pytest.raises(Refused, match=name):
-                parse_chat_request({"messages": ASKED, name: value}, 1.0)
+                parse_chat_request({"messages": ASKED, name: value}, 1.0, {})
     with pytest.raises(Refused, match="continuous_usage_stats"):
         parse(stream=True, stream_options={"continuous_usage_stats": True})
 
@@ -117,10 +117,10 @@ BAD_MESSAGES = [
 
 def test_nothing_in_a_message_is_dropped():
     for message in GOOD_MESSAGES:
-        parse_chat_request({"messages": [message]}, 1.0)
+        parse_chat_request({"messages": [message]}, 1.0, {})
     for message in BAD_MESSAGES:
         with pytest.raises(Refused, match="messages: ") as refused:
-            parse_chat_request({"messages": [message]}, 1.0)
+            parse_chat_request({"messages": [message]}, 1.0, {})
         assert refused.value.status == 400, message
 
 
@@ -149,7 +149,7 @@ def test_what_the_template_does_not_show_is_refused(settings, template, messages
     tokenizer = load_tokenizer(settings.model.path)
     tokenizer.chat_template = template
     renderer, after = Renderer(settings.data, tokenizer), 1 if SAID in messages else None
-    request = parse_chat_request({"messages": messages}, 1.0)
+    request = parse_chat_request({"messages": messages}, 1.0, {})
     if hidden is None:
         assert new_tokens(renderer, request, after, "x")
     else:
@@ -167,7 +167,7 @@ def test_results_of_calls_have_the_order_of_the_calls(settings):
     def order(*given, begin=(calling,)):
         results = [{"role": "tool", "content": text, "tool_call_id": name} for text, name in given]
         sent = [*ASKED, *begin, *results, {"role": "user", "content": "so?"}]
-        return [one["content"] for one in parse_chat_request({"messages": sent}, 1.0).messages[1 + len(begin) : -1]]
+        return [one["content"] for one in parse_chat_request({"messages": sent}, 1.0, {}).messages[1 + len(begin) : -1]]
 
     assert order("2b", "1a", "3c") == order("3c", "2b", "1a") == order("1a", "2b", "3c") == ["1", "2", "3"]
     assert order("3c", "1a") == ["1", "3"]
