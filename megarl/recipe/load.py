@@ -153,14 +153,15 @@ def dump_recipe(recipe: Recipe) -> str:
 
 def recipe_diff(old: Recipe, new: Recipe) -> list[str]:
     """Lines ``section.key: old -> new`` for every setting in which two recipes differ."""
-    a, b = _flatten(old.model_dump(mode="json")), _flatten(new.model_dump(mode="json"))
+    a, b = flatten(old.model_dump(mode="json")), flatten(new.model_dump(mode="json"))
     return [f"{k}: {a.get(k)!r} -> {b.get(k)!r}" for k in sorted(a | b) if a.get(k) != b.get(k)]
 
 
-def _flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in tree.items():
-        flat.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+def flatten(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"section.key": value} of nested tables."""
+    flat: dict[str, Any] = {}
+    for key, value in tables.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
 
 

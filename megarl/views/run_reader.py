@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
+from megarl.recipe.load import flatten
 from megarl.storage.checked_json import Record, read_intact_lines
 
 
@@ -104,7 +105,7 @@ def read_run(root: Path, name: str) -> Run:
         raise UserError(f"{root} is not a run directory: it has no recipe.toml")
     try:
         recipe = path.read_text()
-        settings = _flatten(tomllib.loads(recipe))
+        settings = flatten(tomllib.loads(recipe))
     except (OSError, ValueError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
     for key in ("schedule.stages", "schedule.updates_per_stage"):
@@ -151,13 +152,6 @@ def _read_lines(path: Path, notes: list[str]) -> list[Record]:
 def _is_evaluation(event: Record) -> bool:
     update, suite, accuracy = (event.get(name) for name in ("update", "suite", "accuracy"))
     return isinstance(update, int) and isinstance(suite, str) and isinstance(accuracy, (int, float))
-
-
-def _flatten(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in tables.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
 
 
 def interval(event: Record) -> tuple[float, float]:
