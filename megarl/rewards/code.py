@@ -117,7 +117,7 @@ class Code:
             return self._assert(source, tests, prompt)
         program = Program(PYTHON("/box/main.py"), {"/box/main.py": _bytes(source)})
         if tests.preamble:
-            program = _with({}, "running.py", _sources(source, tests))
+            program = _script("running.py", _sources(source, tests))
         if tests.language == "cpp":
             binary = cpp.compiled(_bytes(source))
             if not binary.succeeded:
@@ -196,9 +196,9 @@ def asserted(source: str, tests: Tests, limits: Limits) -> tuple[bool, Outcome, 
     """Run a row's assertions on a program: whether all held, how the tests ended, and how the program ended."""
     passed = 100 + secrets.randbelow(100)  # the tests' exit status for success, drawn anew for each run
     task = {"tests": tests.assertions, "entry_point": tests.entry_point, "passed": passed}
-    files = {"/box/values.py": (INSIDE / "values.py").read_bytes()}
-    solution = _with(files, "solution.py", _sources(source, tests))
-    asserting = _with(files, "asserting.py", {"/box/tests.json": json.dumps(task).encode()})
+    values = {"/box/values.py": (INSIDE / "values.py").read_bytes()}
+    solution = _script("solution.py", values | _sources(source, tests))
+    asserting = _script("asserting.py", values | {"/box/tests.json": json.dumps(task).encode()})
     with contextlib.ExitStack() as stack:
         of_program, of_tests = socket.socketpair()
         with of_program, of_tests:
@@ -213,10 +213,9 @@ def asserted(source: str, tests: Tests, limits: Limits) -> tuple[bool, Outcome, 
         return ended.over is None and ended.code == passed, ended, program.finish()
 
 
-def _with(files: dict[str, bytes], script: str, more: dict[str, bytes]) -> Program:
-    """A program for the sandbox that runs ``script`` of `megarl.rewards.inside` beside these files."""
-    content = {f"/box/{script}": (INSIDE / script).read_bytes()}
-    return Program(PYTHON(f"/box/{script}"), files | content | more)
+def _script(name: str, files: dict[str, bytes]) -> Program:
+    """A program for the sandbox that runs a script of `megarl.rewards.inside` beside these files."""
+    return Program(PYTHON(f"/box/{name}"), {f"/box/{name}": (INSIDE / name).read_bytes()} | files)
 
 
 def _sources(source: str, tests: Tests) -> dict[str, bytes]:
