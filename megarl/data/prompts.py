@@ -7,7 +7,6 @@ that takes group 70000 builds only that prompt, and a resumed phase sees the sam
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import math
@@ -185,8 +184,24 @@ def build_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptS
 
 
 def _builder(data: DataTable, tokenizer: PreTrainedTokenizerBase) -> tuple[Renderer, Build]:
-    renderer = Renderer(data, tokenizer)
-    return renderer, functools.partial(_build_prompt, renderer, tokenizer.unk_token_id, data.overlong == "drop")
+    renderer, unknown = Renderer(data, tokenizer), tokenizer.unk_token_id
+
+    def build(index: int, item: Item, where: str) -> Prompt | None:
+        try:
+            rendered = renderer.render(item, where)
+        except Overlong:
+            if data.overlong == "drop":
+                return None
+            raise
+        if unknown is not None and unknown in rendered.tokens:
+            warnings.warn(
+                "the tokenizer does not know some characters of the prompts, so the model will not see them",
+                category=Note,
+                stacklevel=2,
+            )
+        return Prompt(index, rendered.text, rendered.tokens, item["answer"] or "", item, rendered.truncated)
+
+    return renderer, build
 
 
 def _as_trained(build: Build, prompts: list[Prompt]) -> Iterator[Prompt]:
@@ -321,26 +336,3 @@ def _warn_if_fewer(found: int, asked: int, name: str) -> None:
             category=Note,
             stacklevel=3,
         )
-
-
-def _build_prompt(
-    renderer: Renderer, unknown: int | None, drop: bool, index: int, item: Item, where: str
-) -> Prompt | None:
-    """Build a prompt; see `Build`.
-
-    unknown: the tokenizer's token for unknown text, if it has one. drop: return None for an overlong prompt instead of
-    raising `Overlong`.
-    """
-    try:
-        rendered = renderer.render(item, where)
-    except Overlong:
-        if drop:
-            return None
-        raise
-    if unknown is not None and unknown in rendered.tokens:
-        warnings.warn(
-            "the tokenizer does not know some characters of the prompts, so the model will not see them",
-            category=Note,
-            stacklevel=2,
-        )
-    return Prompt(index, rendered.text, rendered.tokens, item["answer"] or "", item, rendered.truncated)
