@@ -84,30 +84,25 @@ def _is_plain(value: object) -> bool:
 Build = Callable[[int, Item, str], Prompt | None]
 
 
+@dataclass(eq=False, repr=False)
 class PromptSource:
     """The prompts of a run: ``train(index)`` in training order, ``heldout(suite)`` to evaluate; no prompt is in both.
 
     Prompts with the same tokens are the same prompt: for a tokenizer that folds case, "Ada=" and "ada=" are one.
     """
 
-    def __init__(
-        self,
-        items: Mixture,
-        heldout: dict[str, list[Prompt]],
-        banned: list[Prompt],
-        scorers: dict[str, Any],
-        build: Build,
-        seed: int,
-    ) -> None:
-        self._items, self._heldout, self._build, self._seed = items, heldout, build, seed
-        self.banned = frozenset(prompt.tokens for prompt in banned)  # the tokens of prompts that are never trained
-        self.scorers = scorers  # generator name -> the reasoning-gym data set whose score_answer scores its responses
+    items: Mixture
+    suites: dict[str, list[Prompt]]  # suite -> its held-out prompts
+    banned: frozenset[tuple[int, ...]]  # the tokens of prompts that are never trained
+    scorers: dict[str, Any]  # generator name -> the reasoning-gym data set whose score_answer scores its responses
+    build: Build
+    seed: int
 
     def train(self, index: int) -> Prompt:
         """The index-th training prompt; indices begin at 0 and have no upper limit."""
         for attempt in range(REDRAWS):
-            item = self._items.train(self._seed, index, attempt)
-            prompt = self._build(index, item, f"training prompt {index}")
+            item = self.items.train(self.seed, index, attempt)
+            prompt = self.build(index, item, f"training prompt {index}")
             if prompt is not None and prompt.tokens not in self.banned:
                 return prompt
         raise UserError(
@@ -130,9 +125,9 @@ class PromptSource:
 
     def first_epoch(self, count: int) -> Iterator[Prompt]:
         """Among the first ``count`` training prompts: each row of a file once, and one prompt of each generator."""
-        left = [len(items.rows) if isinstance(items, FileItems) else 1 for items in self._items.sources]
+        left = [len(items.rows) if isinstance(items, FileItems) else 1 for items in self.items.sources]
         for index in range(count):
-            source, _ = self._items.locate(self._seed, index)
+            source, _ = self.items.locate(self.seed, index)
             if left[source]:
                 left[source] -= 1
                 yield self.train(index)
@@ -141,7 +136,7 @@ class PromptSource:
 
     def heldout(self, suite: str | None = None) -> list[Prompt]:
         """The prompts of a suite; by default those of all suites, one suite after the other."""
-        return [prompt for name, prompts in self._heldout.items() if suite in (None, name) for prompt in prompts]
+        return [prompt for name, prompts in self.suites.items() if suite in (None, name) for prompt in prompts]
 
 
 def _check_columns(names: Sequence[str], prompts: Sequence[Prompt]) -> None:
@@ -180,7 +175,8 @@ def build_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptS
     for n, (table, own) in enumerate(zip(sources, items, strict=True)):
         if isinstance(own, FileItems):
             items[n] = FileItems(_training_rows(recipe.data, table.train, own.rows, renderer, build, texts))
-    return PromptSource(Mixture(items, weights), heldout, banned, scorers, build, recipe.run.seed)
+    never_trained = frozenset(prompt.tokens for prompt in banned)
+    return PromptSource(Mixture(items, weights), heldout, never_trained, scorers, build, recipe.run.seed)
 
 
 def _builder(data: DataTable, tokenizer: PreTrainedTokenizerBase) -> tuple[Renderer, Build]:
