@@ -138,11 +138,8 @@ class Simulation:
 
     @property
     def export(self) -> float:
+        """Seconds to write weights to shared storage, or for one engine to read them."""
         return 2.0 * self.plan.parameters / self.plan.assume.storage
-
-    def load(self, replicas: int) -> float:
-        """Seconds in which ``replicas`` engines read new weights from shared storage."""
-        return self.export * replicas
 
     @property
     def direct(self) -> float:
@@ -192,7 +189,7 @@ class Simulation:
             handover: seconds to give engines new weights; None: through shared storage.
         """
         scenario, every = self.scenario, self.plan.recipe.actor.checkpoint_every
-        exchange = self.export + self.load(self.plan.replicas) if handover is None else handover
+        exchange = self.export + self.export * self.plan.replicas if handover is None else handover
         turns = scenario.updates // size
         generating = sum(float(decode_seconds(self.batch(rng, size), step).max()) for _ in range(turns))
         saves = turns * math.ceil(size / every) if size >= every else math.ceil(scenario.updates / every)
@@ -210,7 +207,7 @@ class Simulation:
         replicas = max(1, plan.nodes * engines // plan.recipe.rollout.tensor_parallel)
         update = plan.update_seconds * devices / (devices - engines)
         each = plan.responses_per_update
-        sync = self.load(replicas) if scenario.handover is None else scenario.handover
+        sync = self.export * replicas if scenario.handover is None else scenario.handover
         export = self.export if scenario.handover is None else 0.0
         ended = np.zeros(scenario.updates + 1)  # [n]: the second at which n updates are done, and published
         begun, idle = plan.assume.engine_start, 0.0
@@ -326,8 +323,9 @@ class Simulation:
         if given is not None:
             return f"engines of lock-step and live get new weights in {given:g} s (--handover)"
         return (
-            f"engines get new weights through storage: {self.export:.1f} s to write, {self.load(replicas):.1f} s for "
-            f"{replicas} replicas to read; GPU to GPU (not in megarl): {self.direct:.1f} s"
+            f"engines get new weights through storage: {self.export:.1f} s to write, "
+            f"{self.export * replicas:.1f} s for {replicas} replicas to read; GPU to GPU (not in megarl): "
+            f"{self.direct:.1f} s"
         )
 
 
