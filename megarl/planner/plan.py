@@ -235,11 +235,7 @@ class Plan:
         engines = self.engine_share if self.recipe.schedule.colocate else 0.0
         return (self.left_to_engines - engines) / self.usable
 
-    @property
-    def update_seconds(self) -> float:
-        return self.seconds_of_update()
-
-    def seconds_of_update(self, more: float = 0.0) -> float:
+    def update_seconds(self, more: float = 0.0) -> float:
         """Seconds of an update: all passes, with the pipeline's bubble, and Adam if it is in host memory.
 
         The stage with the most layers sets the pace of all. Frozen weights need only half of the backward pass, since
@@ -389,7 +385,7 @@ class Plan:
     @cached_property
     def seconds(self) -> dict[str, float]:
         """Estimated seconds of each part of a stage."""
-        update, updates, disk = self.update_seconds, self.recipe.schedule.updates_per_stage, self.disk
+        update, updates, disk = self.update_seconds(), self.recipe.schedule.updates_per_stage, self.disk
         checkpoints = math.ceil(updates / self.recipe.actor.checkpoint_every)
         versions = math.ceil(updates / self.recipe.schedule.lag_rule.sync_every)  # exported and loaded
         storage = self.assume.storage

@@ -157,7 +157,7 @@ class Simulation:
 
     def staged(self, rng: np.random.Generator) -> Run:
         """Stages of ``scenario.stage`` updates: engines start, generate and end; then trainers train."""
-        update = self.plan.update_seconds
+        update = self.plan.update_seconds()
         return self._in_turns(rng, self.scenario.stage, self.step, self.plan.assume.engine_start, None, update)
 
     def lockstep(self, rng: np.random.Generator) -> Run:
@@ -167,7 +167,7 @@ class Simulation:
         """
         beside, scenario = self.beside_trainers, self.scenario
         step, start = (self.step, self.plan.assume.engine_start) if beside is None else (beside, 0.0)
-        update = self.plan.seconds_of_update(scenario.passes)
+        update = self.plan.update_seconds(scenario.passes)
         return self._in_turns(rng, scenario.sync_every, step, start, scenario.handover, update)
 
     def _in_turns(
@@ -205,7 +205,7 @@ class Simulation:
         plan, scenario, k = self.plan, self.scenario, self.scenario.sync_every
         devices = plan.recipe.actor.processes_per_node
         replicas = max(1, plan.nodes * engines // plan.recipe.rollout.tensor_parallel)
-        update = plan.update_seconds * devices / (devices - engines)
+        update = plan.update_seconds() * devices / (devices - engines)
         each = plan.responses_per_update
         sync = self.export * replicas if scenario.handover is None else scenario.handover
         export = self.export if scenario.handover is None else 0.0
