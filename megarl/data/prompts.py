@@ -167,9 +167,11 @@ def build_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptS
             _warn_if_fewer(len(heldout[suite.name]), suite.prompts, table.train)
             banned += _as_trained(build, heldout[suite.name])
         else:
-            split = zip(sources, items, shares(weights, suite.prompts), strict=True)
-            chosen = [_split(own, build, count, table.train) for table, own, count in split if count]
-            heldout[suite.name] = _renumbered([prompt for prompts in chosen for prompt in prompts])
+            distinct: dict[tuple[int, ...], Prompt] = {}
+            for table, own, count in zip(sources, items, shares(weights, suite.prompts), strict=True):
+                for prompt in _split(own, build, count, table.train) if count else ():
+                    distinct.setdefault(prompt.tokens, prompt)
+            heldout[suite.name] = [replace(prompt, index=n) for n, prompt in enumerate(distinct.values())]
             banned += heldout[suite.name]
     texts = {prompt.text for prompt in banned}
     for n, (table, own) in enumerate(zip(sources, items, strict=True)):
@@ -219,14 +221,6 @@ def _scorers(items: Sequence[GymItems | FileItems], tables: Sequence[SourceTable
                 'can have only one scorer: use train = "composite", which mixes generators itself'
             )
     return {own.name: own.scorer for own in items if isinstance(own, GymItems)}
-
-
-def _renumbered(prompts: list[Prompt]) -> list[Prompt]:
-    """The held-out prompts of several sources, numbered as one list without duplicates."""
-    found: dict[tuple[int, ...], Prompt] = {}
-    for prompt in prompts:
-        found.setdefault(prompt.tokens, prompt)
-    return [replace(prompt, index=n) for n, prompt in enumerate(found.values())]
 
 
 def _training_rows(
