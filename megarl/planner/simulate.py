@@ -308,7 +308,14 @@ class Simulation:
         batch = f"{recipe.schedule.prompts_per_update} prompts x {recipe.rollout.responses_per_prompt} responses"
         yield f"{scenario.updates} updates of {batch} on {gpus}: hours, mean of {scenario.seeds} seeds"
         yield f"calibrated with published figures, within a factor of {WITHIN} each (docs/scale.md)"
-        yield self._handover()
+        if scenario.handover is None:
+            yield (
+                f"engines get new weights through storage: {self.export:.1f} s to write, "
+                f"{self.export * plan.replicas:.1f} s for {plan.replicas} replicas to read; GPU to GPU (not in "
+                f"megarl): {self.direct:.1f} s"
+            )
+        else:
+            yield f"engines of lock-step and live get new weights in {scenario.handover:g} s (--handover)"
         names = ("total", "generating", "training", "storage", "lost")
         yield f"  {'':<44}{'total':>8}{'generate':>10}{'train':>8}{'storage':>9}{'lost':>7}  trainers wait"
         for schedule, runs in self.runs().items():
@@ -316,17 +323,6 @@ class Simulation:
             columns = "".join(f"{size:{width}.2f}" for size, width in zip(hours, (8, 10, 8, 9, 7), strict=True))
             idle = np.mean([run.idle for run in runs])
             yield f"  {schedule:<44}{columns}" + (f"{idle:15.1%}" if idle else "")
-
-    def _handover(self) -> str:
-        """How engines are assumed to get new weights, in words."""
-        given, replicas = self.scenario.handover, self.plan.replicas
-        if given is not None:
-            return f"engines of lock-step and live get new weights in {given:g} s (--handover)"
-        return (
-            f"engines get new weights through storage: {self.export:.1f} s to write, "
-            f"{self.export * replicas:.1f} s for {replicas} replicas to read; GPU to GPU (not in megarl): "
-            f"{self.direct:.1f} s"
-        )
 
 
 def make_simulation(
