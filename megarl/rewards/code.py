@@ -245,7 +245,10 @@ def read_tests(prompt: Prompt, language: str) -> Tests:
     language: that of programs for rows without a column ``language``.
     """
     row = prompt.entry["metadata"]
-    language = _language(row.get("language") or language)
+    given = row.get("language") or language
+    if str(given).lower() not in LANGUAGES:
+        raise UserError(f"language {given!r} is not supported; known are {', '.join(LANGUAGES)}")
+    language = LANGUAGES[str(given).lower()]
     found = row.get("tests") or prompt.answer
     if isinstance(found, str) and found.lstrip()[:1] in ("[", "{"):
         found = _from_json(found)
@@ -273,13 +276,6 @@ def read_tests(prompt: Prompt, language: str) -> Tests:
             f"fn_name are for Python only; got {found!r:.60}"
         )
     return Tests(language, (), _assertions(found, row), row.get("entry_point") or name, preamble)
-
-
-def _language(name: object) -> str:
-    language = LANGUAGES.get(name.lower()) if isinstance(name, str) else None
-    if language is None:
-        raise UserError(f"language {name!r} is not supported; known are {', '.join(LANGUAGES)}")
-    return language
 
 
 def _harness(name: object) -> Harness:
