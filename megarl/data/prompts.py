@@ -165,7 +165,10 @@ def build_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptS
             scorers |= _scorers([exam], [table])
             heldout[suite.name] = _draw(exam, _builder(suite.data, tokenizer)[1], suite.prompts)
             _warn_if_fewer(len(heldout[suite.name]), suite.prompts, table.train)
-            banned += _as_trained(build, heldout[suite.name])
+            for prompt in heldout[suite.name]:  # as training would render it: the suite may have its own template
+                with contextlib.suppress(UserError):  # what does not fit the training template cannot be trained on
+                    if trained := build(prompt.index, prompt.entry, "a row"):
+                        banned.append(trained)
         else:
             distinct: dict[tuple[int, ...], Prompt] = {}
             for table, own, count in zip(sources, items, shares(weights, suite.prompts), strict=True):
@@ -200,15 +203,6 @@ def _builder(data: DataTable, tokenizer: PreTrainedTokenizerBase) -> tuple[Rende
         return Prompt(index, rendered.text, rendered.tokens, item["answer"] or "", item, rendered.truncated)
 
     return renderer, build
-
-
-def _as_trained(build: Build, prompts: list[Prompt]) -> Iterator[Prompt]:
-    """Yield the prompts of a suite as training would render them, so that training can exclude them: the suite may have
-    a template of its own."""
-    for prompt in prompts:
-        with contextlib.suppress(UserError):  # a row that does not fit the training template cannot be trained on
-            if trained := build(prompt.index, prompt.entry, "a row"):
-                yield trained
 
 
 def _scorers(items: Sequence[GymItems | FileItems], tables: Sequence[SourceTable]) -> dict[str, Any]:
