@@ -60,11 +60,10 @@ def try_function(recipe: Recipe, verifier: Python, group: bool = False) -> None:
             text = renderer.text(item, f"the first prompt of {table.train}")
             prompt = Prompt(0, text, (), answer, item)
             texts = (answer or "a response", "a response", "")
-            if group:
-                pool.ask_group(prompt, list(islice(cycle(texts), recipe.rollout.responses_per_prompt)))
-            else:
-                for text in texts:
-                    pool.ask(prompt, text)
+            together = tuple(islice(cycle(texts), recipe.rollout.responses_per_prompt))
+            questions: Sequence[str | tuple[str, ...]] = [together] if group else texts
+            for question in questions:
+                pool.ask(prompt, question)
             while verdicts := pool.verdicts(wait=True):
                 for over in filter(None, (verdict.over for _, verdict in verdicts)):
                     raise UserError(f"{verifier.path} {OVER[over]} on the first prompt of {table.train}")
