@@ -35,7 +35,7 @@ class NoAnswer(UserError):
     """A prompt has no reference answer, or one that cannot be read. In a suite every response to it is then wrong."""
 
 
-class NoNumber(UserError):
+class NoNumber(UserError, ValueError):
     """What was returned as a score or reward is no finite number."""
 
 
