@@ -60,15 +60,15 @@ class TimedPool:
         self._pool, self._instead, self.seconds = pool, instead, 0.0
         self._last: Prompt | None = None
 
-    def ask(self, prompt: Prompt, response: str) -> int:
+    def ask(self, prompt: Prompt, response: str) -> range:
         if self._instead is not None:
             if prompt is not self._last:
                 self._last, self._instead = prompt, replace(self._instead)  # the pool pickles each prompt once
             prompt, response = self._instead, self._instead.answer
         start = time.thread_time()
-        number = self._pool.ask(prompt, response)
+        numbers = self._pool.ask(prompt, response)
         self.seconds += time.thread_time() - start
-        return number
+        return numbers
 
     def verdicts(self, wait: bool, unless: Callable[[], bool]) -> list[tuple[int, Score]]:
         start = time.thread_time()
@@ -86,11 +86,11 @@ class InProcess:
     def __init__(self, verifier: Math | None) -> None:
         self._verifier, self._verdicts, self._asked = verifier, [], 0
 
-    def ask(self, prompt: Prompt, response: str) -> int:
+    def ask(self, prompt: Prompt, response: str) -> range:
         self._asked += 1
         score = self._verifier.score(prompt, response) if self._verifier else 0.0
         self._verdicts.append((self._asked, Score(score)))
-        return self._asked
+        return range(self._asked, self._asked + 1)
 
     def verdicts(self, wait: bool, unless: Callable[[], bool]) -> list[tuple[int, Score]]:
         found, self._verdicts = self._verdicts, []

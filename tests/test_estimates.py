@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megarl.estimates import interval, majority, mean_of_replicates, paired, pass_at, sign_test, summarise
-from megarl.rewards.answers import BOXES, LONGEST, answer_of
+from megarl.rewards.answers import LONGEST, answer_of
 
 
 def test_interval_is_wilsons_for_one_sample_per_prompt():
@@ -116,7 +116,7 @@ def test_the_final_answer_of_a_response_is_extracted(kind, response, expected):
 
 def test_hostile_text_gives_a_short_answer_without_taking_long():
     for text in (r"\boxed{" * 50_000, "{" * 10**6, "1" * 10**6, "1," * 10**6, r"\boxed{}" * 10**5):
-        assert len(answer_of("math", text) or "") <= LONGEST and BOXES < 10
+        assert len(answer_of("math", text) or "") <= LONGEST
 
 
 def test_an_interval_over_replicates_is_students():

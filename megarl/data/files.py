@@ -48,7 +48,10 @@ def scan_rows(table: SourceTable, exam: bool = False) -> Iterator[tuple[str, Ite
 
     Raises `UserError` only if the file itself cannot be read.
     """
-    path, form = Path(table.train), find_format(table.format)
+    path, name = Path(table.train), table.format
+    if name is not None and name not in FORMATS:
+        raise UserError(f"data.format = {name!r}: unknown; {did_you_mean(name, FORMATS)}")
+    form = FORMATS[name] if name else None
     if path.suffix not in FILES:
         packed = f"; unpack it: gunzip -k {quoted(path)}" if path.suffix == ".gz" else ""
         raise UserError(f"{path}: the name of a prompt file must end in {', '.join(FILES[:-1])} or {FILES[-1]}{packed}")
@@ -63,13 +66,6 @@ def scan_rows(table: SourceTable, exam: bool = False) -> Iterator[tuple[str, Ite
                 yield where, error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
-
-
-def find_format(name: str | None) -> Format | None:
-    """The format called ``name``, or None for None; `UserError` for an unknown name."""
-    if name is not None and name not in FORMATS:
-        raise UserError(f"data.format = {name!r}: unknown; {did_you_mean(name, FORMATS)}")
-    return FORMATS[name] if name else None
 
 
 def _read_jsonl(path: Path, form: Format | None) -> Rows:

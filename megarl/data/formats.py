@@ -13,7 +13,7 @@ import random
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from megarl.data.boxes import last_box
 from megarl.data.values import check_exact, parse, prompt_of
@@ -222,11 +222,10 @@ def _user_text(messages: list[dict[str, Any]]) -> str:
     """The text of a chat that is a single user message."""
     if len(messages) != 1 or messages[0]["role"] != "user":
         raise ValueError("the prompt is not a single message of the user")
-    found: Any = prompt_of(messages)
-    message = found[0]
-    if not isinstance(message["content"], str):
+    content = cast(list[Row], prompt_of(messages))[0]["content"]
+    if not isinstance(content, str):
         raise ValueError("the prompt is not all text")
-    return str(message["content"])
+    return content
 
 
 def _list(value: Any) -> list[Any]:

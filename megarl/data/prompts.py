@@ -7,7 +7,6 @@ that takes group 70000 builds only that prompt, and a resumed phase sees the sam
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import json
 import math
@@ -85,30 +84,25 @@ def _is_plain(value: object) -> bool:
 Build = Callable[[int, Item, str], Prompt | None]
 
 
+@dataclass(eq=False, repr=False)
 class PromptSource:
     """The prompts of a run: ``train(index)`` in training order, ``heldout(suite)`` to evaluate; no prompt is in both.
 
     Prompts with the same tokens are the same prompt: for a tokenizer that folds case, "Ada=" and "ada=" are one.
     """
 
-    def __init__(
-        self,
-        items: Mixture,
-        heldout: dict[str, list[Prompt]],
-        banned: list[Prompt],
-        scorers: dict[str, Any],
-        build: Build,
-        seed: int,
-    ) -> None:
-        self._items, self._heldout, self._build, self._seed = items, heldout, build, seed
-        self.banned = frozenset(prompt.tokens for prompt in banned)  # the tokens of prompts that are never trained
-        self.scorers = scorers  # generator name -> the reasoning-gym data set whose score_answer scores its responses
+    items: Mixture
+    suites: dict[str, list[Prompt]]  # suite -> its held-out prompts
+    banned: frozenset[tuple[int, ...]]  # the tokens of prompts that are never trained
+    scorers: dict[str, Any]  # generator name -> the reasoning-gym data set whose score_answer scores its responses
+    build: Build
+    seed: int
 
     def train(self, index: int) -> Prompt:
         """The index-th training prompt; indices begin at 0 and have no upper limit."""
         for attempt in range(REDRAWS):
-            item = self._items.train(self._seed, index, attempt)
-            prompt = self._build(index, item, f"training prompt {index}")
+            item = self.items.train(self.seed, index, attempt)
+            prompt = self.build(index, item, f"training prompt {index}")
             if prompt is not None and prompt.tokens not in self.banned:
                 return prompt
         raise UserError(
@@ -131,9 +125,9 @@ class PromptSource:
 
     def first_epoch(self, count: int) -> Iterator[Prompt]:
         """Among the first ``count`` training prompts: each row of a file once, and one prompt of each generator."""
-        left = [len(items.rows) if isinstance(items, FileItems) else 1 for items in self._items.sources]
+        left = [len(items.rows) if isinstance(items, FileItems) else 1 for items in self.items.sources]
         for index in range(count):
-            source, _ = self._items.locate(self._seed, index)
+            source, _ = self.items.locate(self.seed, index)
             if left[source]:
                 left[source] -= 1
                 yield self.train(index)
@@ -142,7 +136,7 @@ class PromptSource:
 
     def heldout(self, suite: str | None = None) -> list[Prompt]:
         """The prompts of a suite; by default those of all suites, one suite after the other."""
-        return [prompt for name, prompts in self._heldout.items() if suite in (None, name) for prompt in prompts]
+        return [prompt for name, prompts in self.suites.items() if suite in (None, name) for prompt in prompts]
 
 
 def _check_columns(names: Sequence[str], prompts: Sequence[Prompt]) -> None:
@@ -171,31 +165,44 @@ def build_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptS
             scorers |= _scorers([exam], [table])
             heldout[suite.name] = _draw(exam, _builder(suite.data, tokenizer)[1], suite.prompts)
             _warn_if_fewer(len(heldout[suite.name]), suite.prompts, table.train)
-            banned += _as_trained(build, heldout[suite.name])
+            for prompt in heldout[suite.name]:  # as training would render it: the suite may have its own template
+                with contextlib.suppress(UserError):  # what does not fit the training template cannot be trained on
+                    if trained := build(prompt.index, prompt.entry, "a row"):
+                        banned.append(trained)
         else:
-            split = zip(sources, items, shares(weights, suite.prompts), strict=True)
-            chosen = [_split(own, build, count, table.train) for table, own, count in split if count]
-            heldout[suite.name] = _renumbered([prompt for prompts in chosen for prompt in prompts])
+            distinct: dict[tuple[int, ...], Prompt] = {}
+            for table, own, count in zip(sources, items, shares(weights, suite.prompts), strict=True):
+                for prompt in _split(own, build, count, table.train) if count else ():
+                    distinct.setdefault(prompt.tokens, prompt)
+            heldout[suite.name] = [replace(prompt, index=n) for n, prompt in enumerate(distinct.values())]
             banned += heldout[suite.name]
     texts = {prompt.text for prompt in banned}
     for n, (table, own) in enumerate(zip(sources, items, strict=True)):
         if isinstance(own, FileItems):
             items[n] = FileItems(_training_rows(recipe.data, table.train, own.rows, renderer, build, texts))
-    return PromptSource(Mixture(items, weights), heldout, banned, scorers, build, recipe.run.seed)
+    never_trained = frozenset(prompt.tokens for prompt in banned)
+    return PromptSource(Mixture(items, weights), heldout, never_trained, scorers, build, recipe.run.seed)
 
 
 def _builder(data: DataTable, tokenizer: PreTrainedTokenizerBase) -> tuple[Renderer, Build]:
-    renderer = Renderer(data, tokenizer)
-    return renderer, functools.partial(_build_prompt, renderer, tokenizer.unk_token_id, data.overlong == "drop")
+    renderer, unknown = Renderer(data, tokenizer), tokenizer.unk_token_id
 
+    def build(index: int, item: Item, where: str) -> Prompt | None:
+        try:
+            rendered = renderer.render(item, where)
+        except Overlong:
+            if data.overlong == "drop":
+                return None
+            raise
+        if unknown is not None and unknown in rendered.tokens:
+            warnings.warn(
+                "the tokenizer does not know some characters of the prompts, so the model will not see them",
+                category=Note,
+                stacklevel=2,
+            )
+        return Prompt(index, rendered.text, rendered.tokens, item["answer"] or "", item, rendered.truncated)
 
-def _as_trained(build: Build, prompts: list[Prompt]) -> Iterator[Prompt]:
-    """Yield the prompts of a suite as training would render them, so that training can exclude them: the suite may have
-    a template of its own."""
-    for prompt in prompts:
-        with contextlib.suppress(UserError):  # a row that does not fit the training template cannot be trained on
-            if trained := build(prompt.index, prompt.entry, "a row"):
-                yield trained
+    return renderer, build
 
 
 def _scorers(items: Sequence[GymItems | FileItems], tables: Sequence[SourceTable]) -> dict[str, Any]:
@@ -208,14 +215,6 @@ def _scorers(items: Sequence[GymItems | FileItems], tables: Sequence[SourceTable
                 'can have only one scorer: use train = "composite", which mixes generators itself'
             )
     return {own.name: own.scorer for own in items if isinstance(own, GymItems)}
-
-
-def _renumbered(prompts: list[Prompt]) -> list[Prompt]:
-    """The held-out prompts of several sources, numbered as one list without duplicates."""
-    found: dict[tuple[int, ...], Prompt] = {}
-    for prompt in prompts:
-        found.setdefault(prompt.tokens, prompt)
-    return [replace(prompt, index=n) for n, prompt in enumerate(found.values())]
 
 
 def _training_rows(
@@ -321,26 +320,3 @@ def _warn_if_fewer(found: int, asked: int, name: str) -> None:
             category=Note,
             stacklevel=3,
         )
-
-
-def _build_prompt(
-    renderer: Renderer, unknown: int | None, drop: bool, index: int, item: Item, where: str
-) -> Prompt | None:
-    """Build a prompt; see `Build`.
-
-    unknown: the tokenizer's token for unknown text, if it has one. drop: return None for an overlong prompt instead of
-    raising `Overlong`.
-    """
-    try:
-        rendered = renderer.render(item, where)
-    except Overlong:
-        if drop:
-            return None
-        raise
-    if unknown is not None and unknown in rendered.tokens:
-        warnings.warn(
-            "the tokenizer does not know some characters of the prompts, so the model will not see them",
-            category=Note,
-            stacklevel=2,
-        )
-    return Prompt(index, rendered.text, rendered.tokens, item["answer"] or "", item, rendered.truncated)

@@ -9,7 +9,6 @@ import functools
 import itertools
 import re
 import string
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -70,8 +69,9 @@ class Renderer:
                 "or a .jinja file"
             )
         self._complete: set[object] = set()  # shapes of conversations whose messages the template is known to show
-        if table.template_arguments:
-            self._check_arguments()
+        for name in table.template_arguments:  # one that occurs nowhere would silently be ignored
+            if not re.search(rf"\b{re.escape(name)}\b", tokenizer.get_chat_template(self._chat_template)):
+                raise UserError(f"data.template_arguments has {name}, which the chat template does not use")
 
     @functools.cached_property
     def shown(self) -> set[str]:
@@ -95,7 +95,7 @@ class Renderer:
         if isinstance(question, str):
             filled = _fill(template, {**item["metadata"], "prompt": question}, where)
             raw = self._table.template == "raw"
-            return filled if raw else self._prompt([_message("user", filled)], item["metadata"], where)
+            return filled if raw else self._prompt([{"role": "user", "content": filled}], item["metadata"], where)
         if self._table.template == "raw":
             raise UserError(f'{where} is a list of chat messages: set data.template to "chat" or to a .jinja file')
         if template != "{prompt}":
@@ -129,7 +129,7 @@ class Renderer:
         hidden = self._placeholders(messages)
         shown = _replaced(messages, hidden)
         if after is not None:
-            shown[after] = _message("assistant", _TURN)
+            shown[after] = {"role": "assistant", "content": _TURN}
         text = self._chat(self._begun(shown), where, tools)
         if after is not None:
             if text.count(_TURN) != 1:
@@ -186,7 +186,7 @@ class Renderer:
         if (first := columns.pop("system", None)) is not None:
             if messages[0]["role"] == "system" or not isinstance(first, str):
                 raise UserError(f"{where} has a column system, which must be a text, and the only system message")
-            messages = [_message("system", first), *messages]
+            messages = [{"role": "system", "content": first}, *messages]
         messages = self._begun(messages)
         shape = tuple((message["role"], *message) for message in messages), bool(tools)
         if shape not in self._complete:
@@ -204,7 +204,7 @@ class Renderer:
         """The messages with `data.system` before them, if they have no system message."""
         if self._table.system is None or messages[0]["role"] == "system":
             return messages
-        return [_message("system", self._table.system), *messages]
+        return [{"role": "system", "content": self._table.system}, *messages]
 
     def _open(self, messages: list[dict[str, Any]], where: str, tools: Any, columns: dict[str, Any]) -> str:
         """The text of a conversation up to what the model writes next, which may continue its last message."""
@@ -254,18 +254,11 @@ class Renderer:
             raise UserError(f"the chat template does not fit {where}: {type(error).__name__}: {error}") from error
         return str(text)
 
-    def _check_arguments(self) -> None:
-        """`UserError` for an argument that occurs nowhere in the chat template, which would silently ignore it."""
-        text = self._tokenizer.get_chat_template(self._chat_template)
-        for name in self._table.template_arguments:
-            if not re.search(rf"\b{re.escape(name)}\b", text):
-                raise UserError(f"data.template_arguments has {name}, which the chat template does not use")
-
     def _placeholders(self, shown: list[Any]) -> dict[str, str]:
         """Special tokens that are spelled out in ``shown`` -> placeholders that occur nowhere in it, to hide them."""
         if self._table.allow_special:
             return {}
-        parts = list(texts(shown))
+        parts = [leaf for leaf in leaves(shown) if isinstance(leaf, str)]
         found = sorted({token for text in parts for token in self._special.findall(text)}, key=len, reverse=True)
         if not found:
             return {}
@@ -275,18 +268,13 @@ class Renderer:
 
     def _encode(self, text: str, shown: dict[str, str]) -> list[int]:
         """The tokens of ``text``; ``shown`` maps placeholders to special tokens, which are encoded as plain text."""
-        if not shown:
-            return self._with_begin(self._tokenizer(text, add_special_tokens=False)["input_ids"])
         tokens: list[int] = []
         # tokenization does not reach across special tokens, so the stretches between them can be encoded separately
-        for stretch in re.split(f"({self._special.pattern})", text):
+        for stretch in re.split(f"({self._special.pattern})", text) if shown else [text]:
             spelled = _replaced(stretch, shown)
             plain = {"split_special_tokens": True} if spelled != stretch else {}
             tokens += self._tokenizer(spelled, add_special_tokens=False, **plain)["input_ids"] if spelled else []
-        return self._with_begin(tokens)
-
-    def _with_begin(self, tokens: list[int]) -> list[int]:
-        """Add the beginning-of-sequence token to a raw prompt; a chat template writes its own, or needs none."""
+        # a chat template writes its own beginning-of-sequence token, or needs none
         raw = self._table.template == "raw" and tokens and tokens[:1] != self._begin
         return [*self._begin, *tokens] if raw else tokens
 
@@ -317,15 +305,6 @@ def _fill(template: str, fields: dict[str, Any], where: str) -> str:
             f"data.prompt_template {template!r} does not fit {where} ({error}); known fields are "
             + ", ".join("{" + name + "}" for name in sorted(fields))
         ) from error
-
-
-def _message(role: str, content: str) -> dict[str, Any]:
-    return {"role": role, "content": content}
-
-
-def texts(value: Any) -> Iterator[str]:
-    """All strings in nested lists and dictionaries."""
-    return (leaf for leaf in leaves(value) if isinstance(leaf, str))
 
 
 def _replaced(value: Any, new: dict[str, str]) -> Any:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.errors import UserError
-from megarl.models.hf_config import language_settings
+from megarl.models.hf_config import language_settings, read_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -89,7 +88,7 @@ def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:
 def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> None:
     """Raise `UserError` unless every token id is a row of the model's embedding and a response can end."""
     largest = max(tokenizer.get_vocab().values())
-    vocab_size = _read_config(Path(model_dir) / "config.json").get("vocab_size")
+    vocab_size = language_settings(read_settings(Path(model_dir) / "config.json")).get("vocab_size")
     if not isinstance(vocab_size, int):
         raise UserError(f"{model_dir}/config.json: vocab_size is {vocab_size!r}, expected an integer")
     if largest >= vocab_size:
@@ -117,13 +116,6 @@ def end_of_sequence(model_dir: Path) -> set[int]:
     ids: set[int] = set()
     for name in ("generation_config.json", "config.json"):
         path = Path(model_dir) / name
-        eos = _read_config(path).get("eos_token_id") if path.exists() else None
+        eos = language_settings(read_settings(path)).get("eos_token_id") if path.exists() else None
         ids.update(eos if isinstance(eos, list) else [] if eos is None else [eos])
     return ids
-
-
-def _read_config(path: Path) -> dict[str, Any]:
-    try:
-        return language_settings(json.loads(path.read_text()))
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read {path}: {error}") from error

@@ -88,11 +88,9 @@ class Scoring:
         scored = [k for k in samples if is_scored(group.responses[k].finish_reason, self._table)]
         group.scores |= {k: Score(0.0) for k in samples if k not in scored}
         texts = [self._decode(group.responses[k].tokens) for k in scored]
-        numbers: Sequence[int] = []
-        if not self._table.group:
-            numbers = [self._verifiers.ask(group.prompt, text) for text in texts]
-        elif texts:
-            numbers = self._verifiers.ask_group(group.prompt, texts)
+        together = [tuple(texts)] if texts else []
+        asked: Sequence[str | tuple[str, ...]] = together if self._table.group else texts
+        numbers = [number for each in asked for number in self._verifiers.ask(group.prompt, each)]
         self._asked |= {number: (group, k) for number, k in zip(numbers, scored, strict=True)}
 
     @property

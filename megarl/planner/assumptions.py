@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -11,29 +12,25 @@ GIB = 2**30
 WITHIN = 1.7  # the factor, either way, within which estimates of hours agree with figures that others published
 
 
-def _share(value: float, of: str) -> Any:
-    return field(default=value, metadata={"of": of, "unit": 1.0, "most": 1.0, "range": "above 0 and up to 1"})
-
-
-def _number(value: float, of: str, unit: float = 1.0, least: float = 0.0) -> Any:
-    said = f"at least {least:g}" if least else "above 0"
-    return field(default=value, metadata={"of": of, "unit": unit, "least": least, "range": said})
+def _number(value: float, of: str, unit: float = 1.0, least: float = 0.0, most: float = math.inf) -> Any:
+    said = f"at least {least:g}" if least else "above 0" if most == math.inf else f"above 0 and up to {most:g}"
+    return field(default=value, metadata={"of": of, "unit": unit, "least": least, "most": most, "range": said})
 
 
 @dataclass(frozen=True)
 class Assumptions:
     """Bytes, seconds and shares, each with its meaning; every number computed from them is an estimate."""
 
-    mean_prompt: float = _share(0.25, "of data.max_prompt_tokens")
-    mean_response: float = _share(0.5, "of rollout.max_response_tokens")
+    mean_prompt: float = _number(0.25, "of data.max_prompt_tokens", most=1.0)
+    mean_response: float = _number(0.5, "of rollout.max_response_tokens", most=1.0)
     expert_imbalance: float = _number(1.25, "tokens of the fullest expert rank over the mean", least=1.0)
     runtime_bytes: float = _number(4 * GIB, "CUDA context, NCCL and kernel workspaces", GIB)
-    fragmentation: float = _share(0.05, "of a GPU that the allocator cannot use")
+    fragmentation: float = _number(0.05, "of a GPU that the allocator cannot use", most=1.0)
     engine_bytes: float = _number(6 * GIB, "activations and CUDA graphs of a rollout engine", GIB)
-    mfu_dense: float = _share(0.35, "of the GPU's bf16 peak, in an update of a dense model")
-    mfu_experts: float = _share(0.15, "of the GPU's bf16 peak, in an update of a model with experts")
+    mfu_dense: float = _number(0.35, "of the GPU's bf16 peak, in an update of a dense model", most=1.0)
+    mfu_experts: float = _number(0.15, "of the GPU's bf16 peak, in an update of a model with experts", most=1.0)
     engine_start: float = _number(120, "seconds: imports, compilation and CUDA graphs of a rollout engine")
-    decode_efficiency: float = _share(0.5, "of memory bandwidth or of the peak, in decoding")
+    decode_efficiency: float = _number(0.5, "of memory bandwidth or of the peak, in decoding", most=1.0)
     host_bandwidth: float = _number(300e9, "bytes a second that all cores of a node read and write in Adam", 1e9)
     link: float = _number(25e9, "bytes a second between a GPU and its host, each way", 1e9)
     storage: float = _number(2e9, "bytes a second to shared storage, all nodes together", 1e9)
@@ -64,7 +61,7 @@ def assume(given: dict[str, float | None]) -> Assumptions:
             continue
         for name in OPTIONS[option]:
             rule = _FIELDS[name].metadata
-            if not (rule.get("least", 0.0) <= value <= rule.get("most", float("inf")) and 0 < value < float("inf")):
+            if not (rule["least"] <= value <= rule["most"] and 0 < value < math.inf):
                 said = f"{value:g} {unit_of(option)}".strip()
                 raise UserError(f"--{option.replace('_', '-')} {said}: {rule['of']}; {rule['range']}")
             values[name] = value * rule["unit"]

@@ -43,7 +43,8 @@ class Fit:
         lines = [f"{self.title}\n\n{table(self.plan)}"]
         if self.misfit is not None:
             lines.append(f"\ndoes not fit: {self.misfit}")
-            lines += [f"  this fits: {_quoted(changes)}" for changes in self.layouts]
+            commands = (" ".join(f"--set {quoted(change)}" for change in changes) for changes in self.layouts)
+            lines += [f"  this fits: {command}" for command in commands]
             if not self.layouts:
                 lines.append("  no layout on these GPUs fits: add nodes or shorten responses")
         return "\n".join(lines)
@@ -72,10 +73,6 @@ class Fit:
             "alternatives": self.layouts,
         }
         return json.dumps(record)
-
-
-def _quoted(changes: Sequence[str]) -> str:
-    return " ".join(f"--set {quoted(change)}" for change in changes)
 
 
 def make_plan(
@@ -115,10 +112,6 @@ def make_plan(
         plan = Plan.of(recipe, hf, nodes, gpu, counter, assume, hbm and hbm * GIB)
         layouts = [] if plan.misfit() is None else list(itertools.islice(alternatives(plan, counter), 2))
     return Fit(f"{recipe_path}, model of {config / 'config.json'}", plan, layouts)
-
-
-def _changed(plan: Plan, changes: Sequence[str]) -> Plan:
-    return replace(plan, recipe=override_recipe(plan.recipe, changes))
 
 
 def _check_gpu(recipe: Recipe, gpu: str) -> None:
@@ -162,7 +155,7 @@ def _rollout_that_fits(plan: Plan) -> list[str] | None:
     available = workers if recipe.schedule.side_by_side else trainers
     for tensor in _divisors(available):
         changes = [f"rollout.tensor_parallel={tensor}", f"rollout.workers={available // tensor}"]
-        if _changed(plan, changes).rollout_misfit() is None:
+        if replace(plan, recipe=override_recipe(recipe, changes)).rollout_misfit() is None:
             return changes
     return None
 
@@ -192,7 +185,7 @@ def _layouts(plan: Plan) -> Iterator[tuple[list[str], Layout]]:
         [],
         *(_parts(plan) if actor.recompute == "none" else ()),
         *([full] if full else []),
-        *([[*full, _budget(least)]] if least < budget else []),
+        *([[*full, f"actor.tokens_per_micro_batch={least}"]] if least < budget else []),
     ]
     for setting, changes in _LESS_MEMORY.items():
         section, _, key = setting.partition(".")
@@ -227,10 +220,6 @@ _LESS_MEMORY = {
     ],
     "megatron_ddp.grad_reduce_in_fp32": ["megatron_ddp.grad_reduce_in_fp32=false"],
 }
-
-
-def _budget(tokens: int) -> str:
-    return f"actor.tokens_per_micro_batch={tokens}"
 
 
 def _divisors(number: int) -> list[int]:

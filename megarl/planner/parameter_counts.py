@@ -11,7 +11,7 @@ from multiprocessing import get_context
 from typing import Any
 
 from megarl.errors import UserError
-from megarl.recipe.layout import Layout
+from megarl.recipe.layout import PARALLEL, Layout
 from megarl.recipe.load import override_recipe
 from megarl.recipe.tables import Recipe
 
@@ -73,7 +73,7 @@ class ParameterCounter:
 
     def whole(self, hf: dict[str, Any], recipe: Recipe) -> StageParameters:
         """All parameters of the model, on one rank."""
-        one = [f"actor.{kind}_parallel=1" for kind in ("tensor", "pipeline", "context", "expert", "expert_tensor")]
+        one = [f"actor.{name}=1" for name in PARALLEL]
         plain = recipe.model_copy(update={"megatron": {}})
         return self.count(hf, override_recipe(plain, one), 1)[0]
 

@@ -235,11 +235,7 @@ class Plan:
         engines = self.engine_share if self.recipe.schedule.colocate else 0.0
         return (self.left_to_engines - engines) / self.usable
 
-    @property
-    def update_seconds(self) -> float:
-        return self.seconds_of_update()
-
-    def seconds_of_update(self, more: float = 0.0) -> float:
+    def update_seconds(self, more: float = 0.0) -> float:
         """Seconds of an update: all passes, with the pipeline's bubble, and Adam if it is in host memory.
 
         The stage with the most layers sets the pace of all. Frozen weights need only half of the backward pass, since
@@ -377,12 +373,6 @@ class Plan:
         return each / running * self.mean_response * self.decode_step_seconds(running)
 
     @property
-    def versions_of_stage(self) -> int:
-        """Number of policies that trainers export and engines load in a stage."""
-        schedule = self.recipe.schedule
-        return math.ceil(schedule.updates_per_stage / schedule.lag_rule.sync_every)
-
-    @property
     def overlaps(self) -> bool:
         """Whether engines generate while trainers train; in lock-step each waits for the other."""
         return self.recipe.schedule.side_by_side and not self.recipe.schedule.lockstep
@@ -395,9 +385,10 @@ class Plan:
     @cached_property
     def seconds(self) -> dict[str, float]:
         """Estimated seconds of each part of a stage."""
-        update, updates, disk = self.update_seconds, self.recipe.schedule.updates_per_stage, self.disk
+        update, updates, disk = self.update_seconds(), self.recipe.schedule.updates_per_stage, self.disk
         checkpoints = math.ceil(updates / self.recipe.actor.checkpoint_every)
-        versions, storage = self.versions_of_stage, self.assume.storage
+        versions = math.ceil(updates / self.recipe.schedule.lag_rule.sync_every)  # exported and loaded
+        storage = self.assume.storage
         # every replica reads each version's weights from shared storage
         load = self.assume.engine_start + versions * 2.0 * self.parameters * self.replicas / storage
         return {

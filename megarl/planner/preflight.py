@@ -23,6 +23,7 @@ from megarl.advantages import group_advantages
 from megarl.data.prompts import check_data
 from megarl.errors import Note, PhaseFailed, UserError, print_notes
 from megarl.foreign import quoted
+from megarl.kernels import library
 from megarl.models.hf_config import read_hf_config
 from megarl.models.lora import check_lora
 from megarl.models.settings import check_layers
@@ -159,10 +160,8 @@ def check_devices(recipe: Recipe) -> None:
     check_optimizer(recipe)
     _check_kernels(actor)
     if actor.backend == "cuda":
-        from megarl.kernels.library import torch_needs_triton, triton_lacks
-
         builtin = any(table.engine == "builtin" for table in recipe.distinct_rollouts.values())
-        if builtin and torch_needs_triton() and (lacks := triton_lacks()):
+        if builtin and library.torch_needs_triton() and (lacks := library.triton_lacks()):
             raise UserError(f'[rollout] engine = "builtin": on GPUs torch runs a Triton kernel for it, but {lacks}')
         needed = recipe.devices_per_node
         if torch.cuda.device_count() < needed:
@@ -221,14 +220,12 @@ def _check_flash_attention_3(actor: ActorTable) -> None:
 
 
 def _check_kernels(actor: ActorTable) -> None:
-    from megarl.kernels.library import load_library, triton_lacks
-
     device, kernels = actor.backend, actor.kernel_backend
     runs_on = {"cpp": "cpu", "cuda": "cuda", "triton": "cuda"}
     if runs_on.get(kernels, device) != device:
         usable = [name for name in ("torch", *runs_on) if runs_on.get(name, device) == device]
         raise UserError(f"[actor] kernels = {kernels!r} do not run on backend = {device!r}; use {' or '.join(usable)}")
     if kernels in ("cpp", "cuda"):
-        load_library(device)
-    if actor.head_backend == "triton" and (lacks := triton_lacks()):
+        library.load_library(device)
+    if actor.head_backend == "triton" and (lacks := library.triton_lacks()):
         raise UserError(f"[actor] kernels = {kernels!r}: {lacks}")

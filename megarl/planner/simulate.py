@@ -138,11 +138,8 @@ class Simulation:
 
     @property
     def export(self) -> float:
+        """Seconds to write weights to shared storage, or for one engine to read them."""
         return 2.0 * self.plan.parameters / self.plan.assume.storage
-
-    def load(self, replicas: int) -> float:
-        """Seconds in which ``replicas`` engines read new weights from shared storage."""
-        return self.export * replicas
 
     @property
     def direct(self) -> float:
@@ -160,7 +157,7 @@ class Simulation:
 
     def staged(self, rng: np.random.Generator) -> Run:
         """Stages of ``scenario.stage`` updates: engines start, generate and end; then trainers train."""
-        update = self.plan.update_seconds
+        update = self.plan.update_seconds()
         return self._in_turns(rng, self.scenario.stage, self.step, self.plan.assume.engine_start, None, update)
 
     def lockstep(self, rng: np.random.Generator) -> Run:
@@ -170,7 +167,7 @@ class Simulation:
         """
         beside, scenario = self.beside_trainers, self.scenario
         step, start = (self.step, self.plan.assume.engine_start) if beside is None else (beside, 0.0)
-        update = self.plan.seconds_of_update(scenario.passes)
+        update = self.plan.update_seconds(scenario.passes)
         return self._in_turns(rng, scenario.sync_every, step, start, scenario.handover, update)
 
     def _in_turns(
@@ -192,7 +189,7 @@ class Simulation:
             handover: seconds to give engines new weights; None: through shared storage.
         """
         scenario, every = self.scenario, self.plan.recipe.actor.checkpoint_every
-        exchange = self.export + self.load(self.plan.replicas) if handover is None else handover
+        exchange = self.export + self.export * self.plan.replicas if handover is None else handover
         turns = scenario.updates // size
         generating = sum(float(decode_seconds(self.batch(rng, size), step).max()) for _ in range(turns))
         saves = turns * math.ceil(size / every) if size >= every else math.ceil(scenario.updates / every)
@@ -208,9 +205,9 @@ class Simulation:
         plan, scenario, k = self.plan, self.scenario, self.scenario.sync_every
         devices = plan.recipe.actor.processes_per_node
         replicas = max(1, plan.nodes * engines // plan.recipe.rollout.tensor_parallel)
-        update = plan.update_seconds * devices / (devices - engines)
+        update = plan.update_seconds() * devices / (devices - engines)
         each = plan.responses_per_update
-        sync = self.load(replicas) if scenario.handover is None else scenario.handover
+        sync = self.export * replicas if scenario.handover is None else scenario.handover
         export = self.export if scenario.handover is None else 0.0
         ended = np.zeros(scenario.updates + 1)  # [n]: the second at which n updates are done, and published
         begun, idle = plan.assume.engine_start, 0.0
@@ -311,7 +308,14 @@ class Simulation:
         batch = f"{recipe.schedule.prompts_per_update} prompts x {recipe.rollout.responses_per_prompt} responses"
         yield f"{scenario.updates} updates of {batch} on {gpus}: hours, mean of {scenario.seeds} seeds"
         yield f"calibrated with published figures, within a factor of {WITHIN} each (docs/scale.md)"
-        yield self._handover()
+        if scenario.handover is None:
+            yield (
+                f"engines get new weights through storage: {self.export:.1f} s to write, "
+                f"{self.export * plan.replicas:.1f} s for {plan.replicas} replicas to read; GPU to GPU (not in "
+                f"megarl): {self.direct:.1f} s"
+            )
+        else:
+            yield f"engines of lock-step and live get new weights in {scenario.handover:g} s (--handover)"
         names = ("total", "generating", "training", "storage", "lost")
         yield f"  {'':<44}{'total':>8}{'generate':>10}{'train':>8}{'storage':>9}{'lost':>7}  trainers wait"
         for schedule, runs in self.runs().items():
@@ -319,16 +323,6 @@ class Simulation:
             columns = "".join(f"{size:{width}.2f}" for size, width in zip(hours, (8, 10, 8, 9, 7), strict=True))
             idle = np.mean([run.idle for run in runs])
             yield f"  {schedule:<44}{columns}" + (f"{idle:15.1%}" if idle else "")
-
-    def _handover(self) -> str:
-        """How engines are assumed to get new weights, in words."""
-        given, replicas = self.scenario.handover, self.plan.replicas
-        if given is not None:
-            return f"engines of lock-step and live get new weights in {given:g} s (--handover)"
-        return (
-            f"engines get new weights through storage: {self.export:.1f} s to write, {self.load(replicas):.1f} s for "
-            f"{replicas} replicas to read; GPU to GPU (not in megarl): {self.direct:.1f} s"
-        )
 
 
 def make_simulation(

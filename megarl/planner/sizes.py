@@ -125,14 +125,9 @@ def repeated_share(hf: dict[str, Any], recipe: Recipe, layout: Layout, forward: 
     if again.whole:
         chunk = max(map(len, layout.chunks(hf["num_hidden_layers"])))
         return again.again(chunk) / chunk
-    return repeated_flops(hf, length, again.modules) / forward
-
-
-def repeated_flops(hf: dict[str, Any], length: float, again: frozenset[str]) -> float:
-    """Operations over one sequence of ``length`` tokens that recomputing the parts ``again`` of all layers repeats."""
     chosen, total = hf.get("num_experts_per_tok", 1), 0.0
     for layer in range(hf["num_hidden_layers"]):
         for matrix in matrices(hf, layer):
-            if matrix.recomputed_as & again:
+            if matrix.recomputed_as & again.modules:
                 total += 2 * length * matrix.outputs * matrix.inputs * (chosen if matrix.of_experts else 1)
-    return total + ("core_attn" in again) * family_of(hf).mixing_flops(hf, length)
+    return (total + ("core_attn" in again.modules) * family_of(hf).mixing_flops(hf, length)) / forward

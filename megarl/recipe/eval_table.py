@@ -108,22 +108,18 @@ def _make(shared: EvalTable, own: SuiteTable | None, data: DataTable, max_respon
     described = {"source": table.source or data.source, "train": table.suite or data.train, **changes}
     apart = any(getattr(data, key, None) != value for key, value in described.items())
     name = own.name if own else default_name(str(described["source"]), str(described["train"])) if apart else HELDOUT
-
-    def setting(name: str) -> Any:
-        value = getattr(own, name) if own else None
-        return getattr(shared, name) if value is None else value
-
-    greedy = setting("greedy")
+    given = shared.model_dump() | (own.model_dump(exclude_none=True) if own else {})
+    greedy = given["greedy"]
     return Suite(
         name=name,
         where=where,
         own=apart,
         data=_merged(data, described, where) if apart else data,
-        prompts=setting("prompts"),
-        samples=1 if greedy else setting("samples"),
-        temperature=0.0 if greedy else setting("temperature"),
-        top_p=1.0 if greedy else setting("top_p"),
-        max_response_tokens=setting("max_response_tokens") or max_response_tokens,
+        prompts=given["prompts"],
+        samples=1 if greedy else given["samples"],
+        temperature=0.0 if greedy else given["temperature"],
+        top_p=1.0 if greedy else given["top_p"],
+        max_response_tokens=given["max_response_tokens"] or max_response_tokens,
     )
 
 

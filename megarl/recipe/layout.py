@@ -10,7 +10,7 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.errors import UserError
@@ -47,6 +47,8 @@ _REQUIRED = {
     "batch_p2p_comm": (False, "virtual pipeline stages could receive each other's messages without an error"),
 }
 
+# fields of `Layout` and keys of ``[actor]``: the ranks among which the model is divided
+PARALLEL = ("tensor_parallel", "pipeline_parallel", "context_parallel", "expert_parallel", "expert_tensor_parallel")
 # tables that do not affect rollouts: the same rollouts can be trained with other values
 TRAINING_TABLES = ("objective.", "optimizer.", "actor.", "megatron.", "megatron_ddp.", "megatron_optimizer.")
 # settings that keep the rollouts but divide them into other batches
@@ -55,11 +57,7 @@ BATCHES = ("schedule.prompts_per_update", "schedule.passes", "schedule.updates_p
 # settings that decide where things are computed and what is kept, but not the result: a run may change them midway
 LAYOUT_SETTINGS = (
     "actor.processes_per_node",
-    "actor.tensor_parallel",
-    "actor.pipeline_parallel",
-    "actor.context_parallel",
-    "actor.expert_parallel",
-    "actor.expert_tensor_parallel",
+    *(f"actor.{name}" for name in PARALLEL),
     "megatron.virtual_pipeline_model_parallel_size",
     *(f"megatron.{name}" for name in _ENDS.values()),
     "rollout.workers",
@@ -247,8 +245,7 @@ def check_layout(recipe: Recipe, hf: dict[str, Any], nodes: int | None = 1) -> N
     _check_routing(recipe, hf)
     layout = Layout.of(recipe, (nodes or 1) * recipe.actor.processes_per_node)
     if nodes is None:
-        factors = (size for name, size in asdict(layout).items() if name.endswith("_parallel"))
-        layout = replace(layout, ranks=math.prod(factors))
+        layout = replace(layout, ranks=math.prod(getattr(layout, name) for name in PARALLEL))
     if (problem := next(layout.problems(hf), None)) is not None:
         raise UserError(f"[actor] {problem}")
 

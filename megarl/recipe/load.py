@@ -77,15 +77,6 @@ def override_recipe(recipe: Recipe, overrides: Overrides) -> Recipe:
     return parse_recipe(tables)
 
 
-def _drop_foreign_fields(table: dict[str, Any]) -> None:
-    """After a change of the objective: keep only those keys of ``[objective]`` that all objectives share."""
-    from megarl.objectives import OPTIONS
-
-    shared = {*ObjectiveTable.model_fields, *OPTIONS}
-    for key in set(table) - shared:
-        del table[key]
-
-
 def _absolute_paths(recipe: Recipe) -> Recipe:
     """Make all paths absolute, because a run can be resumed from any directory.
 
@@ -157,11 +148,11 @@ def recipe_diff(old: Recipe, new: Recipe) -> list[str]:
     return [f"{k}: {a.get(k)!r} -> {b.get(k)!r}" for k in sorted(a | b) if a.get(k) != b.get(k)]
 
 
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The settings of a recipe's tables by their whole names, such as "schedule.stages"."""
-    flat = {}
-    for key, value in tree.items():
-        flat.update(flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value})
+def flatten(tables: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"section.key": value} of nested tables."""
+    flat: dict[str, Any] = {}
+    for key, value in tables.items():
+        flat |= flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
 
 
@@ -173,8 +164,10 @@ def apply_overrides(tables: dict[str, Any], overrides: Overrides) -> None:
         before = _definition(tables)
         _apply_override(tables, (name, value))
         if name in others and _definition(tables, name.partition(".")[2]) != before:
-            _drop_foreign_fields(tables["objective"])
-            tables["objective"].pop(others[name], None)
+            from megarl.objectives import OPTIONS  # imports torch
+
+            shared = {*ObjectiveTable.model_fields, *OPTIONS} - {others[name]}
+            tables["objective"] = {key: value for key, value in tables["objective"].items() if key in shared}
 
 
 def _definition(tables: dict[str, Any], *keys: str) -> Any:

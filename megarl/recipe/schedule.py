@@ -142,7 +142,7 @@ class ScheduleTable(Table):
         """ValueError if the setting ``name`` does not divide the setting ``of``."""
         size, number = getattr(self, name), getattr(self, of)
         if number % size:
-            nearest = nearest_divisor(number, size)
+            nearest = min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - size), d))
             wrong = f"{name} = {size} does not divide {of} = {number}{why}"
             raise ValueError(f"{wrong}; the nearest divisor is {nearest}{more}")
 
@@ -184,8 +184,3 @@ def cut_chunks(groups: Sequence[int], interval: int, size: int, first: int = 0) 
     cuts = [0, *range(first or interval, len(groups), interval), len(groups)]
     intervals = [groups[start:end] for start, end in itertools.pairwise(cuts)]
     return [part[i : i + size] for part in intervals for i in range(0, len(part), size)]
-
-
-def nearest_divisor(number: int, wanted: int) -> int:
-    """The divisor of ``number`` nearest to ``wanted``; the smaller one if two are equally near."""
-    return min((d for d in range(1, number + 1) if number % d == 0), key=lambda d: (abs(d - wanted), d))

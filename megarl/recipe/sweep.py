@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -84,12 +83,11 @@ class SweepTable(Table):
 
     def points(self) -> list[Point]:
         """Every combination of the axes' values; the last axis varies fastest."""
-        given = tuple(_settings(self.set))
         return [
             Point(
                 {axis: value for part in parts for axis, value in part.values.items()},
                 ",".join(part.name for part in parts),
-                sum((part.settings for part in parts), given),
+                sum((part.settings for part in parts), _settings(self.set)),
             )
             for parts in itertools.product(*itertools.starmap(_values, self.axes.items()))
         ]
@@ -125,15 +123,14 @@ def _check_tables(tables: Any, where: str) -> None:
             raise ValueError(f"{where}.{section}: expected a table of settings, as {section} = {{ key = value }}")
 
 
-def _settings(tables: Tables) -> Iterator[Setting]:
-    for section, keys in tables.items():
-        yield from ((f"{section}.{key}", value) for key, value in keys.items())
+def _settings(tables: Tables) -> tuple[Setting, ...]:
+    return tuple((f"{section}.{key}", value) for section, keys in tables.items() for key, value in keys.items())
 
 
 def _values(axis: str, values: list[Any] | dict[str, Tables]) -> list[Point]:
     """The points of one axis alone."""
     if isinstance(values, dict):
-        return [Point({axis: name}, _label(axis, name), tuple(_settings(own))) for name, own in values.items()]
+        return [Point({axis: name}, _label(axis, name), _settings(own)) for name, own in values.items()]
     key = axis.rpartition(".")[2]
     texts = [str(value).lower() if isinstance(value, bool) else str(value) for value in values]
     return [

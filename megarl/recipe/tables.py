@@ -14,22 +14,16 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from megarl.errors import did_you_mean
 from megarl.own_file import file_of, is_own
-from megarl.recipe.actor_table import ActorTable as ActorTable
-from megarl.recipe.actor_table import OptimizerTable as OptimizerTable
+from megarl.recipe.actor_table import ActorTable, OptimizerTable
 from megarl.recipe.base import Table
-from megarl.recipe.data_table import DataTable as DataTable
-from megarl.recipe.data_table import SourceTable
-from megarl.recipe.eval_table import EvalTable as EvalTable
-from megarl.recipe.eval_table import Suite as Suite
-from megarl.recipe.eval_table import make_suites
+from megarl.recipe.data_table import DataTable, SourceTable
+from megarl.recipe.eval_table import EvalTable, Suite, make_suites
 from megarl.recipe.megatron import CONFIGS
 from megarl.recipe.megatron import problems as megatron_problems
 from megarl.recipe.names import ADVANTAGES, GROUP_ADVANTAGES
-from megarl.recipe.reward_table import RewardPart as RewardPart
-from megarl.recipe.reward_table import RewardTable as RewardTable
-from megarl.recipe.rollout_table import RolloutTable as RolloutTable
-from megarl.recipe.rollout_table import StageTable as StageTable
-from megarl.recipe.schedule import ScheduleTable as ScheduleTable
+from megarl.recipe.reward_table import RewardTable
+from megarl.recipe.rollout_table import RolloutTable, StageTable
+from megarl.recipe.schedule import ScheduleTable
 
 
 class ModelTable(Table):

@@ -35,7 +35,7 @@ class NoAnswer(UserError):
     """A prompt has no reference answer, or one that cannot be read. In a suite every response to it is then wrong."""
 
 
-class NoNumber(UserError):
+class NoNumber(UserError, ValueError):
     """What was returned as a score or reward is no finite number."""
 
 
@@ -171,14 +171,7 @@ def comparing(
     accepts: Callable[[str, str], bool],
 ) -> tuple[Callable[[Recipe], None], Callable[[RewardTable, PromptSource], Verifier]]:
     """The functions `check` and `build` of a `VerifierModule` whose verifier is `Comparing`."""
-
-    def check(recipe: Recipe) -> None:
-        check_rows(recipe, right_answers)
-
-    def build(table: RewardTable, prompts: PromptSource) -> Verifier:
-        return Comparing(accepts)
-
-    return check, build
+    return lambda recipe: check_rows(recipe, right_answers), lambda table, prompts: Comparing(accepts)
 
 
 def right_answers(prompt: Prompt) -> tuple[str, ...]:

@@ -9,21 +9,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
-from megarl.data.boxes import BOX, last_box
+from megarl.data.boxes import last_box
 from megarl.rewards import dapo, prime_math, qwen_math
 from megarl.rewards.math import bare, chosen
 
 LONGEST = 1000  # characters after which an answer is cut
-BOXES = 8  # the last boxes of a response, among which the last complete one is its answer
 NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 DRESSING = re.compile(r"[\s$]|\\text")
 
 
 def in_box(response: str) -> str:
     """The answer in the last box of a response, else the label of the choice that it names, else its last number."""
-    boxes = [match.start() for match in BOX.finditer(response)][-BOXES:]
-    boxed = last_box(response[boxes[0] :]) if boxes else None
-    if boxed is None:
+    if (boxed := last_box(response)) is None:
         text = response.rpartition("</think>")[2] or response
         boxed = chosen(text) or (NUMBER.findall(text[-LONGEST:]) or [""])[-1]
     return DRESSING.sub("", bare(boxed[:LONGEST]))

@@ -118,7 +118,7 @@ class Code:
             return self._assert(source, tests, prompt)
         program = Program(PYTHON("/box/main.py"), {"/box/main.py": _bytes(source)})
         if tests.preamble:
-            program = _with({}, "running.py", _sources(source, tests))
+            program = _script("running.py", _sources(source, tests))
         if tests.language == "cpp":
             binary = cpp.compiled(_bytes(source))
             if not binary.succeeded:
@@ -200,10 +200,10 @@ def asserted(source: str, tests: Tests, limits: Limits) -> tuple[bool, Outcome, 
     """
     passed = 100 + secrets.randbelow(100)  # the tests' exit status for success, drawn anew for each run
     task = {"tests": tests.assertions, "entry_point": tests.entry_point, "passed": passed}
-    files = {"/box/values.py": (INSIDE / "values.py").read_bytes()}
+    values = {"/box/values.py": (INSIDE / "values.py").read_bytes()}
     of_call = {"/box/seconds": str(limits.seconds).encode()}
-    solution = _with(files, "solution.py", _sources(source, tests) | of_call)
-    asserting = _with(files, "asserting.py", {"/box/tests.json": json.dumps(task).encode()})
+    solution = _script("solution.py", values | _sources(source, tests) | of_call)
+    asserting = _script("asserting.py", values | {"/box/tests.json": json.dumps(task).encode()})
     limits = replace(limits, seconds=BUDGET * limits.seconds)
     with contextlib.ExitStack() as stack:
         of_program, of_tests = socket.socketpair()
@@ -219,10 +219,9 @@ def asserted(source: str, tests: Tests, limits: Limits) -> tuple[bool, Outcome, 
         return ended.over is None and ended.code == passed, ended, program.finish()
 
 
-def _with(files: dict[str, bytes], script: str, more: dict[str, bytes]) -> Program:
-    """A program for the sandbox that runs ``script`` of `megarl.rewards.inside` beside these files."""
-    content = {f"/box/{script}": (INSIDE / script).read_bytes()}
-    return Program(PYTHON(f"/box/{script}"), files | content | more)
+def _script(name: str, files: dict[str, bytes]) -> Program:
+    """A program for the sandbox that runs a script of `megarl.rewards.inside` beside these files."""
+    return Program(PYTHON(f"/box/{name}"), {f"/box/{name}": (INSIDE / name).read_bytes()} | files)
 
 
 def _sources(source: str, tests: Tests) -> dict[str, bytes]:
@@ -252,7 +251,10 @@ def read_tests(prompt: Prompt, language: str) -> Tests:
     language: that of programs for rows without a column ``language``.
     """
     row = prompt.entry["metadata"]
-    language = _language(row.get("language") or language)
+    given = row.get("language") or language
+    if str(given).lower() not in LANGUAGES:
+        raise UserError(f"language {given!r} is not supported; known are {', '.join(LANGUAGES)}")
+    language = LANGUAGES[str(given).lower()]
     found = row.get("tests") or prompt.answer
     if isinstance(found, str) and found.lstrip()[:1] in ("[", "{"):
         found = _from_json(found)
@@ -287,13 +289,6 @@ def _builtin(code: object, tests: str) -> str | None:
     """The function of the row's solution that the tests call, if it has the name of a builtin one, as MBPP's sum."""
     names = re.findall(r"^def (\w+)", code, re.MULTILINE) if isinstance(code, str) else []
     return next((name for name in names if name in dir(builtins) and re.search(rf"\b{name}\(", tests)), None)
-
-
-def _language(name: object) -> str:
-    language = LANGUAGES.get(name.lower()) if isinstance(name, str) else None
-    if language is None:
-        raise UserError(f"language {name!r} is not supported; known are {', '.join(LANGUAGES)}")
-    return language
 
 
 def _harness(name: object) -> Harness:

@@ -30,11 +30,6 @@ def number(text: str) -> float | None:
         return None
 
 
-def close(answer: float, right: float) -> bool:
-    """Whether two numbers agree, or one is the other in percent."""
-    return any(isclose(value, answer, rel_tol=TOLERANCE) for value in (right / 100, right, right * 100))
-
-
 def equal(answer: str, right: str, same: Callable[[str, str], bool]) -> bool:
     """Whether two answers are the same text but for brackets and case, close numbers, lists of equal parts in the same
     order, or else ``same``."""
@@ -43,7 +38,7 @@ def equal(answer: str, right: str, same: Callable[[str, str], bool]) -> bool:
         return True
     found, expected = number(answer), number(right)
     if found is not None and expected is not None:
-        return close(found, expected)
+        return any(isclose(value, found, rel_tol=TOLERANCE) for value in (expected / 100, expected, expected * 100))
     if not answer or not right:
         return False
     if _bare(answer, right) == _bare(right, answer):

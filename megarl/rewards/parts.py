@@ -10,7 +10,8 @@ from typing import cast
 from megarl.data.boxes import last_box
 from megarl.data.prompts import Prompt, PromptSource
 from megarl.recipe.names import VERIFIERS
-from megarl.recipe.tables import Recipe, RewardPart, RewardTable
+from megarl.recipe.reward_table import RewardPart
+from megarl.recipe.tables import Recipe, RewardTable
 from megarl.rewards import GroupVerifier, Score, Verifier, VerifierModule
 from megarl.rewards.python import Python, try_function
 

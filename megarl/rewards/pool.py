@@ -27,7 +27,7 @@ import sys
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, cast
@@ -132,23 +132,16 @@ class VerifierPool:
         self._asked = self._answered = 0  # responses submitted and scored
         self._prompt: tuple[Prompt, bytes] | None = None  # the last prompt submitted, and its pickled form
 
-    def ask(self, prompt: Prompt, response: str) -> int:
-        """Submit a response for scoring; returns its number at once."""
-        return self._ask(prompt, response, 1)[0]
+    def ask(self, prompt: Prompt, responses: str | tuple[str, ...]) -> range:
+        """Submit a response, or all responses to a prompt for a `GroupVerifier`; returns their numbers at once.
 
-    def ask_group(self, prompt: Prompt, responses: Sequence[str]) -> range:
-        """Submit all responses to a prompt, for a `GroupVerifier`; returns their numbers.
-
-        The limits then hold for the group as a whole.
+        The limits hold for a group as a whole.
         """
-        return self._ask(prompt, tuple(responses), len(responses))
-
-    def _ask(self, prompt: Prompt, responses: str | tuple[str, ...], count: int) -> range:
         if self._prompt is None or self._prompt[0] is not prompt:
             # without tokens: they may be most of a prompt, and no verifier reads them
             self._prompt = prompt, pickle.dumps(replace(prompt, tokens=()))
-        numbers = range(self._asked, self._asked + count)
-        self._asked += count
+        numbers = range(self._asked, self._asked + (1 if isinstance(responses, str) else len(responses)))
+        self._asked = numbers.stop
         self._supervisor.send(pickle.dumps((numbers, self._prompt[1], responses)))
         return numbers
 

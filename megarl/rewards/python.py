@@ -55,20 +55,18 @@ def try_function(recipe: Recipe, verifier: Python, group: bool = False) -> None:
     try:
         for data, table in [(part, table) for part in parts for table in part.mixture]:
             renderer, exam = Renderer(data, tokenizer), data is not recipe.data
-            rows = read_rows(table, exam)[:1] if table.source == "file" else [("", open_items(table).train(0, 0, 0))]
-            for _, item in rows:
-                answer = str(item["answer"] or "")
-                text = renderer.text(item, f"the first prompt of {table.train}")
-                prompt = Prompt(0, text, (), answer, item)
-                texts = (answer or "a response", "a response", "")
-                if group:
-                    pool.ask_group(prompt, list(islice(cycle(texts), recipe.rollout.responses_per_prompt)))
-                else:
-                    for text in texts:
-                        pool.ask(prompt, text)
-                while verdicts := pool.verdicts(wait=True):
-                    for over in filter(None, (verdict.over for _, verdict in verdicts)):
-                        raise UserError(f"{verifier.path} {OVER[over]} on the first prompt of {table.train}")
+            item = read_rows(table, exam)[0][1] if table.source == "file" else open_items(table).train(0, 0, 0)
+            answer = str(item["answer"] or "")
+            text = renderer.text(item, f"the first prompt of {table.train}")
+            prompt = Prompt(0, text, (), answer, item)
+            texts = (answer or "a response", "a response", "")
+            together = tuple(islice(cycle(texts), recipe.rollout.responses_per_prompt))
+            questions: Sequence[str | tuple[str, ...]] = [together] if group else texts
+            for question in questions:
+                pool.ask(prompt, question)
+            while verdicts := pool.verdicts(wait=True):
+                for over in filter(None, (verdict.over for _, verdict in verdicts)):
+                    raise UserError(f"{verifier.path} {OVER[over]} on the first prompt of {table.train}")
     finally:
         pool.close()
 

@@ -202,7 +202,12 @@ class Run:
                 if self.is_asleep():
                     self.stop("asleep")
             elif self._stdout is not None:
-                self._read(self._stdout)
+                data = os.read(self._stdout, 1 << 16)
+                self._output += data
+                if too_long := len(self._output) > self.limits.output:
+                    self.stop("output")
+                if too_long or not data:
+                    self._stdout = None
         self._supervisor.wait()
         return self._outcome()
 
@@ -220,15 +225,6 @@ class Run:
                 return True
             self._status_text += data
         return False
-
-    def _read(self, stdout: int) -> None:
-        data = os.read(stdout, 1 << 16)
-        self._output += data
-        if len(self._output) > self.limits.output:
-            self.stop("output")
-            self._stdout = None
-        elif not data:
-            self._stdout = None
 
     def _busy(self) -> float:
         """Seconds in which its threads ran or waited for a CPU; the largest value seen, since ended threads vanish."""

@@ -25,7 +25,7 @@ from megarl.errors import UserError
 from megarl.foreign import parse_json
 from megarl.recipe.reward_table import ServiceTable
 from megarl.recipe.tables import Recipe, RewardTable
-from megarl.rewards import NoNumber, Score, Verifier, VerifierUnavailable, read_score, row_of
+from megarl.rewards import Score, Verifier, VerifierUnavailable, read_score, row_of
 
 LARGEST_ANSWER = 4 << 20  # bytes
 RETRIED = (408, 409, 425, 429)  # HTTP statuses after which a request is retried, as it is after all from 500 on
@@ -63,13 +63,8 @@ class Http:
     def score(self, prompt: Prompt, response: str) -> Score:
         row = row_of(prompt)
         body = {"prompt": prompt.text, "response": response, "answer": prompt.answer, "row": row}
-        return self._service.post("", body, self._read)
-
-    def _read(self, said: Any) -> Score:
-        try:
-            return read_score(said, self._service.url, self._scores)
-        except NoNumber as error:  # a fault of this answer, not of the service's form
-            raise ValueError(str(error)) from None
+        # `NoNumber` is a ValueError: a fault of this answer, not of the service's form
+        return self._service.post("", body, lambda said: read_score(said, self._service.url, self._scores))
 
 
 class Judge:
@@ -127,7 +122,7 @@ class Service:
         self,
         path: str,
         body: dict[str, Any],
-        read: Callable[[Any], Result] = lambda said: said,
+        read: Callable[[Any], Result],
         again: Mapping[str, Any] = {},
     ) -> Result:
         """Post ``body`` as JSON; return what ``read`` makes of the JSON of the answer.

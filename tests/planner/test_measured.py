@@ -61,7 +61,7 @@ def test_the_factors_of_the_documents_are_those_of_the_measurements():
     rows = [(plan(gpu, way), peak, seconds) for gpu, way, peak, seconds in measured()]
     memory = [sum(p.optimize.values()) / GIB - 4 for p, _, _ in rows]
     larger = [planned / peak for planned, (_, peak, _) in zip(memory, rows, strict=True)]
-    slower = [p.update_seconds / seconds for p, _, seconds in rows]
+    slower = [p.update_seconds() / seconds for p, _, seconds in rows]
     text = (ROOT / "docs/scale.md").read_text().replace("\n", " ")
     assert f"{min(larger):.2f} to {max(larger):.2f} times the peaks" in text
     assert f"{min(slower):.1f} to {max(slower):.1f} times the seconds" in text and min(slower) > 1 / WITHIN

@@ -79,7 +79,7 @@ def test_only_adapters_have_optimizer_state_and_checkpoints(moe_plan, plan_of):
     assert plan.disk["one checkpoint"] == 14 * whole
     assert plan.disk["one export"] == without.disk["one export"]
     # forward, recompute, and one of the two passes of backward
-    assert plan.update_seconds == pytest.approx(without.update_seconds * 3 / 4)
+    assert plan.update_seconds() == pytest.approx(without.update_seconds() * 3 / 4)
     assert f"and {stage.adapters / 1e6:.1f} M of adapters" in table(plan)
     small = plan_of(MOE.parent / "mu_grpo-lora.toml", 1, "h100")
     total = sum(small.optimize.values()) / GIB
@@ -150,7 +150,7 @@ def test_parts_of_layers_are_recomputed_before_whole_ones(counter, moe_plan):
         assert moe_plan(2, "h100", ["actor.recompute=none", *layout]).misfit() is not None
         again = moe_plan(2, "h100", [*layout, changes[-1]])
         full = moe_plan(2, "h100", [*layout, "actor.recompute=full"])
-        assert again.misfit() is None and again.update_seconds < full.update_seconds
+        assert again.misfit() is None and again.update_seconds() < full.update_seconds()
         assert "recompute layernorm, moe" in table(again)
     text = Fit("", plan, found).text()
     assert '--set \'actor.recompute=["layernorm", "moe"]\'' in text  # quoted for a shell
@@ -209,7 +209,7 @@ def test_figures_of_scale_md_on_memory_recomputation_and_fp8(moe_plan):
         plan = moe_plan(4, "h100", [f"actor.recompute={said}"])
         fits = "" if plan.misfit() is None else ", which does not fit"
         kept, beside = (plan.optimize[name] / GIB for name in ("activations", BESIDE))
-        assert f"| `{said}` | {kept:.1f} + {beside:.1f}{fits} | {plan.update_seconds:.1f} |" in document
+        assert f"| `{said}` | {kept:.1f} + {beside:.1f}{fits} | {plan.update_seconds():.1f} |" in document
     fp8 = moe_plan(4, "h100", [*FUSED, "megatron.fp8=hybrid", "megatron.fp8_recipe=blockwise"])
     assert fp8.stages[0].matrices == 48 * (1280 * 2048 + 1024 * 2048)  # of a rank, with tensor 4
     assert f"copies are {fp8.optimize['weights, fp8 and transposed'] / GIB:.1f} GiB" in document.replace("\n", " ")

@@ -31,7 +31,7 @@ def plan(nodes, gpu, sequence, sequences, *changes, mean=1.0):
 def trained(found):
     """Tokens that updates train per second and GPU."""
     tokens = found.responses_per_update * found.mean_sequence
-    return tokens / found.update_seconds / found.layout.ranks
+    return tokens / found.update_seconds() / found.layout.ranks
 
 
 def step(found, updates):

@@ -68,7 +68,7 @@ def test_a_calm_live_run_takes_the_time_of_its_slower_role():
     plan, start = calm.plan, calm.plan.assume.engine_start
     length = plan.assume.mean_response * 3072
     run = calm.live(np.random.default_rng(0), 4)
-    work = 512 * 2 * plan.update_seconds + 8 * calm.checkpoint
+    work = 512 * 2 * plan.update_seconds() + 8 * calm.checkpoint
     assert run.total == pytest.approx(start + length * calm.step[1024] + work, rel=1e-9)
     slow = Simulation(replace(plan, assume=replace(plan.assume, decode_efficiency=0.002)), calm.scenario)
     run = slow.live(np.random.default_rng(0), 4)

@@ -89,7 +89,7 @@ def test_recomputed_parts_cost_their_share_of_a_forward_pass():
     """With core_attn the operations of attention are repeated; with method block, those of twelve layers."""
 
     def seconds(*changes):
-        return plan(override_recipe(RECIPE, changes)).update_seconds
+        return plan(override_recipe(RECIPE, changes)).update_seconds()
 
     length, plain = plan().mean_sequence, seconds("actor.recompute=none")
     attention = 48 * 2 * 4096 * length**2 / sizes.forward_flops(HF, plan().active_parameters, length)
@@ -115,7 +115,8 @@ def test_an_update_computes_the_tokens_of_its_packing(prompt, response, budget, 
     assert found.tokens_per_update == pytest.approx(packed, rel=1 / 32)
     assert whole.tokens_per_update == 256 * (prompt + 1 + response)
     short, one = (sizes.forward_flops(HF, found.active_parameters, n) for n in (prompt + 1, prompt + 1 + response))
-    assert found.update_seconds / whole.update_seconds == pytest.approx(1 - found.prompts_saved * short / (256 * one))
+    seconds = found.update_seconds(), whole.update_seconds()
+    assert seconds[0] / seconds[1] == pytest.approx(1 - found.prompts_saved * short / (256 * one))
 
 
 def test_the_pipeline_stage_with_the_most_layers_sets_the_pace():
@@ -123,7 +124,7 @@ def test_the_pipeline_stage_with_the_most_layers_sets_the_pace():
     eight, seconds, one = replace(LAYOUT, ranks=256, pipeline_parallel=8), [], []
     for layers, layout in ((64, eight), (61, replace(eight, first_layers=6, last_layers=7))):
         each = plan(hf=HF | {"num_hidden_layers": layers}, layout=layout)
-        seconds.append(each.update_seconds)
+        seconds.append(each.update_seconds())
         one.append(sizes.forward_flops(each.hf, each.active_parameters, each.mean_sequence))
     assert seconds[1] / seconds[0] == pytest.approx(one[1] / one[0] * 8 * 8 / 61)
 

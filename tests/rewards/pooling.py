@@ -54,7 +54,7 @@ def pool(build, limits=TIGHT):
 
 def score(verifiers, questions):
     """The verdicts on (prompt, response) pairs, in their order."""
-    numbers, found = [verifiers.ask(*question) for question in questions], {}
+    numbers, found = [verifiers.ask(*question)[0] for question in questions], {}
     while len(found) < len(numbers):
         found |= dict(verifiers.verdicts(wait=True))
     return [found[number] for number in numbers]

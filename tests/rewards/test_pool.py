@@ -111,7 +111,7 @@ def test_a_response_is_scored_again_if_its_worker_is_killed_or_stopped(number):
         score(verifiers, [(prompt_for("a"), "a")])
         worker = workers(verifiers)[0].pid
         os.kill(worker, signal.SIGSTOP)
-        question = verifiers.ask(prompt_for("a"), "a")
+        (question,) = verifiers.ask(prompt_for("a"), "a")
         assert verifiers.verdicts() == []
         os.kill(worker, number)
         assert verifiers.verdicts(wait=True) == [(question, RIGHT)]
@@ -134,7 +134,7 @@ def test_a_long_scoring_shows_heartbeats_for_as_long_as_it_may_take(progress, la
     with pool(Scripted, Limits(seconds=30, patience=600, workers=1, progress=progress)) as verifiers:
         asked, begin = verifiers.ask(prompt_for("a"), "sleep"), time.monotonic()
         verifiers.verdicts(wait=True, unless=lambda: beats_in(tmp_path) >= 3 or time.monotonic() - begin > late)
-        assert (beats_in(tmp_path) >= 3) == (progress == 600) and asked == 0
+        assert (beats_in(tmp_path) >= 3) == (progress == 600) and asked == range(1)
 
 
 def test_mistakes_and_bugs_are_raised_in_the_client():
