@@ -13,7 +13,7 @@ from megarl.kernels import library
 from megarl.kernels.constants import LOG_RATIO_LIMIT, POSITION_BITS
 
 BACKENDS = ("torch", "cpp", "cuda", "triton")
-STATISTICS_IN_TORCH = ("torch", "triton")  # these compute batch statistics and segment summaries in torch
+STATISTICS_IN_TORCH = ("torch", "triton")  # these compute batch statistics in torch
 
 
 @dataclass(frozen=True)
