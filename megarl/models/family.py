@@ -146,10 +146,6 @@ class Family:
         chosen = layer >= first and (layer + 1) % step == 0
         return bool(hf["num_experts"]) and chosen and layer not in (hf.get("mlp_only_layers") or ())
 
-    def sparse_layers(self, hf: Hf) -> int:
-        """Number of layers with experts."""
-        return sum(self.has_experts(hf, layer) for layer in range(hf["num_hidden_layers"]))
-
     def is_linear(self, hf: Hf, layer: int) -> bool:
         """Whether layer ``layer`` (from 0) has linear attention."""
         if self.linear is None:
@@ -211,8 +207,9 @@ class Family:
         )
         for part in self.distinct_sublayers(hf):
             settings |= part.megatron_settings(hf)
-        if 0 < self.sparse_layers(hf) < hf["num_hidden_layers"]:
-            settings["moe_layer_freq"] = [int(self.has_experts(hf, i)) for i in range(hf["num_hidden_layers"])]
+        sparse = [int(self.has_experts(hf, layer)) for layer in range(hf["num_hidden_layers"])]
+        if 0 < sum(sparse) < len(sparse):
+            settings["moe_layer_freq"] = sparse
         if self.linear_layers(hf):
             settings["linear_attention_freq"] = [int(self.is_linear(hf, i)) for i in range(hf["num_hidden_layers"])]
         return settings
