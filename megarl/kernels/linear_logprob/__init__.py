@@ -27,7 +27,6 @@ from torch.distributed import ProcessGroup
 
 from megarl.errors import UserError
 from megarl.kernels.linear_logprob import torch_backend
-from megarl.kernels.linear_logprob.chunking import chunks
 from megarl.kernels.weight_gradient import add_product, added, main_grad
 
 BACKENDS = ("torch", "triton")
@@ -134,7 +133,7 @@ class _LinearLogprob(torch.autograd.Function):
             if need_weight and w.shape[1] == weight.shape[1]:  # no columns that a backend appended
                 total = main_grad(weight)
             grad_w = None if total is None else total[: ctx.rows]
-            for chunk in chunks(hidden.shape[0], ctx.chunk_tokens):
+            for chunk in torch_backend.chunks(hidden.shape[0], ctx.chunk_tokens):
                 dz = kernels.logit_gradients(
                     h[chunk], w, local[chunk], coefficients[:, chunk], scale, with_entropy, buffer
                 )

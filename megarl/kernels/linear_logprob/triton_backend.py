@@ -24,7 +24,7 @@ from triton import knobs
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from megarl.errors import UserError
-from megarl.kernels.linear_logprob.chunking import buffer_bytes
+from megarl.kernels.linear_logprob.torch_backend import buffer_bytes
 
 GROUP = 16  # token blocks whose programs run at the same time, so that they share vocabulary tiles in the L2 cache
 WAVES = 4  # least number of programs per multiprocessor, so that few idle at the end

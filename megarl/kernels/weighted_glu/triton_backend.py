@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megarl.kernels.weighted_glu.definition import Glu
+from megarl.kernels.weighted_glu import Glu
 
 ROWS, COLUMNS = 8, 128  # of a tile: 16 bytes of bfloat16 for each of 128 threads
 LAUNCH_OPTIONS = dict(num_warps=4, num_stages=1, enable_fp_fusion=True)
