@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.enums import AttnMaskType
@@ -46,12 +45,9 @@ class LatentAttention(MultiLatentAttention):
         submodules: MLASelfAttentionSubmodules,
         layer_number: int,
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        **more: Any,  # arguments that Megatron-Core 0.19 added
+        **more: Any,
     ) -> None:
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        super().__init__(config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, groups, **more)
+        super().__init__(config, submodules, layer_number, attn_mask_type, "self", **more)
         heads, queries = config.num_attention_heads, config.num_attention_heads * self.q_head_dim
         if config.q_lora_rank is None:
             self.linear_q_proj = self._column_parallel(submodules.linear_q_proj, config.hidden_size, queries)
