@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
@@ -119,14 +118,6 @@ def rotary_tables(
         cosines, sines = cosines * scale, sines * scale
     cosines, sines = cosines.to(dtype), sines.to(dtype)
     return torch.cat([cosines, cosines], -1), torch.cat([-sines, sines], -1)
-
-
-def yarn_frequencies(embedding: YarnRotaryEmbedding) -> tuple[torch.Tensor, float]:
-    """YaRN's (Peng et al. 2023, arXiv 2309.00071) inverse frequencies [rotated dimensions / 2] and scale, for
-    `rotary_tables`. The frequencies are the embedding's angles at position 1.
-    """
-    angles, scale = embedding.get_emb(1, offset=1)
-    return angles[0, 0, 0, : angles.shape[-1] // 2], scale
 
 
 def rotate(x: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules, MultiLatentAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megarl.actor.attention import PackedSequences, RMSNorm, rotate, yarn_frequencies
+from megarl.actor.attention import PackedSequences, RMSNorm, rotate
 
 if not isinstance(multi_latent_attention.TELinear, type):
     # without Transformer Engine, Megatron-Core 0.16.1 defines mocks of its classes, which this Megatron module takes
@@ -104,13 +104,6 @@ class LatentAttention(MultiLatentAttention):
         query = torch.cat([query, rotate(_halves(query_rotated), *rotary)], -1)
         shared_key = rotate(_halves(shared_key[:, None]), *rotary)
         return query, torch.cat([key, shared_key.expand(-1, heads, -1)], -1), value, query_latent, latent
-
-    @property
-    def frequencies(self) -> tuple[torch.Tensor, float]:
-        """Inverse frequencies [qk_pos_emb_head_dim / 2] and the scale of `megarl.actor.attention.rotary_tables`."""
-        if self.config.rope_type == "rope":
-            return self.rotary_pos_emb.inv_freq, 1.0
-        return yarn_frequencies(self.rotary_pos_emb)
 
 
 def _halves(x: torch.Tensor) -> torch.Tensor:
