@@ -7,7 +7,6 @@ they read them once more and write their gradient, where the definition goes thr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +28,9 @@ def weighted_glu(gate_up: torch.Tensor, probs: torch.Tensor, glu: Glu, backend: 
     """
     if backend == "torch":
         return _in_torch(gate_up, probs, glu)
-    return _Fused.apply(gate_up, probs, glu)
+    from megarl.kernels.weighted_glu.triton_backend import WeightedGlu
+
+    return WeightedGlu.apply(gate_up, probs, glu)
 
 
 def _in_torch(gate_up: torch.Tensor, probs: torch.Tensor, glu: Glu) -> torch.Tensor:
@@ -40,20 +41,3 @@ def _in_torch(gate_up: torch.Tensor, probs: torch.Tensor, glu: Glu) -> torch.Ten
         up = up + glu.offset
     activated = F.silu(gate) if glu.sharpness == 1 else gate * torch.sigmoid(glu.sharpness * gate)
     return (activated * up * probs[:, None]).to(gate_up.dtype)
-
-
-class _Fused(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor, probs: torch.Tensor, glu: Glu) -> torch.Tensor:
-        from megarl.kernels.weighted_glu import triton_backend
-
-        gate_up, ctx.glu = gate_up.contiguous(), glu
-        ctx.save_for_backward(gate_up, probs)
-        return triton_backend.forward(gate_up, probs, glu)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
-        from megarl.kernels.weighted_glu import triton_backend
-
-        gate_up, probs = ctx.saved_tensors
-        return *triton_backend.backward(gradient.contiguous(), gate_up, probs, ctx.glu), None
