@@ -149,7 +149,7 @@ def test_wrong_arguments_are_refused() -> None:
     hidden, weight, targets = problem(torch.float32)
     with pytest.raises(UserError, match="'cuda'; expected one of torch, triton"):
         linear_logprob(hidden, weight, targets, backend="cuda")
-    with pytest.raises(UserError, match='needs a GPU, but hidden is on cpu; use "torch" there'):
+    with pytest.raises(UserError, match="needs a GPU, but the tensors are on cpu; use 'torch' there"):
         linear_logprob(hidden, weight, targets, backend="triton")
     with pytest.raises(ValueError, match="vocab_size is 25; expected 1 to 24"):
         linear_logprob(hidden, weight, targets, vocab_size=25)
