@@ -41,9 +41,6 @@ class GatedDeltaNet(Attention):
     def divided(self, hf: Hf) -> dict[str, int]:
         return {"linear_num_key_heads": hf["linear_num_key_heads"]}
 
-    def context_divided(self, hf: Hf) -> dict[str, int]:
-        return self.divided(hf)
-
     def megatron_settings(self, hf: Hf) -> dict[str, Any]:
         return {name: hf[name] for name in SIZES}
 

@@ -33,10 +33,6 @@ class Sublayer(Protocol):
     def divided(self, hf: Hf) -> dict[str, int]:
         """{setting: its value} for each setting whose value ``tensor_parallel`` must divide."""
 
-    def context_divided(self, hf: Hf) -> dict[str, int]:
-        """{setting: its value} for each setting whose value ``tensor_parallel * context_parallel`` must divide."""
-        return {}
-
 
 class Attention(Sublayer, Protocol):
     """The first sublayer: softmax attention, or linear attention, whose state takes the place of keys and values."""
@@ -163,8 +159,9 @@ class Family:
         return None if self.is_linear(hf, layer) else self.attention.window(hf, layer)
 
     def context_divided(self, hf: Hf) -> dict[str, int]:
-        """`Sublayer.context_divided` of all sublayers."""
-        return {name: size for part in self.distinct_sublayers(hf) for name, size in part.context_divided(hf).items()}
+        """{setting: its value} for each setting whose value ``tensor_parallel * context_parallel`` must divide: those
+        of linear attention, for whose heads context-parallel ranks exchange parts of sequences."""
+        return self.linear.divided(hf) if self.linear and self.linear_layers(hf) else {}
 
     def sublayers(self, hf: Hf, layer: int) -> Sublayers:
         """The two sublayers of layer ``layer`` (from 0)."""
