@@ -51,7 +51,7 @@ def m2_ways(batch: TokenBatch, backends: list[str], loop: bool) -> dict[str, Cal
     objective = OBJECTIVES["m2po"]()
     ways: dict[str, Callable[[], torch.Tensor]] = {"sort + cumsum": sort_and_cumsum}
     for backend in ("torch", *backends):
-        ways[backend] = lambda backend=backend: objective.statistics(batch, None, backend).threshold
+        ways[backend] = lambda backend=backend: objective.statistics(batch, None, backend)[0]
     return ways | ({"released loop": released_loop} if loop else {})
 
 

@@ -106,14 +106,6 @@ int megarl_token_pass_cuda(const char* rule, const double* parameters, double da
                            float* loss, float* coefficient, uint8_t* kept, double* segment_sums, double* sums,
                            int64_t* histograms, double* scratch, void* stream);
 
-/* Summaries of segments for the other segments of their sequence, [num_segments] each: least, the least clamped
- * log-ratio of the trained tokens (inf for none, NaN if one is NaN); sum of the log-ratios; count of trained tokens;
- * first_trigger (A < 0 and ratio < veto_threshold), counted from the segment's start, INT32_MAX for none. */
-int megarl_segment_summary_cpu(const megarl_tokens* tokens, const float* veto_threshold, float* least, double* sum,
-                               int64_t* count, int32_t* first_trigger);
-int megarl_segment_summary_cuda(const megarl_tokens* tokens, const float* veto_threshold, float* least, double* sum,
-                                int64_t* count, int32_t* first_trigger, void* stream);
-
 /* M2PO's radix selection.
  *
  * keys [T] uint32: bit pattern of |l| for tokens of the trust region, 0xFFFFFFFF elsewhere.

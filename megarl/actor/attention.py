@@ -6,7 +6,6 @@ Transformer Engine has both, but is not on every machine.
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
@@ -26,19 +24,13 @@ from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch.nn.attention.bias import causal_lower_right
-from torch.nn.attention.varlen import varlen_attn
 
 from megarl.actor.delta_rule import SequenceChunks
-from megarl.actor.flash import Rows, flash_attention, select_rows
+from megarl.actor.flash import FlashAttention, Rows, SelectRows
 from megarl.actor.sinks import causal_window, with_sink
 from megarl.actor.transfer import to_device
 from megarl.batch import ContextShard
 from megarl.errors import UserError
-
-# from torch 2.12 on varlen_attn must be told that several query heads share a key; 2.11 has no such argument
-_GROUPED_QUERIES: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
 
 
 @dataclass(frozen=True)
@@ -128,14 +120,6 @@ def rotary_tables(
     return torch.cat([cosines, cosines], -1), torch.cat([-sines, sines], -1)
 
 
-def yarn_frequencies(embedding: YarnRotaryEmbedding) -> tuple[torch.Tensor, float]:
-    """YaRN's (Peng et al. 2023, arXiv 2309.00071) inverse frequencies [rotated dimensions / 2] and scale, for
-    `rotary_tables`. The frequencies are the embedding's angles at position 1.
-    """
-    angles, scale = embedding.get_emb(1, offset=1)
-    return angles[0, 0, 0, : angles.shape[-1] // 2], scale
-
-
 def rotate(x: torch.Tensor, cosines: torch.Tensor, signed_sines: torch.Tensor) -> torch.Tensor:
     """Rotary position embedding of x [T, heads, head_dim]; dimension i of the first half and of the second half are the
     two coordinates of pair i.
@@ -218,7 +202,7 @@ class PackedAttention(MegatronModule):
     def _by_size(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pieces: Attended) -> torch.Tensor:
         """One batched call for each run of pieces of equal size."""
         if pieces.keys is not None:
-            key, value = (select_rows(x, pieces.keys) for x in (key, value))
+            key, value = (SelectRows.apply(x, pieces.keys) for x in (key, value))
         q_parts = query.split([count * queries for count, queries, _ in pieces.runs])
         k_parts, v_parts = (x.split([count * keys for count, _, keys in pieces.runs]) for x in (key, value))
         outputs = []
@@ -246,13 +230,10 @@ class PackedAttention(MegatronModule):
 
     def _fused(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, pieces: Attended) -> torch.Tensor:
         """One call of flash attention, whose causal mask is aligned to the lower right corner."""
-        lengths: Any = (pieces.cu_seqlens_q, pieces.cu_seqlens_k, pieces.max_seqlen_q, pieces.max_seqlen_k)
+        lengths = (pieces.cu_seqlens_q, pieces.cu_seqlens_k, pieces.max_seqlen_q, pieces.max_seqlen_k)
         window = (-1 if self.before is None else self.before, 0)  # tokens before (-1: all) and after
-        more = pieces.keys, self.softmax_offset
-        if more != (None, None):
-            return flash_attention(query, key, value, lengths, window, self.scale, *more).flatten(1)
-        out: Any = varlen_attn(query, key, value, *lengths, scale=self.scale, window_size=window, **_GROUPED_QUERIES)
-        return out.flatten(1)
+        more = pieces.keys, self.softmax_offset, lengths, window, self.scale
+        return FlashAttention.apply(query, key, value, *more).flatten(1)
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None

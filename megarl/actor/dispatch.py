@@ -66,14 +66,17 @@ class IndexDispatcher(MoETokenDispatcher):
         from_rank = received.sum(2)
         self.chunks = received.flatten(0, 1)  # [tp ep, local experts], lengths in the order in which rows arrive
         self.tokens_per_expert = self.chunks.sum(0)
-        self.totals = HostCopy(torch.cat([sent, from_rank[self.tp_rank], from_rank.sum(1)]))
+        totals = torch.cat([sent, from_rank[self.tp_rank], from_rank.sum(1)])
+        self.totals = totals.to("cpu", non_blocking=True)  # torch makes the target pinned memory
+        self.copied = torch.cuda.current_stream().record_event() if totals.is_cuda else None
 
     def token_dispatch(self, hidden_states: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """All-to-all of the rows between expert-parallel ranks; the layer's only wait for the device is here."""
         if not self.exchanges:
             return hidden_states, probs
-        totals = self.totals.wait()
-        ep = self.ep_size
+        if self.copied is not None:
+            self.copied.synchronize()
+        totals, ep = self.totals.tolist(), self.ep_size
         self.sent, self.received, self.from_tp = totals[:ep], totals[ep : 2 * ep], totals[2 * ep :]
         arrived = (all_to_all(self.ep_group, x, self.received, self.sent) for x in (hidden_states, probs))
         return next(arrived), next(arrived)
@@ -119,20 +122,6 @@ class IndexDispatcher(MoETokenDispatcher):
         return gather_rows(hidden_states, self.rows, self.tokens, self.backend).view(self.hidden_shape)
 
 
-class HostCopy:
-    """An asynchronous copy of a small integer tensor to the host; the device works on meanwhile."""
-
-    def __init__(self, values: torch.Tensor) -> None:
-        self.values = values.to("cpu", non_blocking=True)  # torch makes the target pinned memory
-        self.event = torch.cuda.current_stream().record_event() if values.is_cuda else None
-
-    def wait(self) -> list[int]:
-        """The values, once the copy is complete."""
-        if self.event is not None:
-            self.event.synchronize()
-        return [int(value) for value in self.values.tolist()]
-
-
 class _GatherRows(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -176,15 +165,9 @@ def chunk_order(chunks: torch.Tensor, rows: int) -> torch.Tensor:
 class RoutedExperts(MoELayer):
     """Megatron's MoE layer with `IndexDispatcher`, unless settings in ``[megatron]`` need one of Megatron's own."""
 
-    def __init__(
-        self,
-        config: TransformerConfig,
-        submodules: MoESubmodules,
-        layer_number: int | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-    ) -> None:
-        groups = pg_collection or get_default_pg_collection()
-        super().__init__(config, submodules, layer_number, groups)
+    def __init__(self, config: TransformerConfig, submodules: MoESubmodules) -> None:
+        groups = get_default_pg_collection()
+        super().__init__(config, submodules, pg_collection=groups)
         drops = config.moe_expert_capacity_factor is not None or config.moe_router_padding_for_quantization
         alltoall = config.moe_token_dispatcher_type == "alltoall" and not config.moe_permute_fusion
         alltoall &= not config.moe_shared_expert_overlap  # Megatron's dispatchers then compute the shared experts

@@ -46,7 +46,9 @@ class Rows:
         return sums.view(-1, *gradient.shape[1:])
 
 
-class _SelectRows(torch.autograd.Function):
+class SelectRows(torch.autograd.Function):
+    """x.index_select(0, rows.places); the gradient of a prompt's row is the sum over all responses of its group."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, rows: Rows) -> torch.Tensor:
         ctx.rows = rows
@@ -57,13 +59,13 @@ class _SelectRows(torch.autograd.Function):
         return ctx.rows.sum(gradient), None
 
 
-def select_rows(x: torch.Tensor, rows: Rows) -> torch.Tensor:
-    """x.index_select(0, rows.places); the gradient of a prompt's row is the sum over all responses of its group."""
-    return _SelectRows.apply(x, rows)
+class FlashAttention(torch.autograd.Function):
+    """query [T, heads, d], key and value [N, kv_heads, d], sinks [heads] -> [T, heads, d].
 
-
-class _Flash(torch.autograd.Function):
-    """`flash_attention`; calls the same operators as `torch.nn.attention.varlen` of torch 2.13."""
+    lengths: of the pieces, whose keys are the ``rows`` of ``key`` and ``value``, None: all in order. window: how many
+    tokens before and after its own position a query attends to (-1: all); positions are aligned to the lower right
+    corner of a piece. Calls the same operators as `torch.nn.attention.varlen` of torch 2.13.
+    """
 
     @staticmethod
     def forward(
@@ -105,22 +107,3 @@ class _Flash(torch.autograd.Function):
             share = (sinks.float()[:, None] - lse).exp()
             sink_gradient = -(share * (gradient.float() * out.float()).sum(-1).t()).sum(1).to(sinks.dtype)
         return for_query, *for_keys, None, sink_gradient, None, None, None
-
-
-def flash_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    lengths: Lengths,
-    window: tuple[int, int],
-    scale: float,
-    rows: Rows | None = None,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """query [T, heads, d], key and value [N, kv_heads, d], sinks [heads] -> [T, heads, d].
-
-    lengths: of the pieces, whose keys are the ``rows`` of ``key`` and ``value``, None: all in order. window: how many
-    tokens before and after its own position a query attends to (-1: all); positions are aligned to the lower right
-    corner of a piece.
-    """
-    return _Flash.apply(query, key, value, rows, sinks, lengths, window, scale)

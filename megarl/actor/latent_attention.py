@@ -11,14 +11,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import multi_latent_attention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.multi_latent_attention import MLASelfAttentionSubmodules, MultiLatentAttention
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megarl.actor.attention import PackedSequences, RMSNorm, rotate, yarn_frequencies
+from megarl.actor.attention import PackedSequences, RMSNorm, rotate
 
 if not isinstance(multi_latent_attention.TELinear, type):
     # without Transformer Engine, Megatron-Core 0.16.1 defines mocks of its classes, which this Megatron module takes
@@ -46,12 +45,9 @@ class LatentAttention(MultiLatentAttention):
         submodules: MLASelfAttentionSubmodules,
         layer_number: int,
         attn_mask_type: AttnMaskType = AttnMaskType.causal,
-        cp_comm_type: str | None = None,
-        pg_collection: ProcessGroupCollection | None = None,
-        **more: Any,  # arguments that Megatron-Core 0.19 added
+        **more: Any,
     ) -> None:
-        groups = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
-        super().__init__(config, submodules, layer_number, attn_mask_type, "self", cp_comm_type, groups, **more)
+        super().__init__(config, submodules, layer_number, attn_mask_type, "self", **more)
         heads, queries = config.num_attention_heads, config.num_attention_heads * self.q_head_dim
         if config.q_lora_rank is None:
             self.linear_q_proj = self._column_parallel(submodules.linear_q_proj, config.hidden_size, queries)
@@ -108,13 +104,6 @@ class LatentAttention(MultiLatentAttention):
         query = torch.cat([query, rotate(_halves(query_rotated), *rotary)], -1)
         shared_key = rotate(_halves(shared_key[:, None]), *rotary)
         return query, torch.cat([key, shared_key.expand(-1, heads, -1)], -1), value, query_latent, latent
-
-    @property
-    def frequencies(self) -> tuple[torch.Tensor, float]:
-        """Inverse frequencies [qk_pos_emb_head_dim / 2] and the scale of `megarl.actor.attention.rotary_tables`."""
-        if self.config.rope_type == "rope":
-            return self.rotary_pos_emb.inv_freq, 1.0
-        return yarn_frequencies(self.rotary_pos_emb)
 
 
 def _halves(x: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megarl.actor.attention import PackedSequences, rotary_tables, yarn_frequencies
+from megarl.actor.attention import PackedSequences, rotary_tables
 from megarl.actor.delta_rule import sequence_chunks
 from megarl.actor.dispatch import RoutedExperts
 from megarl.actor.layers import block_spec
@@ -202,12 +202,15 @@ class PolicyModel(GPTModel):
     def _frequencies(self) -> tuple[torch.Tensor, float]:
         """Inverse frequencies [rotated dimensions / 2] and the scale of `rotary_tables`.
 
-        Latent attention has them in every layer, all alike, so the first layer's are taken."""
-        if self.config.multi_latent_attention:
-            return self.decoder.layers[0].self_attention.frequencies
-        if isinstance(self.rotary_pos_emb, YarnRotaryEmbedding):
-            return yarn_frequencies(self.rotary_pos_emb)
-        return self.rotary_pos_emb.inv_freq, 1.0
+        Latent attention has them in every layer, all alike, so the first layer's are taken. Those of YaRN (Peng et al.
+        2023, arXiv 2309.00071) are the embedding's angles at position 1.
+        """
+        owner = self.decoder.layers[0].self_attention if self.config.multi_latent_attention else self
+        embedding = owner.rotary_pos_emb
+        if not isinstance(embedding, YarnRotaryEmbedding):
+            return embedding.inv_freq, 1.0
+        angles, scale = embedding.get_emb(1, offset=1)
+        return angles[0, 0, 0, : angles.shape[-1] // 2], scale
 
     def _postprocess(
         self,

@@ -49,7 +49,8 @@ def sharded_adam_state(optimizer: MegatronOptimizer, model_state: Any) -> dict[s
     model_state: sharded state dicts of all model chunks. The tensors are views of the optimizer's, so loading into them
     restores everything but the step count, for which there is `set_adam_step`.
     """
-    shards = {part.data: part for part in nested_values(model_state) if _is_tensor(part)}
+    kinds = (ShardedTensor, ShardedTensorFactory)
+    shards = {part.data: part for part in nested_values(model_state) if isinstance(part, kinds)}
     state = {}
     for part in distributed_optimizers(optimizer):
         create_adam_state(part)
@@ -64,10 +65,6 @@ def sharded_adam_state(optimizer: MegatronOptimizer, model_state: Any) -> dict[s
                 for piece in _pieces(shards[parameter], parameter, owned.start, tensor.detach(), name):
                     state[f"{piece.key}{piece.global_offset}"] = piece
     return state
-
-
-def _is_tensor(part: Any) -> bool:
-    return isinstance(part, ShardedTensor | ShardedTensorFactory)
 
 
 def _pieces(

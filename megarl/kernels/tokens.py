@@ -13,7 +13,7 @@ from megarl.kernels import library
 from megarl.kernels.constants import LOG_RATIO_LIMIT, POSITION_BITS
 
 BACKENDS = ("torch", "cpp", "cuda", "triton")
-STATISTICS_IN_TORCH = ("torch", "triton")  # these compute batch statistics and segment summaries in torch
+STATISTICS_IN_TORCH = ("torch", "triton")  # these compute batch statistics in torch
 
 
 @dataclass(frozen=True)
@@ -29,10 +29,10 @@ class Tokens:
 
     def __post_init__(self) -> None:
         device, length = self.logprobs.device, self.logprobs.shape
-        for name, dtype in _DTYPES.items():
-            tensor = getattr(self, name)
+        for name, tensor in vars(self).items():
             if tensor is None:
                 continue
+            dtype = {"mask": torch.bool, "cu_seqlens": torch.int32}.get(name, torch.float32)
             wrong = tensor.dtype is not dtype or tensor.dim() != 1 or tensor.device != device
             if wrong or (name != "cu_seqlens" and tensor.shape != length) or not tensor.is_contiguous():
                 found = f"{tensor.dtype} {tuple(tensor.shape)} on {tensor.device}"
@@ -71,16 +71,6 @@ class Tokens:
         return library.TokenPointers(*(None if t is None else t.data_ptr() for t in tensors), self.segments)
 
 
-_DTYPES = {
-    "logprobs": torch.float32,
-    "rollout_logprobs": torch.float32,
-    "advantages": torch.float32,
-    "mask": torch.bool,
-    "cu_seqlens": torch.int32,
-    "old_logprobs": torch.float32,
-}
-
-
 def tie_places(batch: TokenBatch) -> torch.Tensor:
     """[segments] int64: place of each segment's first token in the (sequence, position) order that breaks M2PO's ties.
 
@@ -116,4 +106,4 @@ def _check_triton(device: torch.device) -> None:
     from triton import knobs
 
     if device.type != "cuda" and not knobs.runtime.interpret:
-        raise UserError(f"kernel backend 'triton' runs on cuda, but the tensors are on {device.type}")
+        raise UserError(f"kernel backend 'triton' needs a GPU, but the tensors are on {device}; use 'torch' there")

@@ -8,10 +8,17 @@ from itertools import pairwise
 from typing import Any
 
 from megarl.models.family import Attention, Hf
-from megarl.models.tensors import TensorNames, rows_of
+from megarl.models.tensors import TensorNames
 from megarl.recipe.layout import Layout
 
 CHUNK = 64  # number of tokens whose contributions to the state are computed together
+SIZES = {  # settings that Megatron calls as config.json does, with transformers' defaults
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_value_head_dim": 128,
+}
 
 
 @dataclass(frozen=True)
@@ -34,20 +41,8 @@ class GatedDeltaNet(Attention):
     def divided(self, hf: Hf) -> dict[str, int]:
         return {"linear_num_key_heads": hf["linear_num_key_heads"]}
 
-    def context_divided(self, hf: Hf) -> dict[str, int]:
-        return self.divided(hf)
-
     def megatron_settings(self, hf: Hf) -> dict[str, Any]:
-        return {
-            name: hf[name]
-            for name in (
-                "linear_conv_kernel_dim",
-                "linear_key_head_dim",
-                "linear_value_head_dim",
-                "linear_num_key_heads",
-                "linear_num_value_heads",
-            )
-        }
+        return {name: hf[name] for name in SIZES}
 
     def tensors(self, hf: Hf) -> dict[str, TensorNames]:
         def one(name: str, split: int | None = None) -> TensorNames:
@@ -75,7 +70,7 @@ class GatedDeltaNet(Attention):
         values = shared_by * hf["linear_value_head_dim"]  # rows of values for each key head
         ends = [heads * width, 2 * heads * width, heads * (2 * width + values)]
         query_rows, key_rows, value_rows = (
-            rows_of("linear_attn.in_proj_qkv.weight", first, end, ends[-1]) for first, end in pairwise([0, *ends])
+            f"linear_attn.in_proj_qkv.weight[{first}:{end}:{ends[-1]}]" for first, end in pairwise([0, *ends])
         )
         gates, rates, decays = (f"linear_attn.in_proj_{name}.weight" for name in "zba")
         return {

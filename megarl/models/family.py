@@ -33,10 +33,6 @@ class Sublayer(Protocol):
     def divided(self, hf: Hf) -> dict[str, int]:
         """{setting: its value} for each setting whose value ``tensor_parallel`` must divide."""
 
-    def context_divided(self, hf: Hf) -> dict[str, int]:
-        """{setting: its value} for each setting whose value ``tensor_parallel * context_parallel`` must divide."""
-        return {}
-
 
 class Attention(Sublayer, Protocol):
     """The first sublayer: softmax attention, or linear attention, whose state takes the place of keys and values."""
@@ -146,10 +142,6 @@ class Family:
         chosen = layer >= first and (layer + 1) % step == 0
         return bool(hf["num_experts"]) and chosen and layer not in (hf.get("mlp_only_layers") or ())
 
-    def sparse_layers(self, hf: Hf) -> int:
-        """Number of layers with experts."""
-        return sum(self.has_experts(hf, layer) for layer in range(hf["num_hidden_layers"]))
-
     def is_linear(self, hf: Hf, layer: int) -> bool:
         """Whether layer ``layer`` (from 0) has linear attention."""
         if self.linear is None:
@@ -167,8 +159,9 @@ class Family:
         return None if self.is_linear(hf, layer) else self.attention.window(hf, layer)
 
     def context_divided(self, hf: Hf) -> dict[str, int]:
-        """`Sublayer.context_divided` of all sublayers."""
-        return {name: size for part in self.distinct_sublayers(hf) for name, size in part.context_divided(hf).items()}
+        """{setting: its value} for each setting whose value ``tensor_parallel * context_parallel`` must divide: those
+        of linear attention, for whose heads context-parallel ranks exchange parts of sequences."""
+        return self.linear.divided(hf) if self.linear and self.linear_layers(hf) else {}
 
     def sublayers(self, hf: Hf, layer: int) -> Sublayers:
         """The two sublayers of layer ``layer`` (from 0)."""
@@ -211,8 +204,9 @@ class Family:
         )
         for part in self.distinct_sublayers(hf):
             settings |= part.megatron_settings(hf)
-        if 0 < self.sparse_layers(hf) < hf["num_hidden_layers"]:
-            settings["moe_layer_freq"] = [int(self.has_experts(hf, i)) for i in range(hf["num_hidden_layers"])]
+        sparse = [int(self.has_experts(hf, layer)) for layer in range(hf["num_hidden_layers"])]
+        if 0 < sum(sparse) < len(sparse):
+            settings["moe_layer_freq"] = sparse
         if self.linear_layers(hf):
             settings["linear_attention_freq"] = [int(self.is_linear(hf, i)) for i in range(hf["num_hidden_layers"])]
         return settings

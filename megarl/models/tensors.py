@@ -15,7 +15,7 @@ class TensorNames:
     """The Hugging Face tensors that make up one Megatron parameter.
 
     names: in their order in the parameter; those of a layer without ``model.layers.N.``, those of an expert with "{}"
-        for its number, a part of a tensor as `rows_of` names it.
+        for its number; NAME[FIRST:END:ROWS] are the rows from FIRST to before END of a tensor that has ROWS.
     split: the dimension of each tensor that tensor parallelism splits; None: replicated on every rank.
     packing: how the tensors are arranged in the parameter.
         "rows": they have the same number of rows and are concatenated.
@@ -31,11 +31,6 @@ class TensorNames:
     split: int | None = None
     packing: Literal["rows", "groups", "gated_groups", "columns", "alternate_columns"] = "rows"
     group: tuple[int, ...] = ()
-
-
-def rows_of(name: str, first: int, end: int, rows: int) -> str:
-    """The name for rows [``first``, ``end``) of a tensor that has ``rows`` rows."""
-    return f"{name}[{first}:{end}:{rows}]"
 
 
 def gate_up(prefix: str) -> TensorNames:

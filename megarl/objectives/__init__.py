@@ -10,7 +10,7 @@ from megarl.errors import UserError, did_you_mean
 from megarl.objectives.objective import Objective
 from megarl.objectives.options import OPTIONS, WithOptions, frozen_logprobs, name_of, updates_per_step
 from megarl.objectives.own import load_objective
-from megarl.objectives.padded import PaddedTerms, padded_statistics, padded_terms
+from megarl.objectives.padded import padded_statistics, padded_terms
 from megarl.objectives.parts.aggregation import denominator, token_weights
 from megarl.objectives.parts.fields import build
 from megarl.objectives.parts.metrics import Metric
@@ -23,7 +23,6 @@ __all__ = [
     "OPTIONS",
     "Metric",
     "Objective",
-    "PaddedTerms",
     "Terms",
     "WithOptions",
     "build_objective",

@@ -12,12 +12,7 @@ from megarl.kernels.token_pass.language import Outcome, Sequence, Token, absolut
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.clipping import moves_along
 from megarl.objectives.parts.fields import choice, number
-from megarl.objectives.parts.second_moment import (
-    Histograms,
-    SecondMomentMask,
-    select_second_moment,
-    winsorising_level,
-)
+from megarl.objectives.parts.second_moment import select_second_moment, winsorising_level
 
 
 @rule("ties")
@@ -38,13 +33,6 @@ def clip_log_ratio(t: Token, s: Sequence, level: Any) -> Outcome:
     value = where(clipped, exp(clamp(l, -level, level)), t.ratio) * t.advantage
     kept = ~(clipped | t.clamped)
     return Outcome(value, where(kept, value, 0.0), kept, clipped, t.never)
-
-
-@dataclass(frozen=True)
-class LogRatioBound:
-    """Statistics of `M2Po` with variant "released": the clip bounds of the whole batch."""
-
-    level: torch.Tensor  # 0-d float32, largest |l| that keeps its gradient
 
 
 @dataclass(frozen=True)
@@ -69,16 +57,13 @@ class M2Po(Objective):
 
     def statistics(
         self, batch: TokenBatch, group: ProcessGroup | None = None, backend: str = "torch"
-    ) -> SecondMomentMask | LogRatioBound:
-        """The mask's threshold (paper) or the clip bounds (released) over all ranks of `group`."""
-        histograms = Histograms(batch, backend)
+    ) -> tuple[torch.Tensor, ...]:
+        """The parameters of the rule, over all ranks of `group`: of |l| the mask's threshold with its tie order (paper)
+        or the largest that keeps its gradient (released)."""
         if self.variant == "paper":
-            ordered = group is None or batch.sequence_index is not None
-            return select_second_moment(histograms, self.m2_threshold, ordered, group)
-        level = winsorising_level(histograms, self.m2_threshold, group)
-        return LogRatioBound(level)
+            return select_second_moment(batch, self.m2_threshold, group, backend)
+        return (winsorising_level(batch, self.m2_threshold, group, backend),)
 
-    def rule(self, statistics: SecondMomentMask | LogRatioBound) -> Rule:
-        if isinstance(statistics, LogRatioBound):
-            return Rule(clip_log_ratio, (statistics.level,), first="m2_mask_fraction")
-        return Rule(second_moment, (statistics.threshold, statistics.order), first="m2_mask_fraction")
+    def rule(self, statistics: tuple[torch.Tensor, ...]) -> Rule:
+        function = second_moment if self.variant == "paper" else clip_log_ratio
+        return Rule(function, statistics, first="m2_mask_fraction")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,18 +10,7 @@ from torch.distributed import ProcessGroup
 
 from megarl.batch import TokenBatch
 from megarl.objectives.objective import Objective
-from megarl.objectives.parts.metrics import Metric
-
-
-@dataclass(frozen=True)
-class PaddedTerms:
-    """loss [B, R] float32, not averaged, 0 where the mask is False; kept [B, R] bool, tokens whose policy gradient
-    survives; metrics and histograms as in `Terms`, for `megarl.objectives.summarise`."""
-
-    loss: torch.Tensor
-    kept: torch.Tensor
-    metrics: dict[str, Metric]
-    histograms: dict[str, torch.Tensor]
+from megarl.objectives.parts.terms import Terms
 
 
 def padded_terms(
@@ -33,8 +22,9 @@ def padded_terms(
     old_logprobs: torch.Tensor | None = None,
     statistics: Any = None,
     backend: str = "torch",
-) -> PaddedTerms:
-    """The objective's loss of every token of a padded batch; the caller averages it over the whole optimizer batch.
+) -> Terms:
+    """The objective's `Terms` of a padded batch: loss, kept and flags [B, R]; the caller averages the loss over the
+    whole optimizer batch, and `megarl.objectives.summarise` takes metrics and histograms.
 
     logprobs [B, R]: of the current policy, with gradient. rollout_logprobs [B, R]: of the policy that generated, as
     the engine returned them. advantages [B], [B, 1] or [B, R]. mask [B, R], of any dtype: non-zero for tokens to train
@@ -46,7 +36,8 @@ def padded_terms(
     batch = _packed(logprobs, rollout_logprobs, advantages, mask, old_logprobs)
     terms = objective(batch, statistics, backend)
     shape = logprobs.shape
-    return PaddedTerms(terms.loss.reshape(shape), terms.kept.reshape(shape), terms.metrics, terms.histograms)
+    flags = {name: flag.reshape(shape) for name, flag in terms.flags.items()}
+    return replace(terms, loss=terms.loss.reshape(shape), kept=terms.kept.reshape(shape), flags=flags)
 
 
 def padded_statistics(

@@ -3,13 +3,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+import torch
 from torch.distributed import ProcessGroup
 
 from megarl.batch import TokenBatch
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.clipping import mute, soft_clip
 from megarl.objectives.parts.fields import number
-from megarl.objectives.parts.prefix_ratio import LowestPrefix, lowest_threshold, prefix_sums
+from megarl.objectives.parts.prefix_ratio import lowest_threshold, prefix_sums
 from megarl.objectives.parts.ratios import log_ratio
 from megarl.objectives.parts.terms import Terms, outcome_terms, tokens_of
 
@@ -31,13 +32,13 @@ class PrefixFilter(Objective):
     eps_high: float = number(4.0, 0)
     filter_fraction: float = number(0.01, 0, 1)
 
-    def statistics(self, batch: TokenBatch, group: ProcessGroup | None = None, backend: str = "torch") -> LowestPrefix:
-        """The lowest prefix ratio that is not filtered out, over all ranks of `group`."""
+    def statistics(self, batch: TokenBatch, group: ProcessGroup | None = None, backend: str = "torch") -> torch.Tensor:
+        """The lowest of `prefix_sums` that is not filtered out, over all ranks of `group`."""
         l, _ = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
-        return LowestPrefix(lowest_threshold(prefix_sums(l, batch), batch.loss_mask, self.filter_fraction, group))
+        return lowest_threshold(prefix_sums(l, batch), batch.loss_mask, self.filter_fraction, group)
 
-    def terms(self, batch: TokenBatch, statistics: LowestPrefix) -> Terms:
+    def terms(self, batch: TokenBatch, statistics: torch.Tensor) -> Terms:
         t, log_m = tokens_of(batch)
         o = soft_clip(t.ratio, t, 1 - self.eps_low, 1 + self.eps_high)
-        removed = batch.loss_mask & (prefix_sums(t.log_ratio, batch) < statistics.threshold)
+        removed = batch.loss_mask & (prefix_sums(t.log_ratio, batch) < statistics)
         return outcome_terms(self, batch, t, log_m, mute(o, removed), "clip_fraction", "filter_fraction")

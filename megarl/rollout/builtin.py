@@ -55,9 +55,8 @@ class BuiltinEngine(RolloutEngine):
 
     repeats_chunks = True
 
-    def __init__(self, policy_dir: Path, version: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> None:
-        self.device, self.dtype = torch.device(device), dtype
-        self.precision = str(dtype).removeprefix("torch.")
+    def __init__(self, policy_dir: Path, version: int, device: str = "cpu") -> None:
+        self.device, self.precision = torch.device(device), "float32"
         self._model: PreTrainedModel | None = None
         self._decoder: _Decoder | None = None  # the request that is being served
         self._number = 0  # its number
@@ -71,7 +70,7 @@ class BuiltinEngine(RolloutEngine):
     def load_weights(self, policy_dir: Path, version: int) -> None:
         self._model = None  # free the old weights first, so that memory never holds two copies
         self.policy_dir, self.version = Path(policy_dir), version
-        self._model = _load(self.policy_dir, self.dtype)
+        self._model = _load(self.policy_dir)
         self._model.to(self.device)  # type: ignore[arg-type]
 
     def sleep(self) -> None:
@@ -112,17 +111,6 @@ class BuiltinEngine(RolloutEngine):
         self._decoder = None
 
 
-def _starts(request: Request) -> tuple[list[list[int]], int]:
-    """The token sequences to prefill, and how many rows start from each.
-
-    Without prefixes each prompt starts ``samples`` rows; with prefixes each response starts from its own sequence.
-    """
-    prompts, prefixes, samples = request.prompts, request.sampling.prefixes, request.sampling.samples
-    if not prefixes:
-        return prompts, samples
-    return [[*prompts[row // samples], *prefix] for row, prefix in enumerate(prefixes)], 1
-
-
 def _nucleus(logprobs: torch.Tensor, top_p: float) -> torch.Tensor:
     """Nucleus sampling: [n, V] log-probs renormalised over the smallest set of top tokens with a mass >= ``top_p``.
 
@@ -148,7 +136,11 @@ class _Decoder:
         # transformers 5.24 renamed it; a name that a model does not know may be ignored, and the cache with it
         names = inspect.signature(model.forward).parameters
         self.cache_argument = "cache" if "cache" in names else "past_key_values"
-        self.starts, self.fanout = _starts(request)
+        # the token sequences to prefill, and how many rows start from each; with prefixes each response has its own
+        self.starts, self.fanout = request.prompts, self.sampling.samples
+        if prefixes := self.sampling.prefixes:
+            self.starts = [[*self.starts[row // self.fanout], *prefix] for row, prefix in enumerate(prefixes)]
+            self.fanout = 1
         self.waiting = sorted(range(len(self.starts)), key=lambda i: len(self.starts[i]), reverse=True)  # not begun
         self.stop_token_ids = np.array(self.sampling.stop_token_ids, np.int64)
         self.uniforms, self.limits = _Uniforms(self.sampling.seeds), np.array(self.sampling.limits)
@@ -306,7 +298,7 @@ def _empty_cache(model: PreTrainedModel) -> Any:
     return DynamicCache(config=model.config)
 
 
-def _load(policy_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
+def _load(policy_dir: Path) -> PreTrainedModel:
     from huggingface_hub.errors import StrictDataclassError
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM
@@ -317,7 +309,7 @@ def _load(policy_dir: Path, dtype: torch.dtype) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             policy_dir,
-            dtype=dtype,
+            dtype=torch.float32,
             local_files_only=True,
             trust_remote_code=False,
             use_safetensors=True,

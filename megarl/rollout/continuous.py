@@ -234,24 +234,20 @@ class ContinuousEngine(RolloutEngine):
         self._send(submitted, sampling)
         self._running |= submitted
 
-    def _experts(
-        self, found: np.ndarray | None, response: Running, tokens: int, cut_off: bool
-    ) -> np.ndarray | str | None:
-        """`checked_experts` of a response of ``tokens`` tokens, the last of which no forward pass has processed."""
-        if not self.settings.routed_experts:
-            return None
-        return checked_experts(found, len(response.tokens) + tokens - 1, self._hf, cut_off)
-
     def _completion(
         self,
         response: Running,
         tokens: np.ndarray,
         logprobs: np.ndarray,
         finish_reason: str,
-        experts: np.ndarray | str | None = None,
+        record: np.ndarray | None = None,
         wrong: str | None = None,
     ) -> tuple[int, Completion]:
-        """The pair that `step` returns for a response, from its tokens [n], log-probs [n] and `checked_experts`."""
+        """The pair that `step` returns for a response, from its tokens [n], log-probs [n] and record of experts."""
+        experts: np.ndarray | str | None = None
+        if self.settings.routed_experts:
+            processed = len(response.tokens) + len(tokens) - 1  # no forward pass has processed the last token
+            experts = checked_experts(record, processed, self._hf, cut_off=finish_reason not in ("stop", "length"))
         if finish_reason != "interrupted":
             self._done, self._done_tokens = self._done + 1, self._done_tokens + len(response.tokens) + len(tokens)
         return response.request, Completion(

@@ -238,8 +238,7 @@ class VllmEngine(ContinuousEngine):
             result = output.outputs[0]
             found = _tokens_and_logprobs(result.token_ids, result.logprobs)
             response = self._running.pop(output.request_id)
-            experts = self._experts(result.routed_experts, response, len(found[0]), cut_off=False)
-            ended.append(self._completion(response, *found, result.finish_reason, experts))
+            ended.append(self._completion(response, *found, result.finish_reason, result.routed_experts))
         return ended
 
     def _cut_off(self, names: list[str], why: str) -> list[tuple[int, Completion]]:
@@ -250,8 +249,7 @@ class VllmEngine(ContinuousEngine):
             if tokens or why == "interrupted":  # a response that timed out still gets its first token
                 chunks = state.routed_experts_chunks
                 record = np.concatenate(chunks) if chunks else None
-                experts = self._experts(record, self._running[name], len(tokens), True)
-                partial[name] = *_tokens_and_logprobs(tokens, logprobs), why, experts
+                partial[name] = *_tokens_and_logprobs(tokens, logprobs), why, record
         if partial:
             self._engine.abort_request(list(partial))
             self._queued -= set(partial)

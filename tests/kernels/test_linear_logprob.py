@@ -13,7 +13,7 @@ from torch.autograd import gradcheck
 
 from megarl.errors import UserError
 from megarl.kernels import linear_logprob as fused
-from megarl.kernels.linear_logprob import chunking, definition, linear_logprob
+from megarl.kernels.linear_logprob import definition, linear_logprob
 from megarl.kernels.linear_logprob import torch_backend as plain_torch
 
 TOKENS, WIDTH, VOCAB, PADDED = 13, 6, 17, 24
@@ -108,7 +108,7 @@ def test_default_chunk_fits_the_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes: list[int] = []
     plain = plain_torch._logits
     monkeypatch.setattr(plain_torch, "_logits", lambda *a: sizes.append((z := plain(*a)).numel() * z.itemsize) or z)
-    monkeypatch.setattr(chunking, "CPU_BUFFER_BYTES", 5 * PADDED * 4)
+    monkeypatch.setattr(plain_torch, "CPU_BUFFER_BYTES", 5 * PADDED * 4)
     hidden, weight, targets = problem(torch.float32)
     linear_logprob(hidden, weight, targets)[0].sum().backward()
     assert max(sizes) == 5 * PADDED * 4
@@ -149,7 +149,7 @@ def test_wrong_arguments_are_refused() -> None:
     hidden, weight, targets = problem(torch.float32)
     with pytest.raises(UserError, match="'cuda'; expected one of torch, triton"):
         linear_logprob(hidden, weight, targets, backend="cuda")
-    with pytest.raises(UserError, match='needs a GPU, but hidden is on cpu; use "torch" there'):
+    with pytest.raises(UserError, match="needs a GPU, but the tensors are on cpu; use 'torch' there"):
         linear_logprob(hidden, weight, targets, backend="triton")
     with pytest.raises(ValueError, match="vocab_size is 25; expected 1 to 24"):
         linear_logprob(hidden, weight, targets, vocab_size=25)

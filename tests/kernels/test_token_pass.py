@@ -17,7 +17,6 @@ from megarl.batch import TokenBatch
 from megarl.errors import UserError
 from megarl.kernels import library
 from megarl.kernels.constants import NEVER
-from megarl.kernels.segment_summary import segment_summary
 from megarl.kernels.token_pass import Inherited, PassResult, Rule, token_pass
 from megarl.kernels.token_pass.compiled import token_pass_compiled
 from megarl.kernels.token_pass.language import RULES, RuleFunction
@@ -177,21 +176,6 @@ def test_error_names_the_wrong_input(changes: dict[str, Any], options: Any, erro
     tokens, rule = Tokens.of(make_batch([5, 9])), Rule(RULES["reinforce"])
     with pytest.raises(error, match=message):
         token_pass(**{"rule": rule, "tokens": replace(tokens, **changes)} | options)
-
-
-@pytest.mark.parametrize("threshold", [0.0, 0.7])
-def test_segment_summary_equals_its_definition(threshold: float) -> None:
-    batch = make_batch(BORDERS[:10])
-    batch.rollout_logprobs[~batch.loss_mask] = torch.nan
-    batch.rollout_logprobs[300], batch.loss_mask[300] = torch.nan, True  # a NaN at a trained token, in segment 1
-    bound = torch.tensor(threshold)
-    ours, definition = (segment_summary(Tokens.of(batch.detach()), bound, b) for b in ("cpp", "torch"))
-    torch.testing.assert_close(ours.least, definition.least, rtol=0, atol=0, equal_nan=True)
-    assert ours.least.isnan().nonzero().flatten().tolist() == [1]
-    assert torch.equal(ours.count, definition.count)
-    assert torch.equal(ours.first_trigger, definition.first_trigger)
-    torch.testing.assert_close(ours.sum, definition.sum, rtol=1e-12, atol=1e-12, equal_nan=True)
-    assert (ours.first_trigger < 1000).any() == (threshold > 0)
 
 
 class Launches(TorchDispatchMode):

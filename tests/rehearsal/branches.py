@@ -38,7 +38,7 @@ NOT_THRESHOLDS = {
     "actor.experts._ALIGNMENT": "16 bytes, of the kernel; `grouped_linear` pads, see tests/actor/test_experts.py",
     "actor.packing._KEYS": "a share of the budget; tests/actor/test_packing.py",
     "actor.packing._LEAST_SHARED": "a share of the tokens",
-    "kernels.linear_logprob.chunking.CPU_BUFFER_BYTES": "of a CPU",
+    "kernels.linear_logprob.torch_backend.CPU_BUFFER_BYTES": "of a CPU",
     "kernels.linear_logprob.torch_backend.CPU_BLOCK_BYTES": "of a CPU",
     "kernels.linear_logprob.triton_backend.GROUP": "an order of programs; tests/kernels/interpreted",
     "kernels.linear_logprob.triton_backend.WAVES": "of multiprocessors; tests/kernels/interpreted",

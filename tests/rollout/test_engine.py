@@ -83,6 +83,7 @@ def test_what_is_no_fault_of_an_engine():
 def test_wide_integers_of_an_engine_are_not_cut_to_other_tokens():
     """A token id of vLLM's issue 26797, which int32 does not hold."""
     engine = object.__new__(sglang.SglangEngine)
+    engine.settings = Settings("cpu", context=64, responses=1)
     engine.version, engine._done, engine._done_tokens = 0, 0, 0
     running = Running(0, 0, 0, tokens=[1], seed=0, done=0, limit=1, timeout=60.0)
     for token in (5279552648203111001, -(2**40)):

@@ -27,7 +27,7 @@ from torch.distributed import ProcessGroup
 
 from megarl.errors import UserError
 from megarl.kernels.linear_logprob import torch_backend
-from megarl.kernels.linear_logprob.chunking import chunks
+from megarl.kernels.tokens import check_backend
 from megarl.kernels.weight_gradient import add_product, added, main_grad
 
 BACKENDS = ("torch", "triton")
@@ -64,7 +64,10 @@ def linear_logprob(
         raise ValueError(f"vocab_size is {vocab_size}; expected 1 to {rows * ranks}, the rows of weight on all ranks")
     first = rank * rows
     shard_rows = max(0, min(rows, total - first))  # rows of this rank that are not padding
-    kernels = _load(backend)
+    kernels: ModuleType = torch_backend
+    if backend == "triton":
+        check_backend(backend, hidden.device)
+        kernels = importlib.import_module("megarl.kernels.linear_logprob.triton_backend")
     inside = (targets >= first) & (targets < first + shard_rows)
     local = torch.where(inside, targets - first, -1)
     if chunk_tokens is None:
@@ -72,20 +75,6 @@ def linear_logprob(
     outputs = _LinearLogprob.apply(hidden, weight, local, temperature, group, chunk_tokens, shard_rows, kernels)
     logprobs, entropy = outputs
     return logprobs.masked_fill((targets < 0) | (targets >= total), torch.nan), entropy
-
-
-def _load(backend: str) -> ModuleType:
-    if backend == "torch":
-        return torch_backend
-    try:
-        return importlib.import_module("megarl.kernels.linear_logprob.triton_backend")
-    except ModuleNotFoundError as error:
-        package = str(error.name).split(".")[0]
-        if package == "megarl":
-            raise
-        raise UserError(
-            f"kernel backend 'triton' needs the package {package}, which is not installed; pip install triton"
-        ) from error
 
 
 class _LinearLogprob(torch.autograd.Function):
@@ -134,7 +123,7 @@ class _LinearLogprob(torch.autograd.Function):
             if need_weight and w.shape[1] == weight.shape[1]:  # no columns that a backend appended
                 total = main_grad(weight)
             grad_w = None if total is None else total[: ctx.rows]
-            for chunk in chunks(hidden.shape[0], ctx.chunk_tokens):
+            for chunk in torch_backend.chunks(hidden.shape[0], ctx.chunk_tokens):
                 dz = kernels.logit_gradients(
                     h[chunk], w, local[chunk], coefficients[:, chunk], scale, with_entropy, buffer
                 )

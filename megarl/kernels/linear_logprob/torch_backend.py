@@ -6,11 +6,24 @@ blocks of its rows, small enough to stay in a CPU's cache; on a GPU a block is a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
-from megarl.kernels.linear_logprob.chunking import buffer_bytes, chunks
-
+CPU_BUFFER_BYTES = 256 * 2**20
 CPU_BLOCK_BYTES = 16 * 2**20
+
+
+def buffer_bytes(device: torch.device) -> int:
+    """Bytes that the logits of a chunk may take: on a GPU a 64th of its memory (2.2 GB of 141), enough for efficient
+    matrix products."""
+    return torch.cuda.get_device_properties(device).total_memory // 64 if device.type == "cuda" else CPU_BUFFER_BYTES
+
+
+def chunks(tokens: int, chunk_tokens: int) -> Iterator[slice]:
+    """Slices of at most ``chunk_tokens`` that cover ``tokens``."""
+    for start in range(0, tokens, chunk_tokens):
+        yield slice(start, start + chunk_tokens)
 
 
 def chunk_tokens(hidden: torch.Tensor, rows: int) -> int:

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from megarl.kernels.weighted_glu.definition import Glu
+from megarl.kernels.weighted_glu import Glu
 
 ROWS, COLUMNS = 8, 128  # of a tile: 16 bytes of bfloat16 for each of 128 threads
 LAUNCH_OPTIONS = dict(num_warps=4, num_stages=1, enable_fp_fusion=True)
@@ -76,27 +76,31 @@ def constants(width: int, glu: Glu) -> dict[str, Any]:
     return sizes | dict(SHARPNESS=glu.sharpness, LIMIT=glu.limit, OFFSET=glu.offset)
 
 
-def forward(gate_up: torch.Tensor, probs: torch.Tensor, glu: Glu) -> torch.Tensor:
-    """gate_up [n, 2 F] contiguous, probs [n] -> [n, F]."""
-    n, width = gate_up.shape[0], gate_up.shape[1] // 2
-    out = gate_up.new_empty(n, width)
-    if n:
-        with torch.cuda.device_of(gate_up):
-            weighted_glu_kernel[(triton.cdiv(n, ROWS),)](
-                gate_up, probs, out, n, **constants(width, glu), **LAUNCH_OPTIONS
-            )
-    return out
+class WeightedGlu(torch.autograd.Function):
+    """gate_up [n, 2 F], probs [n] -> [n, F]."""
 
+    @staticmethod
+    def forward(ctx: Any, gate_up: torch.Tensor, probs: torch.Tensor, glu: Glu) -> torch.Tensor:
+        gate_up, ctx.glu = gate_up.contiguous(), glu
+        ctx.save_for_backward(gate_up, probs)
+        n, width = gate_up.shape[0], gate_up.shape[1] // 2
+        out = gate_up.new_empty(n, width)
+        if n:
+            with torch.cuda.device_of(gate_up):
+                weighted_glu_kernel[(triton.cdiv(n, ROWS),)](
+                    gate_up, probs, out, n, **constants(width, glu), **LAUNCH_OPTIONS
+                )
+        return out
 
-def backward(
-    gradient: torch.Tensor, gate_up: torch.Tensor, probs: torch.Tensor, glu: Glu
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """gradient [n, F] of the result -> gradients of gate_up and probs."""
-    n, width = gradient.shape
-    out, out_probs = torch.empty_like(gate_up), torch.empty_like(probs)
-    if n:
-        with torch.cuda.device_of(gate_up):
-            weighted_glu_gradients_kernel[(triton.cdiv(n, ROWS),)](
-                gradient, gate_up, probs, out, out_probs, n, **constants(width, glu), **LAUNCH_OPTIONS
-            )
-    return out, out_probs
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        gate_up, probs = ctx.saved_tensors
+        n, width = gradient.shape
+        out, out_probs = torch.empty_like(gate_up), torch.empty_like(probs)
+        if n:
+            with torch.cuda.device_of(gate_up):
+                weighted_glu_gradients_kernel[(triton.cdiv(n, ROWS),)](
+                    gradient.contiguous(), gate_up, probs, out, out_probs, n,
+                    **constants(width, ctx.glu), **LAUNCH_OPTIONS,
+                )  # fmt: skip
+        return out, out_probs, None

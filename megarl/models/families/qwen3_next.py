@@ -1,7 +1,7 @@
 """Qwen3-Next: three of four layers are gated delta nets, attention has an output gate, and norms are zero-centred."""
 
 from megarl.models.attention import GroupedQueryAttention
-from megarl.models.delta_net import GatedDeltaNet
+from megarl.models.delta_net import SIZES, GatedDeltaNet
 from megarl.models.family import Family
 from megarl.models.feed_forward import GatedMlp, MixtureOfExperts
 
@@ -10,16 +10,7 @@ FAMILY = Family(
     MixtureOfExperts(shared="mlp.shared_expert", shared_gate="mlp.shared_expert_gate.weight"),
     dense=GatedMlp(),
     linear=GatedDeltaNet(),
-    defaults={
-        "full_attention_interval": 4,
-        "linear_conv_kernel_dim": 4,
-        "linear_key_head_dim": 128,
-        "linear_num_key_heads": 16,
-        "linear_num_value_heads": 32,
-        "linear_value_head_dim": 128,
-        "norm_topk_prob": True,
-        "partial_rotary_factor": 0.25,
-    },
+    defaults=SIZES | {"full_attention_interval": 4, "norm_topk_prob": True, "partial_rotary_factor": 0.25},
     zero_centred_norms=True,
     copied=("mtp.",),  # the published models' layers for multi-token prediction, which transformers ignores
 )

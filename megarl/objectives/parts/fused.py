@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import torch
-import torch.distributed as dist
 
 from megarl.batch import TokenBatch
 from megarl.kernels.constants import NEVER
-from megarl.kernels.segment_summary import segment_summary
 from megarl.kernels.token_pass import Inherited, Rule, token_pass
 from megarl.kernels.token_pass.outputs import SUMS
 from megarl.kernels.tokens import Tokens, tie_places
 from megarl.objectives.parts.aggregation import sequence_count
 from megarl.objectives.parts.metrics import Metric, mean_metric, token_metrics
-from megarl.objectives.parts.prefix_min import min_of_earlier_chunks
+from megarl.objectives.parts.prefix_min import min_of_earlier_chunks, segment_minima
+from megarl.objectives.parts.sequences import sequence_min, sequence_sum
 from megarl.objectives.parts.terms import Terms
 
 
@@ -23,7 +22,7 @@ def fused_terms(rule: Rule, batch: TokenBatch, aggregation: str, dampened_below:
     places = tie_places(batch) if rule.function.quantity == "ties" else None
     inherited, counts = None, None
     if batch.shard is not None:
-        inherited, counts = _inherit(rule, tokens, batch, backend)
+        inherited, counts = _inherit(rule, tokens, batch)
     result = token_pass(rule, tokens, inherited, places, backend, dampened_below)
     sums = dict(zip(SUMS, result.sums, strict=True), loss=result.segment_sums[:, 1].sum())
     flags = {"kept": "kept_fraction", "first": rule.first, "second": rule.second}
@@ -50,25 +49,20 @@ def _loss_metric(
     return (loss / counts.clamp(min=1)).sum(), responses.double()
 
 
-def _inherit(rule: Rule, tokens: Tokens, batch: TokenBatch, backend: str) -> tuple[Inherited, torch.Tensor]:
+def _inherit(rule: Rule, tokens: Tokens, batch: TokenBatch) -> tuple[Inherited, torch.Tensor]:
     """What this rank's chunks need of their whole sequences, and [segments] the number of trained tokens in these. One
     all-gather and two all-reduces of a few numbers per sequence."""
-    shard = batch.shard
+    shard, quantity, l = batch.shard, rule.function.quantity, tokens.log_ratio
     assert shard is not None
-    quantity = rule.function.quantity
-    parameters = rule.on(tokens.logprobs.device)
-    threshold = parameters[-1] if quantity == "trigger" else parameters[0] * 0  # 0: nothing triggers
-    summary = segment_summary(tokens, threshold.float(), backend)
-    before = min_of_earlier_chunks(summary.least.view(-1, 2), shard).flatten()
-    pair = torch.stack([summary.sum.view(-1, 2).sum(1), summary.count.view(-1, 2).sum(1).double()])  # [2, S]
-    dist.all_reduce(pair, group=shard.group)
-    total, count = pair
+    before = min_of_earlier_chunks(segment_minima(l, batch).view(-1, 2), shard).flatten()
+    values = torch.stack([l, tokens.mask.to(l.dtype)], 1)
+    total, count = sequence_sum(values, batch.cu_seqlens, shard).unbind(1)
     mean = total / count.clamp(min=1) if quantity == "mean" else total
-    starts = shard.chunk_starts(batch.cu_seqlens)
-    local = summary.first_trigger.view(-1, 2).long()
-    first = torch.where(local == NEVER, NEVER, local + starts).amin(1)  # [S], in the whole sequence
-    dist.all_reduce(first, dist.ReduceOp.MIN, group=shard.group)
-    relative = torch.where(first[:, None] == NEVER, NEVER, first[:, None] - starts)
+    threshold = rule.parameters[-1] if quantity == "trigger" else 0.0  # 0: nothing triggers
+    fires = tokens.mask & (tokens.advantages < 0) & (l.exp() < threshold)
+    index = torch.where(fires, batch.positions, NEVER)
+    first = sequence_min(index, NEVER, batch.cu_seqlens, shard)[:, None]  # [S, 1], in the whole sequence
+    relative = torch.where(first == NEVER, NEVER, first - shard.chunk_starts(batch.cu_seqlens))
 
     def twice(values: torch.Tensor) -> torch.Tensor:
         return values.repeat_interleave(2, output_size=2 * values.numel())

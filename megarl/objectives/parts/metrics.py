@@ -19,16 +19,6 @@ def mean_metric(values: torch.Tensor, where: torch.Tensor) -> Metric:
     return torch.where(where, values.detach(), 0).sum(dtype=torch.float64), where.sum(dtype=torch.float64)
 
 
-def fraction_metrics(name: str, where: torch.Tensor, batch: TokenBatch) -> dict[str, Metric]:
-    """Share of trained tokens for which ``where`` [T] is True: among all, those with A > 0, and those with A < 0."""
-    mask, values = batch.loss_mask, where.double()
-    return {
-        name: mean_metric(values, mask),
-        f"{name}/positive": mean_metric(values, mask & (batch.advantages > 0)),
-        f"{name}/negative": mean_metric(values, mask & (batch.advantages < 0)),
-    }
-
-
 def loss_metric(loss: torch.Tensor, batch: TokenBatch, aggregation: str) -> Metric:
     """(sum of weight * loss, denominator): the sums over all ranks, divided, are the loss that is minimised."""
     weights = token_weights(batch.loss_mask, batch.cu_seqlens, aggregation, batch.shard)

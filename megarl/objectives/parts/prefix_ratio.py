@@ -6,8 +6,6 @@ than float32 arithmetic would.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -17,13 +15,6 @@ from megarl.batch import TokenBatch, segment_ids
 SCALE = 2.0**32  # with |l| <= 20 and at most 2^22 tokens per sequence, sums stay below 2^59
 DIGITS = tuple(range(48, -1, -12))  # shifts of the 12-bit digits of a radix selection over 60 bits
 OFFSET = 1 << 59  # added to sums to make them positive
-
-
-@dataclass(frozen=True)
-class LowestPrefix:
-    """Which tokens of a whole batch have the lowest prefix ratios: those with `prefix_sums` below ``threshold``."""
-
-    threshold: torch.Tensor  # 0-d int64
 
 
 def prefix_sums(l: torch.Tensor, batch: TokenBatch) -> torch.Tensor:

@@ -8,8 +8,6 @@ changes them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -23,50 +21,30 @@ _VALUE_DIGITS = ((20, 11), (10, 10), (0, 10))  # (shift, bits) of the digits of 
 _ORDER_DIGITS = ((33, 11), (22, 11), (11, 11), (0, 11))  # likewise of a tie order, 2 * POSITION_BITS bits
 
 
-@dataclass(frozen=True)
-class SecondMomentMask:
-    """Trust-region tokens are kept if |l| is below `threshold`, or equal to it with a tie order below `order`."""
-
-    threshold: torch.Tensor  # 0-d float32, inf if all are kept
-    order: torch.Tensor  # 0-d int64
-
-
-class Histograms:
-    """Computes the histograms of `megarl.kernels.second_moment` for one rank's tokens."""
-
-    def __init__(self, batch: TokenBatch, backend: str) -> None:
-        self.tokens, self.places, self.backend = Tokens.of(batch.detach()), tie_places(batch), backend
-        self.keys = moment_keys(self.tokens, backend)
-
-    def values(self, prefix: torch.Tensor, shift: int, bits: int) -> torch.Tensor:
-        """Histogram by the keys that agree with `prefix`, see `moment_histogram`."""
-        return moment_histogram(self.keys, prefix, shift, bits, self.backend)
-
-    def ties(self, key: torch.Tensor, prefix: torch.Tensor, shift: int, bits: int) -> torch.Tensor:
-        """Histogram by the tie orders of the tokens with `key`, see `moment_ties`."""
-        return moment_ties(self.keys, key, self.places, self.tokens, prefix, shift, bits, self.backend)
-
-
 def select_second_moment(
-    histograms: Histograms, threshold: float, ordered: bool, group: ProcessGroup | None
-) -> SecondMomentMask:
+    batch: TokenBatch, threshold: float, group: ProcessGroup | None, backend: str
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Algorithm 1 of M2PO: remove the largest l^2 until the mean over the others is at most `threshold`.
 
-    ordered: whether to break ties; False if there is no order that all splits over ranks share (a group of ranks
-    without ``sequence_index``): then ties are removed together. Three all-reduces of 32 KiB, and four more for ties.
+    Returns 0-d float32 |l|, inf if all tokens stay, and 0-d int64 tie order: a trust-region token stays if its |l| is
+    below the former, or equal to it with a tie order below the latter. A group of ranks without ``sequence_index`` has
+    no order that all splits over ranks share: then ties are removed together. Three all-reduces of 32 KiB, and four
+    more for ties.
     """
-    count = total = value = boundary = histograms.keys.new_zeros((), dtype=torch.int64)
+    tokens, places = Tokens.of(batch), tie_places(batch)
+    keys = moment_keys(tokens, backend)
+    count = total = value = boundary = keys.new_zeros((), dtype=torch.int64)
     whole = []
     for shift, bits in _VALUE_DIGITS:
-        table = _reduced(histograms.values(value, shift, bits), group)
+        table = _reduced(moment_histogram(keys, value, shift, bits, backend), group)
         bin_, all_fit, count, total = _first_bin_to_cut(table, count, total, threshold)
         value = value + (bin_ << shift)
         whole.append(all_fit)
-    for shift, bits in _ORDER_DIGITS if ordered else ():
-        table = _reduced(histograms.ties(value, boundary, shift, bits), group)
+    for shift, bits in _ORDER_DIGITS if group is None or batch.sequence_index is not None else ():
+        table = _reduced(moment_ties(keys, value, places, tokens, boundary, shift, bits, backend), group)
         bin_, _, count, total = _first_bin_to_cut(table, count, total, threshold)
         boundary = boundary + (bin_ << shift)
-    return SecondMomentMask(torch.where(whole[0], torch.inf, value.int().view(torch.float32)), boundary)
+    return torch.where(whole[0], torch.inf, value.int().view(torch.float32)), boundary
 
 
 def _first_bin_to_cut(
@@ -86,14 +64,14 @@ def _first_bin_to_cut(
     return bin_, all_fit, count, total
 
 
-def winsorising_level(histograms: Histograms, threshold: float, group: ProcessGroup | None) -> torch.Tensor:
+def winsorising_level(batch: TokenBatch, threshold: float, group: ProcessGroup | None, backend: str) -> torch.Tensor:
     """0-d float32 |l| at which the released code clips: the largest |l| in the trust region T such that
     mean_T min(l^2, level^2) stays below `threshold`; 0 if there is none, inf if the mean of l^2 itself is at most
     `threshold`. Three all-reduces of 32 KiB and one of a scalar."""
-    keys = histograms.keys
+    keys = moment_keys(Tokens.of(batch), backend)
     count = total = prefix = keys.new_zeros((), dtype=torch.int64)
     for level, (shift, bits) in enumerate(_VALUE_DIGITS):
-        counts, sums = _reduced(histograms.values(prefix, shift, bits), group)
+        counts, sums = _reduced(moment_histogram(keys, prefix, shift, bits, backend), group)
         if level == 0:
             number, budget = counts.sum(), threshold * SQUARE_SCALE * counts.sum().double()
             within = sums.sum().double() <= budget

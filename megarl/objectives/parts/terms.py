@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,10 +15,13 @@ from megarl.kernels.token_pass import Rule
 from megarl.kernels.token_pass.language import Outcome, RuleFunction, Sequence, Token
 from megarl.kernels.tokens import tie_places
 from megarl.objectives.parts.histograms import histogram
-from megarl.objectives.parts.metrics import Metric, fraction_metrics, loss_metric, mean_metric, token_metrics
+from megarl.objectives.parts.metrics import Metric, loss_metric, mean_metric, token_metrics
 from megarl.objectives.parts.prefix_min import prefix_min_log_ratio
 from megarl.objectives.parts.ratios import log_ratio, sequence_log_ratio
 from megarl.objectives.parts.sequences import sequence_min
+
+if TYPE_CHECKING:
+    from megarl.objectives.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -35,12 +38,18 @@ class Terms:
     flags: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def flagged(self, name: str, where: torch.Tensor, batch: TokenBatch) -> Terms:
-        """The same with the metrics of the tokens for which ``where`` [T] is True.
+        """The same with the share of trained tokens for which ``where`` [T] is True: among all, those with A > 0, and
+        those with A < 0.
 
         A name that ends with ``_fraction`` says why tokens are muted, such as ``veto_fraction``: the report, sweeps,
         what-if and ``megarl samples`` show every such metric.
         """
-        metrics = self.metrics | fraction_metrics(name, where, batch)
+        mask, values = batch.loss_mask, where.double()
+        metrics = self.metrics | {
+            name: mean_metric(values, mask),
+            f"{name}/positive": mean_metric(values, mask & (batch.advantages > 0)),
+            f"{name}/negative": mean_metric(values, mask & (batch.advantages < 0)),
+        }
         return replace(self, metrics=metrics, flags=self.flags | {name: where})
 
 
@@ -52,18 +61,8 @@ def require(batch: TokenBatch, name: str, who: str) -> torch.Tensor:
     return tensor
 
 
-class Settings(Protocol):
-    """The settings of an objective that `make_terms` reads."""
-
-    @property
-    def aggregation(self) -> str: ...
-
-    @property
-    def dampened_below(self) -> float: ...
-
-
 def make_terms(
-    settings: Settings,
+    settings: Objective,
     batch: TokenBatch,
     loss: torch.Tensor,  # [T], any value where loss_mask is False
     kept: torch.Tensor,  # [T] bool
@@ -162,7 +161,7 @@ def sequences_of(rule: Rule, t: Token, batch: TokenBatch) -> Sequence:
     return Sequence(None, None)
 
 
-def rule_terms(settings: Settings, rule: Rule, batch: TokenBatch) -> Terms:
+def rule_terms(settings: Objective, rule: Rule, batch: TokenBatch) -> Terms:
     """`Terms` of the objective with this rule, evaluated in torch."""
     if not isinstance(rule, Rule) or not isinstance(rule.function, RuleFunction):
         raise TypeError("the method rule must return Rule(FUNCTION, (PARAMETERS...)) with a function that has @rule()")
@@ -192,7 +191,7 @@ class _Loss(torch.autograd.Function):
 
 
 def outcome_terms(
-    settings: Settings,
+    settings: Objective,
     batch: TokenBatch,
     t: Token,
     log_m: torch.Tensor,

@@ -277,15 +277,14 @@ class SglangEngine(ContinuousEngine):
                 f"full: raise [rollout] memory_fraction ({fraction}) or lower max_response_tokens"
             )
         logprobs = np.array([logprob for logprob, *_ in scored], np.float32)
-        found = None
+        record = None
         if "routed_experts" in info:
             rows = -1, self._hf["num_hidden_layers"], self._hf["num_experts_per_tok"]
             try:
-                found = np.frombuffer(base64.b64decode(info["routed_experts"]), np.int32).reshape(rows)
+                record = np.frombuffer(base64.b64decode(info["routed_experts"]), np.int32).reshape(rows)
             except ValueError as error:
                 wrong = wrong or f"SGLang's record of routed experts cannot be read: {error}"
-        experts = self._experts(found, response, len(tokens), cut_off=reason not in ("stop", "length"))
-        return self._completion(response, np.array(tokens, np.int64), logprobs, reason, experts, wrong)
+        return self._completion(response, np.array(tokens, np.int64), logprobs, reason, record, wrong)
 
     def score(self, sequences: list[list[int]]) -> list[np.ndarray]:
         """Sends the sequences as prompts and takes their input log-probs: one forward pass for each."""

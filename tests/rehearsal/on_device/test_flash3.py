@@ -17,18 +17,15 @@ ACTOR = {"backend": "cuda", "kernels": "torch", "flash_attention": 3}
 
 def attended(window: tuple[int, int], sinks: bool) -> list[torch.Tensor]:
     """Output and gradients for two sequences, of queries with two heads a key."""
-    from megarl.actor.attention import _GROUPED_QUERIES, varlen_attn
-    from megarl.actor.flash import flash_attention
+    from megarl.actor.flash import FlashAttention
 
     torch.manual_seed(0)
     shapes = ((7, 4, 16), (7, 2, 16), (7, 2, 16), (4,))
     inputs = [torch.randn(shape).bfloat16().cuda().requires_grad_() for shape in shapes]
     ends = torch.tensor([0, 2, 7], dtype=torch.int32).cuda()
     query, key, value, offsets = inputs
-    if sinks:
-        out = flash_attention(query, key, value, (ends, ends, 5, 5), window, 0.25, sinks=offsets)
-    else:
-        out = varlen_attn(query, key, value, ends, ends, 5, 5, scale=0.25, window_size=window, **_GROUPED_QUERIES)
+    more = None, offsets if sinks else None, (ends, ends, 5, 5), window, 0.25
+    out = FlashAttention.apply(query, key, value, *more)
     gradients = torch.autograd.grad(out, inputs[: 3 + sinks], torch.randn(out.shape).bfloat16().cuda())
     return [x.float().cpu() for x in (out, *gradients)]
 
