@@ -236,8 +236,6 @@ path = "{mine}:Mine"
     )
     with pytest.raises(UserError, match="leave one out"):
         load_recipe(recipe.parent / "both.toml")
-    with pytest.raises(UserError, match="expected FILE.py:CLASS"):
-        load_recipe(recipe, ["objective.path=mine.py"])
 
 
 @pytest.mark.parametrize(

@@ -70,30 +70,6 @@ def test_a_function_of_a_part_is_tried_before_the_run(tmp_path, file):
         check_reward(recipe(tmp_path, kind="exact", parts=[part]))
 
 
-@pytest.mark.parametrize(
-    ("reward", "message"),
-    [
-        ({"kind": "python"}, 'kind = "python" needs path'),
-        ({"kind": "python", "path": "my.py"}, "expected FILE.py:FUNCTION"),
-        ({"kind": "exact", "path": "my.py:score"}, "path is a setting of kind = 'python'"),
-        ({"kind": "exact", "parts": [{"kind": "overlong", "weight": 1.0}]}, "needs buffer"),
-        ({"kind": "exact", "parts": [{"kind": "box", "weight": 1.0, "path": "a.py:f"}]}, "has no path"),
-        ({"kind": "exact", "parts": [{"kind": "bx", "weight": 1.0}]}, "'box', 'overlong', 'length' or 'python'"),
-        ({"kind": "exact", "parts": [{"kind": "overlong", "weight": 1.0, "buffer": 2000}]}, "is more than rollout.max"),
-        ({"kind": "exat"}, "unknown; did you mean 'exact'"),
-        ({"kind": "python", "path": "a.py:f", "scores": [3, -1]}, "the least and the largest"),
-        ({"kind": "python", "path": "a.py:f", "correct_above": 2}, "more than the largest score"),
-        ({"kind": "judge"}, "need .reward.service."),
-        ({"kind": "exact", "service": {"url": "http://a"}}, "other kinds do not have it"),
-        ({"kind": "judge", "service": {"url": "http://a"}}, "needs service.model"),
-        ({"kind": "http", "service": {"url": "http://a", "prompt": "q"}}, "service.prompt is a setting of"),
-    ],
-)
-def test_mistakes_in_the_reward_table_are_refused(tmp_path, reward, message):
-    with pytest.raises(ValueError, match=message):
-        recipe(tmp_path, **reward)
-
-
 def test_the_reward_is_the_sum_of_its_parts(tmp_path, file):
     """A box is worth 0.1, as in M2PO. A response that was cut off gets nothing but the penalty for its length."""
     parts = [
