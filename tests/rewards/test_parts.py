@@ -5,12 +5,13 @@ import pytest
 
 from megarl.errors import UserError
 from megarl.phases.scoring import PendingGroup, Scoring
-from megarl.recipe.tables import Recipe, RewardTable
+from megarl.recipe.tables import RewardTable
 from megarl.rewards import Score
 from megarl.rewards.parts import build_verifier, check_reward, overlong, total, totals
 from megarl.rewards.pool import Limits
 from megarl.storage.metrics.summary import summary
 from megarl.storage.rollouts import Group, Response
+from tests.data import prompt_sources
 from tests.data.prompt_sources import write
 from tests.rewards import pooling
 
@@ -34,9 +35,8 @@ def file(tmp_path):
 
 
 def recipe(tmp_path, model="unused", **reward):
-    data = write(tmp_path / "p.jsonl", [{"prompt": "?", "answer": "42", "level": 3}])
-    table = {"model": {"path": str(model)}, "data": {"source": "file", "train": str(data)}, "reward": reward}
-    return Recipe.model_validate(table)
+    file = write(tmp_path / "p.jsonl", [{"prompt": "?", "answer": "42", "level": 3}])
+    return prompt_sources.recipe(file=file, reward=reward, model=model)
 
 
 def scored(settings, texts, tokens=1, finish="stop", seconds=0.5):
