@@ -54,10 +54,6 @@ def report(**fields):
     return {"time": time.time(), "event": "rollout_progress", "stage": 1, "rank": 0, "seconds": 5} | fields
 
 
-def loaded(stage, phase, **fields):
-    return {"event": "weight_drift", "stage": stage, "phase": phase, "time": time.time(), "rank": 0} | fields
-
-
 RESTART = {"event": "restart", "phase": "rollout", "stage": 1}
 
 
