@@ -63,12 +63,6 @@ def speaker(role):
 user, system, assistant = map(speaker, ("user", "system", "assistant"))
 
 
-def test_a_chat_template_is_read_from_a_file(tmp_path, tokenizer):
-    (tmp_path / "t.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}<|end|>")
-    asked = render(tokenizer, "1+2?", template=str(tmp_path / "t.jinja"), system="S")
-    assert asked.text == "[S][1+2?]<|end|>"
-
-
 def test_a_raw_prompt_begins_with_the_token_that_the_tokenizer_puts_first(tokenizer):
     begins = bpe(begin="<|begin|>")
     text = "What is the sum?"
