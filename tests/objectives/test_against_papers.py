@@ -142,6 +142,9 @@ def test_tokens_have_the_gradient_of_the_objective_of_whole_responses(name: str,
             torch.testing.assert_close(loss.item(), sum(losses).item(), rtol=1e-5, atol=1e-6)
 
 
+BOUNDS = {"paper": papers.bapo_bounds, "released": papers.bapo_released_bounds}
+
+
 @pytest.mark.parametrize(
     "settings",
     [
@@ -154,16 +157,14 @@ def test_tokens_have_the_gradient_of_the_objective_of_whole_responses(name: str,
         {"low_start": 0.6, "low_end": 0.65, "high_start": 1.2, "high_end": 1.29, "positive_target": 0.9},
     ],
 )
-@pytest.mark.parametrize("variant", ["paper", "released"])
+@pytest.mark.parametrize("variant", BOUNDS)
 def test_bapo_finds_the_bounds_at_which_the_loop_stops(variant: str, settings: dict[str, float]) -> None:
     names = {"positive_target": "rho0", "low_start": "low", "high_start": "high"}
-    literal = papers.bapo_released_bounds if variant == "released" else papers.bapo_bounds
     objective = OBJECTIVES["bapo"](variant=variant, **settings)
     found = set()
     for seed in range(48):
-        batch = random_batch(seed)
-        rs = papers.responses(batch, batch.logprobs.detach().double())
-        expected = literal(rs, **{names.get(k, k): v for k, v in settings.items()})
+        batch, _, rs = batch_and_tokens(seed)
+        expected = BOUNDS[variant](rs, **{names.get(k, k): v for k, v in settings.items()})
         bounds = objective.statistics(batch)
         assert (float(bounds.ratio_min), float(bounds.ratio_max)) == pytest.approx(expected, abs=1e-9), seed
         found.add((round(expected[0], 6), round(expected[1], 6)))
@@ -171,21 +172,19 @@ def test_bapo_finds_the_bounds_at_which_the_loop_stops(variant: str, settings: d
     assert len(found) > 1 if moves else len(found) == 1
 
 
-@pytest.mark.parametrize("variant", ["paper", "released"])
+@pytest.mark.parametrize("variant", BOUNDS)
 def test_bapo_with_an_unlimited_upper_bound(variant: str) -> None:
     """Table 6 has [1.2, inf]: the bound is where the loop stops, however far that is, or clips nothing."""
-    literal = papers.bapo_released_bounds if variant == "released" else papers.bapo_bounds
     found = []
     for seed in range(48):
-        batch = random_batch(seed)
-        rs = papers.responses(batch, batch.logprobs.detach().double())
+        batch, _, rs = batch_and_tokens(seed)
         if max((t.rho_value for o in rs for t in o), default=0.0) > 50:  # the literal loop would take too many steps
             continue
         ends, low = torch.tensor([1.2, BEYOND]).double(), torch.tensor([0.6 if variant == "paper" else 0.9]).double()
         good, bad = contributions(batch, low, ends, variant == "paper", None)
         shares = good / (good + bad if variant == "paper" else bad + 1e-8)  # with the least and the largest upper bound
         target = float(shares.mean()) if seed % 3 and shares[1] > shares[0] + 1e-6 else 0.4
-        low, high = literal(rs, high_end=math.inf, rho0=target)
+        low, high = BOUNDS[variant](rs, high_end=math.inf, rho0=target)
         objective = OBJECTIVES["bapo"](variant=variant, high_end=math.inf, positive_target=target)
         for backend in BACKENDS:
             bounds = objective.statistics(batch.detach(), None, backend)
