@@ -222,14 +222,8 @@ def test_settings_of_two_objectives_do_not_mix(recipe: Path, mine: Path) -> None
     assert override_recipe(own, ["objective.name=grpo"]) == load_recipe(recipe, ["objective.name=grpo"])
     with pytest.raises(UserError, match="did you mean 'ratio_max'"):
         override_recipe(own, ["objective.ratio_mx=1"])
-    (recipe.parent / "both.toml").write_text(
-        recipe.read_text().split("[objective]")[0]
-        + f'''
-[objective]
-name = "grpo"
-path = "{mine}:Mine"
-'''
-    )
+    both = recipe.read_text().replace('"mu_grpo"', f'"grpo"\npath = "{mine}:Mine"')
+    (recipe.parent / "both.toml").write_text(both)
     with pytest.raises(UserError, match="leave one out"):
         load_recipe(recipe.parent / "both.toml")
 
