@@ -184,6 +184,7 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system'
         (chat(prompt=[user("a"), assistant("b")]), "{{ messages[0].content }}", {}, refused("line 1 ends with a mess")),
         # templates: several of one tokenizer, their arguments, and those that do not fit
         (chat(), {"default": CHAT, "tool_use": CHAT + "T"}, {}, OPENED),
+        (chat(), "{{ strftime_now('%d %b %Y') }}" + CHAT, {}, "26 Jul 2024" + OPENED),  # on every day
         (chat(), THINKS, {"template_arguments": THINK}, OPENED),
         (chat(), THINKS, {"template_arguments": {"enable_thinking": False}}, OPENED + "-"),
         (chat(), THINKS, {"template_arguments": {"enable_think": False}}, refused("enable_think, which the chat temp")),
