@@ -148,18 +148,19 @@ def stop_and_release(command, number, marker):
     marker.write_text("")
 
 
-def write_guessing_model(source, path):
+def write_guessing_model(source, path, begins=2, guesses=(3, 4, 5), said=slice(3, None), again=0.4):
     """Write the quickstart's untrained model with two constant directions in its embeddings that decide the next token.
 
-    After "=" comes a, b or c; after a letter mostly the end of the response. All other weights stay random.
+    After "=" comes a, b or c; after a letter mostly the end of the response. All other weights stay random. Or, for
+    other tokens: after ``begins`` comes one of ``guesses``; after one that is ``said`` mostly the end.
     """
     shutil.copytree(source, path)
     weights = load_file(path / "model.safetensors")
     embeddings, head = weights["model.embed_tokens.weight"], weights["lm_head.weight"]
-    end, equals, letters, abc = 1, 2, slice(3, None), slice(3, 6)
+    guesses, end = list(guesses), 1
     embeddings[:, :2] = head[:, :2] = 0
-    embeddings[equals, 0] = embeddings[letters, 1] = 8.0
-    head[abc, 0], head[abc, 1], head[end, 1] = 1.0, 0.4, 0.9
+    embeddings[begins, 0] = embeddings[said, 1] = 8.0
+    head[guesses, 0], head[guesses, 1], head[end, 1] = 1.0, again, 0.9
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
 
 

@@ -56,15 +56,19 @@ def recipe(
     seed: int = 0,
     evaluation: dict[str, Any] | None = None,
     kind: str | None = None,
+    reward: dict[str, Any] | None = None,
+    model: Path | str = "unused",
     **data: Any,
 ) -> Recipe:
-    source = {"source": "file", "train": str(file)} if file else {"source": "reasoning_gym", "train": generator}
+    """A recipe with the prompts of a generator, of a file, or of ``sources``; heldout: 0 for no evaluation."""
+    if "sources" not in data:
+        data |= {"source": "file", "train": str(file)} if file else {"source": "reasoning_gym", "train": generator}
     return Recipe.model_validate(
         {
-            "model": {"path": "unused"},
-            "data": {**source, **data},
-            "reward": {"kind": kind or ("exact" if file else "reasoning_gym")},
-            "eval": {"prompts": heldout, **(evaluation or {})},
+            "model": {"path": str(model)},
+            "data": data,
+            "reward": reward or {"kind": kind or ("reasoning_gym" if generator else "exact")},
+            "eval": {"prompts": heldout, **(evaluation or {})} if heldout else {"every": 0},
             "run": {"seed": seed},
         }
     )

@@ -209,21 +209,3 @@ def test_columns_are_found_where_the_recipe_says(tmp_path):
 def test_a_file_of_another_format_is_an_error(tmp_path, name):
     with pytest.raises(UserError, match=rf"line 1: no column .*, which data.format = '{name}' needs"):
         read(tmp_path / "p.jsonl", [{"text": "1"}], format=name)
-
-
-def test_a_row_that_does_not_fit_its_format_is_an_error_that_names_it(tmp_path):
-    with pytest.raises(UserError, match=r"line 2 is not a row of data.format = 'gsm8k': ValueError\('no ####"):
-        read(tmp_path / "p.jsonl", [GSM8K, {"question": "1", "answer": "2"}], format="gsm8k")
-    with pytest.raises(UserError, match="row 1: answer must be a non-empty string or a finite number, got None"):
-        read(tmp_path / "p.parquet", [{**MATH, "solution": "No box."}], format="math")
-    with pytest.raises(UserError, match="answerKey 'E' is not one of"):
-        read(tmp_path / "p.parquet", [{**HOT, "answerKey": "E"}], format="arc")
-    with pytest.raises(UserError, match="data.format = 'gsm8': unknown; did you mean 'gsm8k'"):
-        read(tmp_path / "p.jsonl", [GSM8K], format="gsm8")
-
-
-def test_settings_that_exclude_each_other_are_refused():
-    with pytest.raises(ValueError, match="leave out data.columns"):
-        SourceTable(source="file", train="p.jsonl", format="gsm8k", columns={"prompt": "q"})
-    with pytest.raises(ValueError, match="describe a file"):
-        SourceTable(source="reasoning_gym", train="chain_sum", format="gsm8k")

@@ -9,7 +9,6 @@ from megarl.data.prompts import build_prompts
 from megarl.data.sources import PATTERN
 from megarl.errors import UserError
 from megarl.recipe.data_table import DataTable
-from megarl.recipe.tables import Recipe
 from tests.data.prompt_sources import recipe, write
 
 # the order of a single source, which must never change: each epoch has all training rows, in another order
@@ -23,28 +22,22 @@ def numbers(path, name, count):
     return {"source": "file", "train": str(file)}
 
 
-def mixed(*sources, heldout=0, **more):
-    tables = {"model": {"path": "unused"}, "data": {"sources": sources}, "reward": {"kind": "exact"}}
-    evaluation = {"every": 1, "prompts": heldout} if heldout else {"every": 0}
-    return Recipe.model_validate(tables | {"eval": evaluation} | more)
-
-
 def test_each_source_has_its_share_and_its_own_order(tokenizer, tmp_path):
     a, b, c = numbers(tmp_path, "a", 50), numbers(tmp_path, "b", 400), numbers(tmp_path, "c", 7)
     weighted = ({**a, "weight": 7}, {**b, "weight": 2.5}, {**c, "weight": 0.5})
-    prompts = build_prompts(mixed(*weighted), tokenizer)
+    prompts = build_prompts(recipe(sources=weighted, heldout=0), tokenizer)
     order = [prompts.train(i).text for i in range(3 * PATTERN)]
     assert Counter(text[0] for text in order) == {"a": 2100, "b": 750, "c": 150}
     for start in range(0, 3 * PATTERN, PATTERN):
         assert Counter(text[0] for text in order[start : start + PATTERN]) == {"a": 700, "b": 250, "c": 50}
     for name, count in (("a", 50), ("b", 400), ("c", 7)):
         file = tmp_path / f"{name}.jsonl"
-        alone = build_prompts(recipe(file=file, evaluation={"every": 0}), tokenizer)
+        alone = build_prompts(recipe(file=file, heldout=0), tokenizer)
         own = [text for text in order if text[0] == name]
         assert own == [alone.train(i).text for i in range(len(own))]
         assert len(set(own[:count])) == min(count, len(own)), "no repetition within an epoch"
     assert len({tuple(text[0] for text in order[n : n + PATTERN]) for n in (0, PATTERN)}) == 2
-    again, other = (build_prompts(mixed(*weighted, run={"seed": seed}), tokenizer) for seed in (0, 1))
+    again, other = (build_prompts(recipe(sources=weighted, heldout=0, seed=seed), tokenizer) for seed in (0, 1))
     assert [again.train(i).text for i in (2999, 3, 1000, 3)] == [order[i] for i in (2999, 3, 1000, 3)]
     assert [other.train(i).text for i in range(50)] != order[:50]
 
@@ -57,7 +50,7 @@ def test_the_order_of_a_single_source_is_the_recorded_one(tokenizer, tmp_path):
     other_seed = build_prompts(recipe(file=tmp_path / "a.jsonl", heldout=3, seed=1), tokenizer)
     assert [prompt.text for prompt in plain.heldout()] == GOLDEN_HELDOUT
     assert other_seed.heldout() == plain.heldout()
-    alone = build_prompts(mixed(a, heldout=3), tokenizer)
+    alone = build_prompts(recipe(sources=[a], heldout=3), tokenizer)
     assert [alone.train(i) for i in range(2100)] == [plain.train(i) for i in range(2100)]
     assert alone.heldout() == plain.heldout()
 
@@ -66,7 +59,7 @@ def test_held_out_prompts_come_from_all_sources_and_are_trained_in_none(tokenize
     a, b = numbers(tmp_path, "a", 40), numbers(tmp_path, "b", 200)
     with open(b["train"], "a") as file:
         file.writelines(json.dumps({"prompt": f"a{i}", "answer": "1"}) + "\n" for i in range(40))
-    prompts = build_prompts(mixed(a, {**b, "weight": 3}, heldout=40), tokenizer)
+    prompts = build_prompts(recipe(sources=[a, {**b, "weight": 3}], heldout=40), tokenizer)
     heldout = {prompt.text for prompt in prompts.heldout()}
     assert [prompt.index for prompt in prompts.heldout()] == list(range(len(heldout)))
     assert 36 <= len(heldout) <= 40 and 10 <= sum(text[0] == "a" for text in heldout) <= 20
@@ -77,7 +70,7 @@ def test_held_out_prompts_come_from_all_sources_and_are_trained_in_none(tokenize
 
 def test_files_and_generators_can_be_mixed(tokenizer, tmp_path):
     words = {"source": "reasoning_gym", "train": "spell_backward"}
-    prompts = build_prompts(mixed(numbers(tmp_path, "q", 9), words, heldout=4), tokenizer)
+    prompts = build_prompts(recipe(sources=[numbers(tmp_path, "q", 9), words], heldout=4), tokenizer)
     order = [prompts.train(i) for i in range(400)]
     assert 150 < sum("generator" in prompt.entry for prompt in order) < 250
     assert prompts.scorers.keys() == {"spell_backward"}
@@ -87,13 +80,13 @@ def test_files_and_generators_can_be_mixed(tokenizer, tmp_path):
 def test_mistakes_in_sources_are_refused(tokenizer, tmp_path):
     a, b = numbers(tmp_path, "a", 4), numbers(tmp_path, "b", 4)
     with pytest.raises(UserError, match="less than one of 1000 prompts"):
-        build_prompts(mixed(a, {**b, "weight": 1e-6}), tokenizer)
+        build_prompts(recipe(sources=[a, {**b, "weight": 1e-6}]), tokenizer)
     words = {"source": "reasoning_gym", "train": "spell_backward"}
     with pytest.raises(UserError, match=r'generator .spell_backward. with different options.*train = "composite"'):
-        build_prompts(mixed(words, {**words, "options": {"min_word_len": 4}}), tokenizer)
+        build_prompts(recipe(sources=[words, {**words, "options": {"min_word_len": 4}}]), tokenizer)
     with pytest.raises(ValueError, match=r"with \[\[data.sources\]\], set source in each of them"):
         DataTable.model_validate({"sources": [a], "source": "file"})
     with pytest.raises(ValueError, match=r"needs source and train, or \[\[data.sources\]\], to say where"):
         DataTable.model_validate({"source": "file"})
     with pytest.raises(ValueError, match="eval.source.* whichever .s.jsonl. is"):
-        mixed(a, b, eval={"suite": "s.jsonl"})
+        recipe(sources=[a, b], evaluation={"suite": "s.jsonl"})

@@ -1,6 +1,5 @@
-"""How an item becomes text and tokens: chat templates, special tokens, dates, prompts that are too long."""
+"""How an item becomes text and tokens: special tokens, prompts that are too long, a changed template."""
 
-import json
 import re
 
 import pytest
@@ -63,44 +62,6 @@ def speaker(role):
 user, system, assistant = map(speaker, ("user", "system", "assistant"))
 
 
-def own(tokenizer, messages):
-    """The messages in tokens, by the tokenizer's own ``apply_chat_template``."""
-    return tuple(tokenizer.apply_chat_template(messages, add_generation_prompt=True)["input_ids"])
-
-
-def test_a_prompt_that_is_a_text_becomes_a_message_of_the_user(tokenizer):
-    asked = render(tokenizer, "1+2?", template="chat", prompt_template="Solve:\n\n{prompt}", system="You sum.")
-    assert asked.tokens == own(tokenizer, [system("You sum."), user("Solve:\n\n1+2?")])
-    assert asked.text == "<|start|>system\nYou sum.<|end|>\n<|start|>user\nSolve:\n\n1+2?<|end|>\n<|start|>assistant\n"
-    assert render(tokenizer, TEXT, template="chat").tokens == own(tokenizer, [user(TEXT)])
-
-
-def test_a_system_message_in_the_prompt_takes_precedence(tokenizer):
-    turns = [user("1+2?"), assistant("3"), user("And\n\n3?")]
-    assert render(tokenizer, turns, template="chat").tokens == own(tokenizer, turns)
-    assert render(tokenizer, turns, template="chat", system="S").tokens == own(tokenizer, [system("S"), *turns])
-    with_own = [system("mine"), *turns]
-    assert render(tokenizer, with_own, template="chat", system="S").tokens == own(tokenizer, with_own)
-
-
-def test_a_chat_template_is_read_from_a_file(tmp_path, tokenizer):
-    (tmp_path / "t.jinja").write_text("{% for m in messages %}[{{ m.content }}]{% endfor %}<|end|>")
-    asked = render(tokenizer, "1+2?", template=str(tmp_path / "t.jinja"), system="S")
-    assert asked.text == "[S][1+2?]<|end|>"
-    several = bpe(chat_template={"default": CHAT, "tool_use": CHAT + "T"})
-    assert render(several, "1+2?", template="chat") == render(tokenizer, "1+2?", template="chat")
-
-
-def test_arguments_reach_the_chat_template(tokenizer):
-    thinks = bpe(chat_template=CHAT + "{% if enable_thinking is false %}-{% endif %}")
-    plain = render(thinks, "1+2?", template="chat")
-    asked = render(thinks, "1+2?", template="chat", template_arguments={"enable_thinking": False})
-    assert asked.text == plain.text + "-"
-    assert render(thinks, "1+2?", template="chat", template_arguments={"enable_thinking": True}) == plain
-    with pytest.raises(UserError, match="enable_think, which the chat template does not use"):
-        render(thinks, "1+2?", template="chat", template_arguments={"enable_think": False})
-
-
 def test_a_raw_prompt_begins_with_the_token_that_the_tokenizer_puts_first(tokenizer):
     begins = bpe(begin="<|begin|>")
     text = "What is the sum?"
@@ -135,18 +96,6 @@ def test_special_tokens_in_columns_and_messages_are_text_and_those_in_templates_
     asked = render(tokenizer, turns, template="chat")
     assert asked.tokens.count(tokenizer.eos_token_id) == 3
     assert tokenizer.decode(asked.tokens) == asked.text and "\ufdd0" in asked.text
-
-
-def test_a_template_that_asks_for_the_date_always_gets_the_same(monkeypatch):
-    """As arguments, templates get JSON alone, since newer versions of transformers make strings of others."""
-    dated = bpe(chat_template="{{ strftime_now('%d %b %Y') }} {{ messages[0].content }}")
-    apply = dated.apply_chat_template
-
-    def apply_to_json(*given, **more):
-        return apply(*given, **json.loads(json.dumps(more)))
-
-    monkeypatch.setattr(dated, "apply_chat_template", apply_to_json)
-    assert render(dated, "1+2?", template="chat").text == "26 Jul 2024 1+2?"
 
 
 @pytest.mark.parametrize("spelled", ["", "<|end|>"])
@@ -210,32 +159,6 @@ def test_dropped_prompts_of_a_generator_are_replaced(tokenizer):
     for i, length in enumerate(lengths):
         assert len(dropped.train(i).tokens) <= 8
         assert length > 8 or dropped.train(i).text == any_length.train(i).text
-
-
-def test_invalid_template_settings_are_refused():
-    for settings, message in (
-        ({"template": "Chat"}, 'expected "raw", "chat" or a file that ends in .jinja'),
-        ({"system": "You sum."}, 'set template = "chat"'),
-        ({"template_arguments": {"enable_thinking": False}}, 'set template = "chat"'),
-        ({"template": "chat", "template_arguments": {"tools": []}}, "cannot have tools"),
-        ({"overlong": "cut"}, "'error', 'drop' or 'truncate'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            table(**settings)
-
-
-def test_templates_that_do_not_fit_are_refused(tokenizer, tmp_path):
-    with pytest.raises(UserError, match="has no chat template"):
-        render(bpe(chat_template=None), "1", template="chat")
-    with pytest.raises(UserError, match=r"cannot read data.template .*gone\.jinja"):
-        render(tokenizer, "1", template=str(tmp_path / "gone.jinja"))
-    with pytest.raises(UserError, match='row 1 is a list of chat messages: set data.template to "chat"'):
-        render(tokenizer, [user("1")])
-    with pytest.raises(UserError, match="cannot be combined with data.prompt_template"):
-        render(tokenizer, [user("1")], template="chat", prompt_template="Q: {prompt}")
-    strict = bpe(chat_template="{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}")
-    with pytest.raises(UserError, match="chat template does not fit row 1: TemplateError: no system"):
-        render(strict, "1", template="chat", system="S")
 
 
 def test_a_run_refuses_a_changed_template_file(tmp_path):

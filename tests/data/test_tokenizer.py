@@ -18,8 +18,7 @@ def model_dir(path, **config):
 
 def test_a_tokenizer_is_loaded_from_a_directory_which_must_have_one(tmp_path):
     char_tokenizer(tmp_path / "t")
-    tokenizer = load_tokenizer(tmp_path / "t")
-    assert tokenizer.decode(tokenizer("Ab=1 2", add_special_tokens=False)["input_ids"]) == "ab=1 2"
+    assert load_tokenizer(tmp_path / "t").decode([2, 3]) == "ab"
     with pytest.raises(UserError, match=r"gone is not a directory; set model\.path or model\.tokenizer"):
         load_tokenizer(tmp_path / "gone")
     (tmp_path / "t/tokenizer.json").write_text("{")

@@ -186,8 +186,10 @@ def m2po_released(rs, threshold=0.04):
     return clipped(rs, low, high)
 
 
-def bapo_bounds(rs, rho0=0.4, low=0.6, low_end=0.9, low_step=0.02, high=1.2, high_end=3.0, high_step=0.05):
-    tokens = [t for o in rs for t in o]
+def bapo_bounds(
+    rs, positive_target=0.4, low_start=0.6, low_end=0.9, low_step=0.02, high_start=1.2, high_end=3.0, high_step=0.05
+):
+    tokens, low, high = [t for o in rs for t in o], low_start, high_start
 
     def contribution() -> float:
         above = below = 0.0
@@ -200,7 +202,7 @@ def bapo_bounds(rs, rho0=0.4, low=0.6, low_end=0.9, low_step=0.02, high=1.2, hig
 
     tiny = 1e-9  # .6 + 15 * .02 must count as .9
     most = max((t.rho_value for t in tokens), default=0.0)
-    while contribution() < rho0 and low + low_step <= low_end + tiny:
+    while contribution() < positive_target and low + low_step <= low_end + tiny:
         if high_end == math.inf and high >= most:  # the loop would never end: nothing is clipped above
             return low, math.inf
         if high + high_step <= high_end + tiny:
@@ -210,8 +212,10 @@ def bapo_bounds(rs, rho0=0.4, low=0.6, low_end=0.9, low_step=0.02, high=1.2, hig
     return low, high
 
 
-def bapo_released_bounds(rs, rho0=0.4, low=0.6, low_end=0.9, low_step=0.02, high=1.2, high_end=3.0, high_step=0.05):
-    tokens = [t for o in rs for t in o]
+def bapo_released_bounds(
+    rs, positive_target=0.4, low_start=0.6, low_end=0.9, low_step=0.02, high_start=1.2, high_end=3.0, high_step=0.05
+):
+    tokens, low, high = [t for o in rs for t in o], low_start, high_start
 
     def ratio() -> float:
         effective = [(min(t.rho_value, high) if t.a >= 0 else max(t.rho_value, low)) * t.a for t in tokens]
@@ -219,23 +223,23 @@ def bapo_released_bounds(rs, rho0=0.4, low=0.6, low_end=0.9, low_step=0.02, high
         return math.inf if negative <= 0 else positive / (negative + 1e-8)
 
     tiny = 1e-9
-    while ratio() < rho0 and low < low_end - tiny:
+    while ratio() < positive_target and low < low_end - tiny:
         low = min(low + low_step, low_end)
     most = max((t.rho_value for t in tokens), default=0.0)
-    while ratio() < rho0 and high < high_end - tiny:
+    while ratio() < positive_target and high < high_end - tiny:
         if high_end == math.inf and high >= most:
             return low, math.inf
         high = min(high + high_step, high_end)
     return low, high
 
 
-def bapo(rs):
-    low, high = bapo_bounds(rs)
+def bapo(rs, **settings):
+    low, high = bapo_bounds(rs, **settings)
     return clipped(rs, low, high)
 
 
-def bapo_released(rs):
-    low, high = bapo_released_bounds(rs)
+def bapo_released(rs, **settings):
+    low, high = bapo_released_bounds(rs, **settings)
     return tokenwise(lambda o, i: dual_clip(o[i], *ppo(o[i], o[i].rho, low, high), 3.0))(rs)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -22,13 +22,24 @@ SEEDS = range(504 if EVERY else 96)  # a multiple of 24: all kinds, a third of e
 # every objective with its defaults, and others: name, fields, the formula, its settings. One without a function here
 # fails, and so does prefix_filter with its defaults, which filter nothing out of so few tokens.
 DEFAULTS = {n: (objective(), getattr(papers, n)) for n, objective in OBJECTIVES.items() if n != "prefix_filter"}
+RELEASED = {"variant": "released"}
+BAPO = [
+    {"low_start": 0.8, "low_end": 0.95, "high_end": 2.0, "positive_target": 0.5},
+    {"low_start": 0.8, "low_end": 0.95, "low_step": 0.05, "positive_target": 0.9},  # .15 / .05 rounds to 2.99...
+    {"positive_target": 0.0},
+    {"low_start": 0.9, "low_end": 0.9},
+    {"high_start": 1.5, "high_end": 1.5, "positive_target": 0.7},
+    {"low_start": 0.6, "low_end": 0.65, "high_start": 1.2, "high_end": 1.29, "positive_target": 0.9},
+]
 SETTINGS = [
     ("dppo", {"divergence": "kl"}, papers.dppo, ("kl", 0.05)),
     ("trm", {"estimator": "k3", "threshold": 0.5}, papers.trm, ("k3", 0.5)),
-    ("m2po", {"variant": "released"}, papers.m2po_released, ()),
+    ("m2po", RELEASED, papers.m2po_released, ()),
     ("prefix_ratio_grpo", {"prefix_gradient": "full"}, papers.prefix_ratio_grpo_full, ()),
     ("prefix_filter", {"filter_fraction": 0.2}, papers.prefix_filter, (0.2,)),
-    ("bapo", {"variant": "released"}, papers.bapo_released, ()),
+    ("bapo", RELEASED, papers.bapo_released, ()),
+    *(("bapo", fields, partial(papers.bapo, **fields), ()) for fields in BAPO),
+    *(("bapo", RELEASED | fields, partial(papers.bapo_released, **fields), ()) for fields in BAPO),
     ("cppo", dict(threshold=0.1, prefix_threshold=0.005, smallest_weight=0.2), papers.cppo, (0.1, 0.005, 0.2)),
     ("drpo", {"threshold": 0.1}, papers.drpo, (0.1,)),
     ("oapl", {"beta": 0.7}, papers.oapl, (0.7,)),
@@ -142,50 +153,22 @@ def test_tokens_have_the_gradient_of_the_objective_of_whole_responses(name: str,
             torch.testing.assert_close(loss.item(), sum(losses).item(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {},
-        {"low_start": 0.8, "low_end": 0.95, "high_end": 2.0, "positive_target": 0.5},
-        {"low_start": 0.8, "low_end": 0.95, "low_step": 0.05, "positive_target": 0.9},  # .15 / .05 rounds to 2.99...
-        {"positive_target": 0.0},
-        {"low_start": 0.9, "low_end": 0.9},
-        {"high_start": 1.5, "high_end": 1.5, "positive_target": 0.7},
-        {"low_start": 0.6, "low_end": 0.65, "high_start": 1.2, "high_end": 1.29, "positive_target": 0.9},
-    ],
-)
-@pytest.mark.parametrize("variant", ["paper", "released"])
-def test_bapo_finds_the_bounds_at_which_the_loop_stops(variant: str, settings: dict[str, float]) -> None:
-    names = {"positive_target": "rho0", "low_start": "low", "high_start": "high"}
-    literal = papers.bapo_released_bounds if variant == "released" else papers.bapo_bounds
-    objective = OBJECTIVES["bapo"](variant=variant, **settings)
-    found = set()
-    for seed in range(48):
-        batch = random_batch(seed)
-        rs = papers.responses(batch, batch.logprobs.detach().double())
-        expected = literal(rs, **{names.get(k, k): v for k, v in settings.items()})
-        bounds = objective.statistics(batch)
-        assert (float(bounds.ratio_min), float(bounds.ratio_max)) == pytest.approx(expected, abs=1e-9), seed
-        found.add((round(expected[0], 6), round(expected[1], 6)))
-    moves = settings.get("positive_target", 1) > 0 and not (variant == "paper" and settings.get("low_start") == 0.9)
-    assert len(found) > 1 if moves else len(found) == 1
+BOUNDS = {"paper": papers.bapo_bounds, "released": papers.bapo_released_bounds}
 
 
-@pytest.mark.parametrize("variant", ["paper", "released"])
+@pytest.mark.parametrize("variant", BOUNDS)
 def test_bapo_with_an_unlimited_upper_bound(variant: str) -> None:
     """Table 6 has [1.2, inf]: the bound is where the loop stops, however far that is, or clips nothing."""
-    literal = papers.bapo_released_bounds if variant == "released" else papers.bapo_bounds
     found = []
     for seed in range(48):
-        batch = random_batch(seed)
-        rs = papers.responses(batch, batch.logprobs.detach().double())
+        batch, _, rs = batch_and_tokens(seed)
         if max((t.rho_value for o in rs for t in o), default=0.0) > 50:  # the literal loop would take too many steps
             continue
         ends, low = torch.tensor([1.2, BEYOND]).double(), torch.tensor([0.6 if variant == "paper" else 0.9]).double()
         good, bad = contributions(batch, low, ends, variant == "paper", None)
         shares = good / (good + bad if variant == "paper" else bad + 1e-8)  # with the least and the largest upper bound
         target = float(shares.mean()) if seed % 3 and shares[1] > shares[0] + 1e-6 else 0.4
-        low, high = literal(rs, high_end=math.inf, rho0=target)
+        low, high = BOUNDS[variant](rs, high_end=math.inf, positive_target=target)
         objective = OBJECTIVES["bapo"](variant=variant, high_end=math.inf, positive_target=target)
         for backend in BACKENDS:
             bounds = objective.statistics(batch.detach(), None, backend)

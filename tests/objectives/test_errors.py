@@ -69,10 +69,6 @@ def test_error_names_the_wrong_objective_field_or_option(name: str, fields: dict
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_an_integer_is_accepted_for_a_float() -> None:
-    assert build_objective("mu_grpo", {"ratio_max": 5}) == build_objective("mu_grpo", {"ratio_max": 5.0})
-
-
 # in these a token's loss depends on the others of its response or batch
 COUPLED = ("bapo", "cppo", "ctpo", "full_prefix", "gspo", "m2po", "minpro", "mu_grpo", "oapl", "prefix_filter",
            "prefix_ratio_grpo", "topr", "trm", "vespo")  # fmt: skip
@@ -96,6 +92,16 @@ def test_log_probs_of_minus_infinity_give_a_finite_loss_and_no_gradient(name: st
         if name not in COUPLED:
             usual = objective(batch, backend=backend).loss
             torch.testing.assert_close(terms.loss[~gone], usual[~gone], rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpp"])
+def test_a_nan_at_a_trained_token_reaches_the_later_tokens_of_its_response_alone(backend: str) -> None:
+    """By the smallest ratio before them; the token after it is not trained."""
+    batch, place = make_batch([3, 4, 2]), torch.arange(9)
+    logprobs = torch.where(place == 4, math.nan, batch.logprobs.detach()).requires_grad_()
+    batch = replace(batch, logprobs=logprobs, loss_mask=place != 5)
+    loss = build_objective("minpro", {})(batch, backend=backend).loss
+    assert loss.isnan().nonzero().flatten().tolist() == [4, 6]
 
 
 @pytest.mark.parametrize(("name", "fields"), VARIANTS)

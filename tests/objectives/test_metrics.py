@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -11,6 +12,7 @@ from megarl.batch import TokenBatch
 from megarl.objectives import build_objective
 from megarl.objectives.parts.histograms import QUANTILES, histogram, quantiles
 from megarl.objectives.parts.summary import summarise
+from tests.objectives import papers
 from tests.objectives.random_batches import random_batch
 
 BATCHES = [random_batch(seed, kind) for kind in ("continuous", "ties", "heavy_tails") for seed in range(9)]
@@ -54,53 +56,37 @@ def test_metrics_agree_with_their_definitions() -> None:
             "token_loss": mean(terms.loss.detach().double(), mask),
             "token_loss/positive": (float(terms.loss.detach().double()[mask & (a > 0)].sum()), float(mask.sum())),
         }
+        sizes = terms.loss.detach().double().abs()
+        share = float(sizes[mask & (a > 0)].sum() / sizes[mask].sum())
+        assert summarise(terms.metrics)["positive_share/loss"] == pytest.approx(share, rel=1e-5)
         for name, pair in expected.items():
             got = terms.metrics[name]
             assert got[0].dtype == got[1].dtype == torch.float64 and got[0].dim() == 0
             assert (float(got[0]), float(got[1])) == pytest.approx(pair, rel=1e-5, abs=1e-5), name
 
 
-def test_dampen_rates_after_good_and_bad_prefixes() -> None:
-    """Ratios .5, 1, 2 | 1, .9, .7 | .9: the second and third tokens of the first response follow a bad prefix."""
-    rho = torch.tensor([0.5, 1.0, 2.0, 1.0, 0.9, 0.7, 0.9])
-    batch = TokenBatch(
-        rho.log(), torch.zeros(7), torch.ones(7), torch.ones(7, dtype=torch.bool), torch.tensor([0, 3, 6, 7])
-    )
-    metrics = build_objective("reinforce", {})(batch).metrics
-    rates = {name: [float(x) for x in pair] for name, pair in metrics.items() if name.startswith("dampen/")}
-    # m = 1, .5, .5 | 1, 1, .9 | 1; m rho = .5, .5, 1 | 1, .9, .63 | .9
-    assert rates == {
-        "dampen/token/good_prefix": [2, 5],
-        "dampen/token/bad_prefix": [0, 2],
-        "dampen/prefix/good_prefix": [2, 5],
-        "dampen/prefix/bad_prefix": [1, 2],
-    }
-    assert summarise(metrics)["dampen/prefix/selectivity"] == pytest.approx(0.5 / 0.4)
-
-
 @pytest.mark.parametrize("backend", ["torch", "cpp"])
-def test_a_token_counts_as_dampened_below_the_bound_of_its_objective(backend: str) -> None:
-    """Ratios .5, .85 and .95: the last two follow a bad prefix. Table 2 of Prefix-Ratio GRPO has eps .2 and .1."""
-    rho = torch.tensor([0.5, 0.85, 0.95])
-    batch = TokenBatch(rho.log(), torch.zeros(3), torch.ones(3), torch.ones(3, dtype=torch.bool), torch.tensor([0, 3]))
-
-    def dampened(name: str, **fields: float) -> list[float]:
+@pytest.mark.parametrize(
+    ("name", "fields", "bound"),
+    [
+        *((name, {}, 0.8) for name in ("reinforce", "grpo", "prefix_ratio_grpo")),
+        *((name, {"eps_low": 0.1}, 0.9) for name in ("grpo", "prefix_ratio_grpo")),
+        *((name, {"dampen_threshold": 0.96}, 0.96) for name in ("grpo", "mu_grpo")),
+    ],
+)
+def test_a_token_counts_as_dampened_below_the_bound(name: str, fields: dict, bound: float, backend: str) -> None:
+    """After prefixes that are good, from .8 on, and bad: Table 2 of Prefix-Ratio GRPO, which has eps .2 and .1."""
+    for batch in BATCHES:
+        rs = papers.responses(batch, batch.logprobs.detach().double())
+        tokens = [(papers.prefix_min(o, i), t.rho_value) for o in rs for i, t in enumerate(o)]
         metrics = build_objective(name, fields)(batch, backend=backend).metrics
-        return [float(metrics[f"dampen/token/{kind}_prefix"][0]) for kind in ("good", "bad")]
-
-    assert dampened("grpo") == dampened("reinforce") == dampened("prefix_ratio_grpo") == [1, 0]
-    assert dampened("grpo", eps_low=0.1) == dampened("prefix_ratio_grpo", eps_low=0.1) == [1, 1]
-    assert dampened("grpo", dampen_threshold=0.96) == dampened("mu_grpo", dampen_threshold=0.96) == [1, 2]
-    assert dampened("grpo", dampen_threshold=0.4) == [0, 0]
-
-
-@pytest.mark.parametrize("name", ["grpo", "cispo"])
-def test_positive_share_of_loss_and_tokens(name: str) -> None:
-    """Advantages 1, -1, -2 and 0: a quarter of the loss, and of the tokens, has A > 0."""
-    advantages = torch.tensor([1.0, -1.0, -2.0, 0.0])
-    batch = TokenBatch(-torch.ones(4), -torch.ones(4), advantages, torch.ones(4).bool(), torch.tensor([0, 4]))
-    out = summarise(build_objective(name, {})(batch).metrics)
-    assert out["positive_share/loss"] == out["positive_share/tokens"] == 0.25
+        for kind, prefix in itertools.product(("token", "prefix"), ("good", "bad")):
+            ratios = [m * rho if kind == "prefix" else rho for m, rho in tokens if (m >= 0.8) == (prefix == "good")]
+            found = [float(x) for x in metrics[f"dampen/{kind}/{prefix}_prefix"]]
+            assert found == [sum(ratio < bound for ratio in ratios), len(ratios)], (kind, prefix)
+    out = summarise(metrics)
+    rates = out["dampen/prefix/bad_prefix"] / out["dampen/prefix/good_prefix"]
+    assert out["dampen/prefix/selectivity"] == pytest.approx(rates)
 
 
 @pytest.mark.parametrize("spread", [1e-5, 0.5, 30.0])

@@ -5,16 +5,13 @@ import re
 import pytest
 
 from megarl.errors import UserError
+from megarl.models.hf_config import read_hf_config
 from megarl.recipe.layout import Layout, check_layout
 from megarl.recipe.load import override_recipe
 from tests.actor.conftest import make_recipe
+from tests.helpers import ROOT
 
-MOE = dict(
-    num_attention_heads=32, num_key_value_heads=4, num_hidden_layers=48, num_experts=128,
-    moe_intermediate_size=768, intermediate_size=6144,
-    divided={"num_attention_heads": 32, "num_key_value_heads": 4}, context_divided={},
-)  # fmt: skip
-DENSE = MOE | {"num_experts": None, "divided": MOE["divided"] | {"intermediate_size": 6144}}
+MOE, DENSE = (read_hf_config(ROOT / f"examples/{name}") for name in ("qwen3_30b_a3b", "qwen3_8b"))
 VIRTUAL = "megatron.virtual_pipeline_model_parallel_size"
 FIRST, LAST = (f"megatron.num_layers_in_{end}_pipeline_stage" for end in ("first", "last"))
 

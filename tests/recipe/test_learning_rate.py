@@ -3,7 +3,6 @@
 import math
 
 import pytest
-from pydantic import ValidationError
 
 from megarl.recipe.actor_table import OptimizerTable
 
@@ -27,17 +26,3 @@ def test_learning_rates_with_warm_up_and_decay(settings, expected):
     # a recipe may not have lr > 1, but the expected rates, and min_lr, are those of lr = 2
     table = OptimizerTable.model_construct(**dict(table) | {"lr": 2.0})
     assert {update: table.learning_rate(update, 100) for update in expected} == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
-        ({"schedule": "wsd"}, "needs decay_updates"),
-        ({"min_lr": 1e-7}, "end of a decay"),
-        ({"warmup_step": 16}, "set warmup_updates too"),
-        ({"schedule": "linear", "lr": 1e-6, "min_lr": 1e-5}, "above lr"),
-    ],
-)
-def test_inconsistent_settings_of_a_schedule_are_refused(settings, said):
-    with pytest.raises(ValidationError, match=said):
-        OptimizerTable(**settings)

@@ -1,4 +1,4 @@
-"""Values of legal keys that cannot work are refused, and an infinite one survives writing and reading."""
+"""Settings that cannot work are refused, of all tables, and an infinite value survives writing and reading."""
 
 import pytest
 
@@ -9,6 +9,10 @@ from megarl.recipe.load import dump_recipe, load_recipe
 from megarl.rewards.service import Judge
 
 SINGLE = ["rollout.responses_per_prompt=1", "objective.advantage=batch_normalised"]
+GYM = ["data.source=reasoning_gym", "data.train=chain_sum"]
+CHAT = ["data.template=chat"]
+PYTHON = ["reward.kind=python", "reward.path=a.py:f"]
+SERVICE = "reward.service={url='http://a'"
 
 
 @pytest.mark.parametrize(
@@ -23,6 +27,41 @@ SINGLE = ["rollout.responses_per_prompt=1", "objective.advantage=batch_normalise
         (["eval.temperature=1e-320"], "temperature: Input should be greater than or equal to 0.0001"),
         (["optimizer.lr=-1.0"], r"optimizer.lr: .* \(got -1.0\)$"),
         (SINGLE[:1], r"  recipe: objective.advantage = .* compares .* must be at least 2$"),
+        # prompts
+        (["data.format=gsm8k", "data.columns={prompt='q'}"], "leave out data.columns"),
+        ([*GYM, "data.format=gsm8k"], "describe a file"),
+        (["data.template=Chat"], 'expected "raw", "chat" or a file that ends in .jinja'),
+        (["data.system=You sum."], 'set template = "chat"'),
+        (["data.template_arguments={enable_thinking=false}"], 'set template = "chat"'),
+        ([*CHAT, "data.template_arguments={tools=[]}"], "cannot have tools"),
+        (["data.overlong=cut"], "'error', 'drop' or 'truncate'"),
+        # rewards
+        (["reward.kind=python"], 'kind = "python" needs path'),
+        (["reward.kind=python", "reward.path=my.py"], "expected FILE.py:FUNCTION"),
+        (["reward.path=my.py:score"], "path is a setting of kind = 'python'"),
+        (["reward.parts=[{kind='overlong', weight=1.0}]"], "needs buffer"),
+        (["reward.parts=[{kind='box', weight=1.0, path='a.py:f'}]"], "has no path"),
+        (["reward.parts=[{kind='bx', weight=1.0}]"], "'box', 'overlong', 'length' or 'python'"),
+        (["reward.parts=[{kind='overlong', weight=1.0, buffer=2000}]"], "is more than rollout.max"),
+        (["reward.kind=exat"], "unknown; did you mean 'exact'"),
+        ([*PYTHON, "reward.scores=[3, -1]"], "the least and the largest"),
+        ([*PYTHON, "reward.correct_above=2"], "more than the largest score"),
+        (["reward.kind=judge"], "need .reward.service."),
+        ([SERVICE + "}"], "other kinds do not have it"),
+        (["reward.kind=judge", SERVICE + "}"], "needs service.model"),
+        (["reward.kind=http", SERVICE + ", prompt='q'}"], "service.prompt is a setting of"),
+        # learning rates
+        (["optimizer.schedule=wsd"], "needs decay_updates"),
+        (["optimizer.min_lr=1e-7"], "end of a decay"),
+        (["optimizer.warmup_step=16"], "set warmup_updates too"),
+        (["optimizer.schedule=linear", "optimizer.lr=1e-6", "optimizer.min_lr=1e-5"], "above lr"),
+        # tables of Megatron-Core: fields and types of values
+        (["megatron.moe_router_topk_scaling_facto=1.0"], "did you mean 'moe_router_topk_scaling_factor'"),
+        (["megatron_ddp.overlap_grad_reduce=1"], "overlap_grad_reduce = 1: Megatron-Core expects a value of type bool"),
+        (["megatron_ddp.bucket_size=true"], r"_size = True: Megatron-Core expects a value of type Optional\[int\]"),
+        (["megatron_optimizer.exp_avg_dtype=bf16"], "exp_avg_dtype = 'bf16': Megatron-Core expects a value of type"),
+        # objectives of one's own
+        (["objective.path=mine.py"], "expected FILE.py:CLASS"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(recipe, settings, said):

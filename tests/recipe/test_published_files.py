@@ -14,7 +14,7 @@ from megarl.data.prompts import build_prompts, check_data
 from megarl.data.tokenizer import load_tokenizer
 from megarl.rewards.parts import check_reward
 from tests.data.prompt_sources import char_tokenizer
-from tests.data.test_formats import DAPO, SKYWORK, chat, write
+from tests.data.test_formats import CONTEST, DAPO, FIRST, SECOND, SKYWORK, chat, live_code_bench, write
 from tests.helpers import ROOT
 from tests.recipe.test_examples import TRAINED, recipe_of
 
@@ -40,17 +40,11 @@ def chats(row, gold):
     ]
 
 
-CONTEST = {
-    "public_tests": {"input": ["1 2\n"], "output": ["3\n"]},
-    "private_tests": {"input": [], "output": []},
-    "generated_tests": {"input": [], "output": []},
-}
-CASES = json.dumps([{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}])
 FILES = {
     "deepscaler.json": [{"problem": question(n), "answer": str(2 * n), "solution": ""} for n in range(100, 140)],
     "dapo-math-17k.parquet": chats(DAPO, lambda n: str(2 * n)) * 3,  # as published, with repeated rows
     "skywork_or1_math.parquet": chats(SKYWORK, lambda n: json.dumps([str(2 * n), f"{2 * n}.0"])),
-    "code_contests.parquet": [{"description": f"add {n}", "name": "", "difficulty": 1, **CONTEST} for n in range(40)],
+    "code_contests.parquet": [CONTEST | {"description": f"add {n}"} for n in range(40)],
     "aime24.parquet": sums("problem", id=1, solution=r"\boxed{}", url="", year="2024"),
     "aime-2024.parquet": chats(DAPO, lambda n: "" if n == 0 else str(2 * n)),
     "aime25.jsonl": sums("problem", id="1", solution="none \\boxed{}"),
@@ -64,9 +58,7 @@ FILES = {
         for n, row in enumerate(sums("question"))
     ],
     "gsm8k.parquet": [{"question": question(n), "answer": f"so\n#### {2 * n}"} for n in range(9)],
-    "livecodebench.jsonl": [
-        {"question_content": "add", "public_test_cases": CASES, "private_test_cases": CASES, "metadata": "{}"}
-    ],
+    "livecodebench.jsonl": [live_code_bench([FIRST], json.dumps([SECOND]))],
 }
 
 

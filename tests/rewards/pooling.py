@@ -43,13 +43,8 @@ def generated(names, count=1):
     return prompts, ReasoningGym({name: each.scorer for name, each in sources.items()})
 
 
-@contextlib.contextmanager
 def pool(build, limits=TIGHT):
-    verifiers = VerifierPool(build, limits)
-    try:
-        yield verifiers
-    finally:
-        verifiers.close()
+    return contextlib.closing(VerifierPool(build, limits))
 
 
 def score(verifiers, questions):

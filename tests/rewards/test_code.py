@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from megarl.data.prompts import Prompt
 from megarl.errors import UserError
 from megarl.recipe.tables import RewardTable
 from megarl.rewards import code, cpp
@@ -112,47 +113,43 @@ def test_nothing_is_run_after_a_test_that_took_too_long():
     assert verifier.score(ECHOES, "n = int(input())\nif n == 2: bytearray(1 << 40)\nprint(n)").value == 0.9
 
 
-@pytest.mark.parametrize(
-    ("tests", "program"),
-    [
-        ("assert add(1, 2) == 3\nassert add([1], [2]) == [1, 2]", "def add(a, b): return a + b"),
-        ("assert math.isclose(half(1), .5)", "def half(a): return a / 2"),
-        (
-            "try:\n    f(0)\nexcept IndexError as e:\n    assert str(e) == 'no'",
-            "class E(IndexError): pass\ndef f(a): raise E('no')",
-        ),
-        ("s = Stack()\ns.push(1)\nassert s.pop() == 1\nassert not s", "class Stack(list): push = list.append"),
-        ("assert list(upto(3)) == [0, 1, 2]", "def upto(n): yield from range(n)"),
-        ("assert same((1, {2: {3}}, b'4', 5j, None)) == (1, {2: {3}}, b'4', 5j, None)", "def same(a): return a"),
-        ("assert same(float('inf')) > 10 ** 300\nassert same(10 ** 5000) % 7 == 2", "def same(a): return a"),
-        ("assert greet('x') == 'x'", "print('noise')\ninput\ndef greet(a): print(a); return a"),
-        ("assert f(1) == 1", "if __name__ == '__main__': raise SystemExit\ndef f(a): return a"),
-    ],
-)
-def test_programs_are_scored_by_assertions(tests, program):
-    assert score(prompt_for(tests=tests), program) == 1
-
-
-def test_programs_are_scored_by_check_functions():
-    humaneval = prompt_for(tests="def check(candidate):\n    assert candidate(2) == 4\n", entry_point="square")
-    assert score(humaneval, "def square(a): return a * a") == 1
-    assert score(humaneval, "def square(a): return a") == 0
-    builtin = "assert sum([1]) == 2"
-    assert score(prompt_for(tests=builtin, entry_point="sum"), "def sum(a): return 2") == 1
-    assert score(prompt_for(tests=builtin), "def sum(a): return 2") == 0, "a builtin is Python's own"
-    solution = "def total(a): ...\ndef sum(a): ..."  # as in MBPP's task 126, which names no entry point
-    assert score(prompt_for(tests=builtin, code=solution), "def sum(a): return 2") == 1
-
-
+ASSERTIONS = [  # and a program for which they hold
+    ("assert add(1, 2) == 3\nassert add([1], [2]) == [1, 2]", "def add(a, b): return a + b"),
+    ("assert math.isclose(half(1), .5)", "def half(a): return a / 2"),
+    (
+        "try:\n    f(0)\nexcept IndexError as e:\n    assert str(e) == 'no'",
+        "class E(IndexError): pass\ndef f(a): raise E('no')",
+    ),
+    ("s = Stack()\ns.push(1)\nassert s.pop() == 1\nassert not s", "class Stack(list): push = list.append"),
+    ("assert list(upto(3)) == [0, 1, 2]", "def upto(n): yield from range(n)"),
+    ("assert same((1, {2: {3}}, b'4', 5j, None)) == (1, {2: {3}}, b'4', 5j, None)", "def same(a): return a"),
+    ("assert same(float('inf')) > 10 ** 300\nassert same(10 ** 5000) % 7 == 2", "def same(a): return a"),
+    ("assert greet('x') == 'x'", "print('noise')\ninput\ndef greet(a): print(a); return a"),
+    ("assert f(1) == 1", "if __name__ == '__main__': raise SystemExit\ndef f(a): return a"),
+]
 KODCODE = "from solution import f\n\ndef test_one():\n    assert f(1) == 2\n\ndef test_two():\n    assert f(2) == 3\n"
 LCB = {"testtype": "functional", "metadata": {"func_name": "f"}}  # as in DeepCoder's subset lcbv5
 CALLED = {"type": "function_call", "fn_name": "f"}  # as in PrimeIntellect/SYNTHETIC-1
-INCREMENT, WRONG = "def f(a): return a + 1", "def f(a): return 2"
+INCREMENT, WRONG, SUMS = "def f(a): return a + 1", "def f(a): return 2", "def sum(a): return 2"
+HUMANEVAL = prompt_for(tests="def check(candidate):\n    assert candidate(2) == 4\n", entry_point="f")
+RETURNED = [  # what is expected, what a function returns instead, and what is wrong
+    (0.3, "0.1 + 0.2", "0.3000001"),
+    ({"1": [2]}, "{1: (2,)}", "{1: [2], '1': [2]}"),
+    ([3], "3", "4"),
+    ([3, 4], "(3, 4)", "3"),
+    (float("inf"), "1e999", "10**300"),
+    (10**17, "10**17", "10**17 + 1"),
+]
 
 
 @pytest.mark.parametrize(
-    ("tests", "right", "wrong"),
+    ("tests", "right", "wrong"),  # tests: the column, or a prompt
     [
+        *((tests, program, "pass") for tests, program in ASSERTIONS),
+        (HUMANEVAL, "def f(a): return a * a", "def f(a): return a"),
+        (prompt_for(tests="assert sum([1]) == 2", entry_point="sum"), "def sum(a): return 2", "def sum(a): return 1"),
+        (prompt_for(tests="assert sum([1]) == 2", code="def sum(a): ..."), "def sum(a): return 2", "sum = len"),
+        ("assert sum([1]) == f(1)", f"{SUMS}\ndef f(a): return 1", f"{SUMS}\ndef f(a): return 2"),  # Python's own sum
         (KODCODE, INCREMENT, WRONG),  # KodCode/KodCode-V1, which runs pytest
         (
             f"{KODCODE}\nclass TestF:\n    def test_f(self):\n        assert f(3) == 4\n",
@@ -171,12 +168,17 @@ INCREMENT, WRONG = "def f(a): return a + 1", "def f(a): return 2"
         ({"inputs": [[4]], "outputs": [5], "fn_name": "f"}, "def f(a): return max(Counter([a + 1]))", WRONG),
         ({"inputs": [[4]], "outputs": [24], "fn_name": "factorial"}, "def factorial(n): return 24", "pass"),
         (f'{{"inputs": [[0]], "outputs": [{"9" * 5000}], "fn_name": "f"}}', "def f(a): return 10**5000 - 1", WRONG),
+        *(
+            ({"inputs": [[0]], "outputs": [expected], "fn_name": "f"}, *(f"def f(a): return {x}" for x in returned))
+            for expected, *returned in RETURNED
+        ),
         ([{"input": "", "output": "1234567\n" * 700_000}], "print('1234567\\n' * 700_000)", "print('1\\n' * 700_000)"),
     ],
 )
-def test_tests_in_their_published_forms(tests, right, wrong):
+def test_a_right_program_scores_1_and_a_wrong_one_0(tests, right, wrong):
     """5000 digits: stanford-crfm/helm 1381."""
-    assert (score(prompt_for(tests=tests), right), score(prompt_for(tests=tests), wrong)) == (1, 0)
+    prompt = tests if isinstance(tests, Prompt) else prompt_for(tests=tests)
+    assert (score(prompt, right), score(prompt, wrong)) == (1, 0)
 
 
 def test_tests_that_pass_a_function_to_the_program_are_refused():

@@ -58,16 +58,6 @@ def test_a_function_may_have_the_name_of_a_builtin_or_a_module():
         assert score(tests, f"class Solution:\n    def {name}(self, a, b): return a - b") == 1, (name, harness)
 
 
-def test_what_a_function_returns_may_differ_in_form_only():
-    def accepted(returned, expected):
-        return score({"inputs": [[0]], "outputs": [expected], "fn_name": "f"}, f"def f(a): return {returned}")
-
-    for returned, expected in (("0.1 + 0.2", 0.3), ("{1: (2,)}", {"1": [2]}), ("3", [3]), ("1e999", float("inf"))):
-        assert accepted(returned, expected) == 1, returned
-    for returned, expected in (("0.3000001", 0.3), ("10**17 + 1", 10**17), ("{1: 2, '1': 2}", {"1": 2}), ("3", [3, 4])):
-        assert accepted(returned, expected) == 0, returned
-
-
 def test_a_rows_preamble_runs_before_the_program():
     check = "def check(candidate):\n    assert candidate([1]) == 1"
     program = "def f(a: List[int]) -> int:\n    return reduce(add, a)"

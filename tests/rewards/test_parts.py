@@ -5,12 +5,13 @@ import pytest
 
 from megarl.errors import UserError
 from megarl.phases.scoring import Scoring
-from megarl.recipe.tables import Recipe, RewardTable
+from megarl.recipe.tables import RewardTable
 from megarl.rewards import Score
 from megarl.rewards.parts import build_verifier, check_reward, overlong, total, totals
 from megarl.rewards.pool import Limits
 from megarl.storage.metrics.summary import summary
 from megarl.storage.rollouts import Group, Response
+from tests.data import prompt_sources
 from tests.data.prompt_sources import write
 from tests.rewards import pooling
 
@@ -34,9 +35,8 @@ def file(tmp_path):
 
 
 def recipe(tmp_path, model="unused", **reward):
-    data = write(tmp_path / "p.jsonl", [{"prompt": "?", "answer": "42", "level": 3}])
-    table = {"model": {"path": str(model)}, "data": {"source": "file", "train": str(data)}, "reward": reward}
-    return Recipe.model_validate(table)
+    file = write(tmp_path / "p.jsonl", [{"prompt": "?", "answer": "42", "level": 3}])
+    return prompt_sources.recipe(file=file, reward=reward, model=model)
 
 
 def scored(settings, texts, tokens=1, finish="stop", seconds=0.5):
@@ -66,30 +66,6 @@ def test_a_function_of_a_part_is_tried_before_the_run(tmp_path, file):
     part = {"kind": "python", "weight": 1.0, "path": f"{file}:score"}
     with pytest.raises(UserError, match="cannot be loaded: SyntaxError"):
         check_reward(recipe(tmp_path, kind="exact", parts=[part]))
-
-
-@pytest.mark.parametrize(
-    ("reward", "message"),
-    [
-        ({"kind": "python"}, 'kind = "python" needs path'),
-        ({"kind": "python", "path": "my.py"}, "expected FILE.py:FUNCTION"),
-        ({"kind": "exact", "path": "my.py:score"}, "path is a setting of kind = 'python'"),
-        ({"kind": "exact", "parts": [{"kind": "overlong", "weight": 1.0}]}, "needs buffer"),
-        ({"kind": "exact", "parts": [{"kind": "box", "weight": 1.0, "path": "a.py:f"}]}, "has no path"),
-        ({"kind": "exact", "parts": [{"kind": "bx", "weight": 1.0}]}, "'box', 'overlong', 'length' or 'python'"),
-        ({"kind": "exact", "parts": [{"kind": "overlong", "weight": 1.0, "buffer": 2000}]}, "is more than rollout.max"),
-        ({"kind": "exat"}, "unknown; did you mean 'exact'"),
-        ({"kind": "python", "path": "a.py:f", "scores": [3, -1]}, "the least and the largest"),
-        ({"kind": "python", "path": "a.py:f", "correct_above": 2}, "more than the largest score"),
-        ({"kind": "judge"}, "need .reward.service."),
-        ({"kind": "exact", "service": {"url": "http://a"}}, "other kinds do not have it"),
-        ({"kind": "judge", "service": {"url": "http://a"}}, "needs service.model"),
-        ({"kind": "http", "service": {"url": "http://a", "prompt": "q"}}, "service.prompt is a setting of"),
-    ],
-)
-def test_mistakes_in_the_reward_table_are_refused(tmp_path, reward, message):
-    with pytest.raises(ValueError, match=message):
-        recipe(tmp_path, **reward)
 
 
 def test_the_reward_is_the_sum_of_its_parts(tmp_path, file):

@@ -9,10 +9,10 @@ import pytest
 
 from megarl.data.prompts import Prompt
 from megarl.errors import UserError
-from megarl.recipe.tables import Recipe
 from megarl.rewards import Score, VerifierUnavailable, service
 from megarl.rewards.parts import build_verifier, check_reward
 from megarl.rewards.pool import Limits
+from tests.data import prompt_sources
 from tests.data.prompt_sources import write
 from tests.rewards import pooling
 
@@ -102,15 +102,13 @@ def server(monkeypatch):
 
 
 def recipe(tmp_path, url, kind="judge", **settings):
-    data = write(tmp_path / "p.jsonl", [{"prompt": "?", "answer": "42"}])
+    file = write(tmp_path / "p.jsonl", [{"prompt": "?", "answer": "42"}])
     settings = {"url": url, "attempts": 3, "api_key": "JUDGE_KEY"} | settings
     if kind == "judge":
         question = tmp_path / "question.txt"
         question.write_text("{prompt} is {answer}: {response}")
         settings = {"model": "grader", "prompt": str(question)} | settings
-    tables = {"model": {"path": "unused"}, "data": {"source": "file", "train": str(data)}}
-    reward = {"kind": kind, "service": settings}
-    return Recipe.model_validate(tables | {"reward": reward, "run": {"stall_seconds": 600}})
+    return prompt_sources.recipe(file=file, reward={"kind": kind, "service": settings})
 
 
 def scored(settings, texts):
@@ -214,7 +212,7 @@ def test_mistakes_are_reported_before_the_run(tmp_path, server, monkeypatch):
         ({"model": "grande"}, r"does not serve model = 'grande'; it serves \['grader'\]"),
         ({"url": "judge:8000"}, "is not an http:// or https:// address"),
         ({"url": "http://127.0.0.1:9"}, "nothing answers at http://127.0.0.1:9: .*refused"),
-        ({"seconds": 300.0}, "3 attempts of 300 seconds may take 908 s"),
+        ({"seconds": 1000.0}, "3 attempts of 1000 seconds may take 3008 s"),
         ({"prompt": str(tmp_path / "none")}, "none cannot be read"),
         ({"prompt": str(tmp_path / "p.jsonl")}, r"does not contain \{response\}"),
         ({"api_key": "NO_SUCH_KEY"}, "environment variable NO_SUCH_KEY, which is not set"),

@@ -1,6 +1,5 @@
 """The report in a real browser: its charts are drawn, and it makes no request."""
 
-import contextlib
 import http.server
 import os
 import re
@@ -34,9 +33,10 @@ class Proxy(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture(scope="module")
-def browser():
-    """One browser for all tests, behind the proxy."""
+@pytest.fixture
+def show():
+    """A function that opens a page in a browser behind the proxy, waits until its charts are drawn, and returns the
+    tab."""
     assert BROWSER, "MEGARL_REQUIRE_BROWSER=1, but there is no chromium"
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Proxy)
     threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -44,18 +44,10 @@ def browser():
     with sync_playwright() as playwright:
         proxy = {"server": f"http://127.0.0.1:{server.server_port}"}
         arguments = ["--no-sandbox", "--disable-gpu", *quiet]
-        yield playwright.chromium.launch(executable_path=BROWSER, args=arguments, proxy=proxy)
-    server.shutdown()
-
-
-@pytest.fixture
-def show(browser):
-    """A function that opens a page, waits until its charts are drawn, and returns the tab."""
-    with contextlib.ExitStack() as tabs:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=arguments, proxy=proxy)
 
         def opened(page):
             tab = browser.new_page(viewport={"width": 1400, "height": 900})
-            tabs.callback(tab.close)
             tab.problems = []
             tab.on("console", lambda message: tab.problems.append(message.text))
             tab.on("pageerror", lambda error: tab.problems.append(str(error)))
@@ -64,6 +56,7 @@ def show(browser):
             return tab
 
         yield opened
+    server.shutdown()
 
 
 def drawn_curves(body, number):

@@ -21,12 +21,10 @@ class Watched:
     def __init__(self, root):
         self.root, self.state = root, RunState(root, make_recipe())
 
-    def append(self, name, *records, torn=""):
+    def append(self, name, *records):
         """Append records to a file, and look at the run."""
-        path = self.root / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a") as file:
-            file.write("".join(json.dumps(record) + "\n" for record in records) + torn)
+        with open(self.root / name, "a") as file:
+            file.write("".join(json.dumps(record) + "\n" for record in records))
         return self.state.poll()
 
     def happens(self, *events):
@@ -41,11 +39,6 @@ class Watched:
         return set(self.line.split(", "))
 
 
-@pytest.fixture
-def watch(tmp_path):
-    return lambda: Watched(tmp_path)
-
-
 def start(phase, stage, when=None):
     return {"time": when or time.time(), "event": "phase_start", "phase": phase, "stage": stage}
 
@@ -54,16 +47,12 @@ def report(**fields):
     return {"time": time.time(), "event": "rollout_progress", "stage": 1, "rank": 0, "seconds": 5} | fields
 
 
-def loaded(stage, phase, **fields):
-    return {"event": "weight_drift", "stage": stage, "phase": phase, "time": time.time(), "rank": 0} | fields
-
-
 RESTART = {"event": "restart", "phase": "rollout", "stage": 1}
 
 
-def test_a_rollout_phase_shows_what_the_replicas_have_generated(watch):
+def test_a_rollout_phase_shows_what_the_replicas_have_generated(tmp_path):
     """An earlier attempt has stored 2 of 1536 groups."""
-    run = watch()
+    run = Watched(tmp_path)
     assert run.state.poll() == [] and run.state.done == (0, 0, "")
     seen = run.happens(start("rollout", 1), {"event": "resume", "phase": "rollout", "skipped": 2, "total": 1536})
     assert [event["event"] for event in seen] == ["phase_start", "resume"]
@@ -81,9 +70,9 @@ def test_a_rollout_phase_shows_what_the_replicas_have_generated(watch):
     assert "length" not in run.line
 
 
-def test_the_time_left_of_the_run(watch):
+def test_the_time_left_of_the_run(tmp_path):
     """A rollout phase took 100 s and optimization 48; of stage 2 of 3, half of the groups are there."""
-    run = watch()
+    run = Watched(tmp_path)
     half = report(groups=768, seconds=55)
     run.happens(start("rollout", 1), half)
     assert run.state.seconds_left == 55 and run.state.run_seconds_left is None
@@ -96,12 +85,12 @@ def test_the_time_left_of_the_run(watch):
     assert run.line.endswith("0:55 left, 4:11 left of the run")
 
 
-def test_progress_of_an_optimize_phase_goes_back_when_metrics_are_cut(watch, tmp_path, monkeypatch):
+def test_progress_of_an_optimize_phase_goes_back_when_metrics_are_cut(tmp_path, monkeypatch):
     noise, now = random.Random(0), time.time()
     updates = [update_record(n, 96, noise) for n in range(1, 140)]
     updates[-1] |= {"staleness": 6, "loss": 0.25, "grad_norm": 1.5, "ess": 0.875, "clip_fraction": 0.125}
     monkeypatch.setattr(time, "time", lambda: now)
-    run = watch()
+    run = Watched(tmp_path)
     run.happens(start("optimize", 1, now - 75))
     run.append("metrics.jsonl", *updates)
     state = run.state
@@ -118,10 +107,10 @@ def test_progress_of_an_optimize_phase_goes_back_when_metrics_are_cut(watch, tmp
     assert [u["update"] for u in state.recent] == [*range(1, 11)], "updates that were undone do not count for the speed"
 
 
-def test_events_and_the_state_have_plain_lines(watch, tmp_path, monkeypatch):
+def test_events_and_the_state_have_plain_lines(tmp_path, monkeypatch):
     """Of a run that was under way when the display began; looking at it again shows nothing twice."""
     monkeypatch.setattr(progress, "LINE_SECONDS", 0.0)
-    run, recipe, stream, noise = watch(), make_recipe(), io.StringIO(), random.Random(0)
+    run, recipe, stream, noise = Watched(tmp_path), make_recipe(), io.StringIO(), random.Random(0)
     run.happens({"event": "evaluation", "update": 0, "suite": "heldout", "accuracy": 0.123, "ci95": [0.1, 0.15]})
     with Progress(tmp_path, recipe, stream) as view:
         for event in make_events(recipe):
@@ -149,10 +138,10 @@ def test_events_and_the_state_have_plain_lines(watch, tmp_path, monkeypatch):
     assert run.state.seconds == {"evaluate": 4.0, "rollout": 13.0, "optimize": 15.0}
 
 
-def test_at_most_one_line_about_the_state_comes_per_interval(watch, tmp_path):
+def test_at_most_one_line_about_the_state_comes_per_interval(tmp_path):
     stream = io.StringIO()
     view = Progress(tmp_path, make_recipe(), stream)
-    watch().happens(start("optimize", 0))
+    Watched(tmp_path).happens(start("optimize", 0))
     for due in (0, 1):
         for _ in range(1000):
             view._look()
@@ -161,12 +150,12 @@ def test_at_most_one_line_about_the_state_comes_per_interval(watch, tmp_path):
     assert describe_state(view._state) in stream.getvalue()
 
 
-def test_progress_ends_when_the_block_fails(watch, tmp_path):
+def test_progress_ends_when_the_block_fails(tmp_path):
     stream, threads = io.StringIO(), threading.active_count()
 
     def fail():
         with Progress(tmp_path, make_recipe(), stream):
-            watch().happens(start("rollout", 0), {"event": "phase_failed", "phase": "rollout", "stage": 0})
+            Watched(tmp_path).happens(start("rollout", 0), {"event": "phase_failed", "phase": "rollout", "stage": 0})
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):

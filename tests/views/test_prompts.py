@@ -67,7 +67,7 @@ def test_ten_kinds_of_faults_in_one_file_are_all_named(check):
         '{"prompt": "  ", "answer": 1}': "line 8: prompt must be a string",
         '{"prompt": "x", "answer": 0.1234567890123456789}': "line 9: answer has more digits",
         '{"prompt": "x", "answer": true}': "line 10: answer must be",
-        '[{"prompt": "x"}]': "line 11: expected an object",
+        '[{"prompt": "x"}]': "line 11: expected an object with prompt and answer, got list",
         '{"prompt": [{"role": "user", "content": null}], "answer": 1}': "line 12: message 1 of prompt must have a text",
         '{"prompt": "\\ud800", "answer": 1}': "line 13: not valid text",
         '{"prompt": "word?", "answer": "$$"}': "line 14: the answer '$$' of prompt 'word?' cannot be parsed",

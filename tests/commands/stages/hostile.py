@@ -9,6 +9,7 @@ import pyarrow.parquet as pq
 from megarl.commands.stages.pack import MANIFEST, Manifest
 from megarl.storage.checkpoints import FileSum
 from tests.commands.stages.made_up import agree
+from tests.faults.__main__ import flip
 
 SHARD = "rollouts/00000.parquet"
 
@@ -21,12 +22,6 @@ def declared(name):
         replace(manifest, files=manifest.files | {name: FileSum(4, "0" * 64)}).write(pack)
 
     return attack
-
-
-def other_bytes(path):
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 def link(pack):
@@ -81,8 +76,8 @@ ROWS = "has no valid rollouts: .*"
 ATTACKS = {
     "a path to the parent directory": (declared("rollouts/../../evil"), "is not the name of a file"),
     "control characters": (declared("rollouts/\x1b[2J"), r"\\x1b"),
-    "other bytes": (lambda pack: other_bytes(pack / SHARD), "does not match its checksum"),
-    "another manifest": (lambda pack: other_bytes(pack / MANIFEST), "is not the manifest of a packed stage"),
+    "other bytes": (lambda pack: flip(pack / SHARD), "does not match its checksum"),
+    "another manifest": (lambda pack: flip(pack / MANIFEST), "is not the manifest of a packed stage"),
     "a missing file": (lambda pack: (pack / SHARD).unlink(), "is missing"),
     "a link": (link, "is a link"),
     "a pipe": (pipe, "no regular file"),

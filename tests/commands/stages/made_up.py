@@ -23,28 +23,23 @@ def make_run(recipe, root, *settings, chosen=None):
     return run
 
 
-def fill(stage, masked=False, chosen=None):
-    """Fill the stage with random groups, and seal it. masked: some tokens are, as tool output is."""
-    rng, size = np.random.default_rng(stage.number), stage.rollout.responses_per_prompt
-    info = read_info(stage.policy)
-    with RolloutWriter(stage.rollouts, weights_hash=info.weights_hash, logprob_mode="processed") as writer:
-        for begin in range(stage.groups.start, stage.groups.stop, 4):
-            writer.append([make_group(rng, number, size, info.version, masked) for number in range(begin, begin + 4)])
-    seal(stage.rollouts, stage.groups, chosen)
+def fill(stage, chosen=None):
+    """Fill the stage with random groups, and seal it."""
+    rng, info = np.random.default_rng(stage.number), read_info(stage.policy)
 
-
-def make_group(rng, number, size, version=0, masked=False):
     def response():
         n = int(rng.integers(2, 7))
-        tokens = rng.integers(3, VOCABULARY, n).astype(np.int32)
-        logprobs = -rng.exponential(2.0, n).astype(np.float32)
-        mask = rng.random(n) < 0.6 if masked else None
-        if mask is not None:
-            mask[-1] = True
-        return Response(tokens, logprobs, float(rng.integers(2)), "stop", version, loss_mask=mask)
+        tokens, logprobs = rng.integers(3, VOCABULARY, n).astype(np.int32), -rng.exponential(2.0, n).astype(np.float32)
+        return Response(tokens, logprobs, float(rng.integers(2)), "stop", info.version)
 
-    prompt = rng.integers(3, VOCABULARY, 4).astype(np.int32)
-    return Group(number, prompt, tuple(response() for _ in range(size)))
+    def group(number):
+        prompt = rng.integers(3, VOCABULARY, 4).astype(np.int32)
+        return Group(number, prompt, tuple(response() for _ in range(stage.rollout.responses_per_prompt)))
+
+    with RolloutWriter(stage.rollouts, weights_hash=info.weights_hash, logprob_mode="processed") as writer:
+        for begin in range(stage.groups.start, stage.groups.stop, 4):
+            writer.append(list(map(group, range(begin, begin + 4))))
+    seal(stage.rollouts, stage.groups, chosen)
 
 
 def agree(folder, **fields):

@@ -1,11 +1,8 @@
 """Stages made from responses of other systems; a mistake is reported with its row."""
 
-import json
 import re
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 
 from megarl.commands.one_phase import branch, changed_recipe
@@ -21,6 +18,7 @@ from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
 from tests.commands.stages.made_up import SETTINGS, VOCABULARY
+from tests.data.prompt_sources import write
 from tests.helpers import events, read_lines
 from tests.phases.commands import succeed
 from tests.storage.sample_rollouts import as_bytes
@@ -45,14 +43,6 @@ def rows(guessing_model):
     for row, own in zip(rows, scores, strict=True):
         row["rollout_logprobs"] = own[-len(row["response_tokens"]) :].tolist()
     return rows
-
-
-def write(path, rows):
-    if path.suffix == ".parquet":
-        pq.write_table(pa.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
 
 
 def ingested(recipe, target, *files, settings=(), ignored=(), leave_out=False):
@@ -125,8 +115,7 @@ def test_metrics_count_sampled_tokens_and_lags_of_their_versions(recipe, rows, t
 def test_several_files_become_one_stage(recipe, rows, tmp_path):
     whole = ingested(recipe, tmp_path / "whole", write(tmp_path / "a.jsonl", rows))
     traced = [row | {"trace": "x"} for row in rows[18:]]
-    parts = [write(tmp_path / "monday.parquet", rows[:18]), tmp_path / "tuesday.json"]
-    parts[1].write_text(json.dumps(traced))
+    parts = [write(tmp_path / "monday.parquet", rows[:18]), write(tmp_path / "tuesday.json", traced)]
     with pytest.raises(UserError, match="which --ignore trace would skip"):
         ingested(recipe, tmp_path / "merged", *parts)
     merged = ingested(recipe, tmp_path / "merged", *parts, ignored=["trace"])

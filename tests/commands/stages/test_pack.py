@@ -16,8 +16,9 @@ from megarl.storage.policies import INDEX_FILE, copy_policy, weight_files
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
-from tests.commands.stages.hostile import ATTACKS, other_bytes, with_recipe
+from tests.commands.stages.hostile import ATTACKS, with_recipe
 from tests.commands.stages.made_up import fill, make_run, sha
+from tests.faults.__main__ import flip
 from tests.helpers import read_lines
 from tests.phases.commands import succeed
 from tests.storage.sample_rollouts import as_bytes
@@ -182,7 +183,7 @@ def test_weights_are_in_the_directory_of_their_index(tmp_path):
 @pytest.mark.parametrize("name", ["rollouts/*.arrow", "policy/config.json"])
 def test_a_damaged_stage_is_not_packed(name, run, tmp_path):
     root = shutil.copytree(run.root, tmp_path / "run")
-    other_bytes(next((root / "stages/000").glob(name)))
+    flip(next((root / "stages/000").glob(name)))
     with pytest.raises(UserError, match="does not match (the|its) checksum"):
         pack(root, 0, tmp_path / "stage", LICENCE, weights=True, prompts=True)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
