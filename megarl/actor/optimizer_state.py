@@ -118,7 +118,7 @@ def _create(inner: Any, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         inner.initialize_state(parameter, store_param_remainders=False)
         return
     state = inner.state[parameter]
-    if isinstance(inner, torch.optim.AdamW):
+    if isinstance(inner, torch.optim.Adam):
         state["step"] = torch.tensor(0.0, device=parameter.device if group["fused"] else "cpu")
     state["exp_avg"] = torch.zeros_like(parameter)
     state["exp_avg_sq"] = torch.zeros_like(parameter)
@@ -149,7 +149,7 @@ def set_adam_step(optimizer: MegatronOptimizer, step: int) -> None:
     for part in distributed_optimizers(optimizer):
         for inner in _inner_optimizers(part):
             for group in inner.param_groups:
-                if not isinstance(inner, torch.optim.AdamW):
+                if not isinstance(inner, torch.optim.Adam):
                     group["step"] = step
                     continue
                 for parameter in group["params"]:  # a tensor for each, since Adam increments it in place

@@ -48,13 +48,16 @@ def export(stage: Stage) -> None:
 
 
 def load_policy(actor: Actor, stage: Stage, updates: int) -> None:
-    """Load the policy after ``updates`` updates of the stage into the actor; `UserError` if its files are damaged."""
+    """Load the policy after ``updates`` updates of the stage into the actor; `UserError` if its files are damaged or
+    gone."""
     path = dict(checkpoints(stage.checkpoints)).get(updates)
     if updates and path is not None:
         beat("load", path.name)
         if damage := checkpoint.verify(path):
             raise UserError(f"{path} is damaged: {damage}")
         checkpoint.load(actor, path)
+    elif updates not in (0, stage.run.recipe.schedule.updates_per_stage):
+        raise UserError(f"{stage.checkpoints} has no checkpoint of update {updates} any more: see actor.keep_stages")
     else:  # the stage's first policy, or its last one if its checkpoints are gone; new adapters do not change either
         policy = stage.next.policy if updates else stage.policy
         checks.check(policy, "Restore it from a copy")

@@ -68,6 +68,8 @@ def build_actor(stage: Stage, device: torch.device, start: Start) -> Actor:
     if start.checkpoint is not None:
         beat("load", start.checkpoint.name)
         checkpoint.load(actor, start.checkpoint)
+        if stage.number == start.done == 0:  # the checkpoint is another run's
+            actor.skipped_updates = 0
     return actor
 
 
@@ -120,6 +122,7 @@ class _Updates:
     def __post_init__(self) -> None:
         self.run, self.recipe = self.stage.run, self.stage.run.recipe
         self.objective, self.total = _objective(self.run), self.recipe.schedule.updates_per_stage
+        self.step = updates_per_step(self.objective, self.recipe.schedule.sync_every)  # a step's length, in updates
 
     def make(self, done: int, stop: StopRequest) -> None:
         """Make the updates that follow the first ``done`` of the stage."""
@@ -132,21 +135,30 @@ class _Updates:
                 ready.extend(self._read_step(update))
             asked = not ready  # to stop, while waiting for groups
             if ready:
-                self._make_one(update, ready.popleft(), start)
+                try:
+                    self._make_one(update, ready.popleft(), start)
+                except TooManySkipped:
+                    if update > saved and update % self.step == 0:
+                        self._save(update, wait=True)
+                    checkpoint.finish(actor)
+                    raise
             updates = update + (not asked)
             # never stop within a step: the log-probs of its proximal policy are only in memory
             stopping = asked or (updates < self.total and not ready and stop.agreed(actor.device))
             last = updates == self.total or stopping
             checkpoint.finish(actor, wait=False)
             if updates > saved and (updates % self.recipe.actor.checkpoint_every == 0 or last):
-                if self.metrics:
-                    self.metrics.sync()  # a checkpoint relies on the lines of its updates being on disk
-                keep = self.recipe.actor.keep_checkpoints
-                checkpoint.save(actor, self.stage.checkpoints, updates, keep, wait=last, metrics=self.metrics)
+                self._save(updates, wait=last)
                 saved = updates
             if stopping:
                 checkpoint.finish(actor)
                 sys.exit(STOPPED)
+
+    def _save(self, updates: int, wait: bool) -> None:
+        if self.metrics:
+            self.metrics.sync()  # a checkpoint relies on the lines of its updates being on disk
+        keep = self.recipe.actor.keep_checkpoints
+        checkpoint.save(self.actor, self.stage.checkpoints, updates, keep, wait=wait, metrics=self.metrics)
 
     def _read_step(self, first: int) -> list[Batch]:
         """Read the batches of a step: the updates from ``first`` that share a proximal policy.
@@ -156,8 +168,7 @@ class _Updates:
         """
         step: list[Batch] = []
         one_policy = self.recipe.schedule.one_policy  # else trainers wait for engines
-        size = updates_per_step(self.objective, self.recipe.schedule.sync_every)
-        for update in range(first, min(self.total, first + size)):
+        for update in range(first, min(self.total, first + self.step)):
             begun = time.perf_counter()
             groups = self.batches.read(update)
             if groups is None:
@@ -222,24 +233,29 @@ def _open_metrics(stage: Stage, start: Start) -> MetricsWriter | None:
     return MetricsWriter(stage.run.metrics, start.position, lines, done, stage.run.recipe.run)
 
 
+class TooManySkipped(UserError):
+    """Another update is not finite than the run may skip; the actor is as before it."""
+
+
 def skip(
     actor: Actor, run: RunDir, place: dict[str, int], error: NonFiniteUpdate, samples: list[Sample]
 ) -> dict[str, float]:
     """Record an update that was skipped because loss or gradient is not finite; returns its metrics.
 
-    The rank that writes metrics appends the offending sequences to non_finite.jsonl. `UserError` if more updates were
-    skipped than ``actor.max_skipped_updates``.
+    The rank that writes metrics appends the offending sequences to non_finite.jsonl. `TooManySkipped`, on all ranks, if
+    more updates would be skipped than ``actor.max_skipped_updates``.
     """
     if parallel.reports_metrics():
         for offender in error.offenders:
             if offender.sequence < len(samples):  # the dummy sequence of an empty micro-batch has a larger index
                 append_json(run.non_finite, place | describe(offender, samples[offender.sequence]))
-    actor.skipped_updates += 1
-    if actor.skipped_updates > actor.recipe.actor.max_skipped_updates:
-        raise UserError(
+    if actor.skipped_updates == actor.recipe.actor.max_skipped_updates:
+        raise TooManySkipped(
             f"update {place['update']}: {error}. The offending sequences are in {run.non_finite}; no more updates can "
-            f"be skipped with actor.max_skipped_updates = {actor.recipe.actor.max_skipped_updates}"
+            f"be skipped with actor.max_skipped_updates = {actor.skipped_updates}. To skip this one, start the same "
+            f"command again with --set actor.max_skipped_updates={actor.skipped_updates + 1}"
         ) from error
+    actor.skipped_updates += 1
     return {"skipped_update": 1.0}
 
 

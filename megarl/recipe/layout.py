@@ -71,6 +71,7 @@ LAYOUT_SETTINGS = (
     "actor.keep_checkpoints",
     "actor.keep_stages",
     "actor.keep_policies",
+    "actor.max_skipped_updates",
     "run.rehearse",
     "run.max_restarts",
     "run.stall_seconds",
@@ -252,6 +253,11 @@ def check_layout(recipe: Recipe, hf: dict[str, Any], nodes: int | None = 1) -> N
 
 def _check_routing(recipe: Recipe, hf: dict[str, Any]) -> None:
     replay = recipe.actor.routing_replay
+    if recipe.megatron.get("moe_router_bias_update_rate") and (replay != "none" or recipe.virtual_pipeline_stages):
+        what = f"the experts that [actor] routing_replay = {replay!r} gives, which no bias changes"
+        if replay == "none":
+            what = "the tokens that fill micro-batches up under virtual_pipeline_model_parallel_size"
+        raise UserError(f"[megatron] moe_router_bias_update_rate would count {what}: leave one of them out")
     if replay == "none":
         return
     if not hf["num_experts"]:

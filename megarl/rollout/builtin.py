@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from megarl.errors import UserError
 from megarl.heartbeats import beat
 from megarl.recipe.tables import Recipe
 from megarl.rollout.drift import score
-from megarl.rollout.engine import Completion, Request, RolloutEngine, check_request, section
+from megarl.rollout.engine import Completion, Request, RolloutEngine, awake_seconds, check_request, section
 
 if TYPE_CHECKING:
     from transformers import DynamicCache, PreTrainedModel
@@ -174,7 +173,7 @@ class _Decoder:
             joining = [i for i in self.waiting if len(self.starts[i]) == self.position]
             del self.waiting[-len(joining) :]
             self.join(joining, [self.starts[i] for i in joining])
-        now, rows = time.monotonic(), self.rows
+        now, rows = awake_seconds(), self.rows
         self.deadlines[rows] = np.minimum(self.deadlines[rows], now + self.sampling.timeout)
         steps = self.position - self.lengths[rows]  # tokens each row has sampled so far
         sampled, logprobs, stopped = self.sample(self.uniforms.draw(rows, steps))

@@ -11,7 +11,6 @@ import itertools
 import math
 import re
 import sys
-import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ import numpy as np
 
 from megarl.errors import UserError
 from megarl.recipe.tables import Recipe
-from megarl.rollout.engine import Completion, Request, RolloutEngine, Sampling, expert_type, section
+from megarl.rollout.engine import Completion, Request, RolloutEngine, Sampling, awake_seconds, expert_type, section
 
 # A record with more ids than this that all name the same expert was not filled in: chance does not route tokens so.
 CHANCE = 256
@@ -150,13 +149,13 @@ class Running:
     done: int  # tokens of the prefix
     limit: int  # tokens that may still follow
     timeout: float  # seconds from `begin` on
-    deadline: float = math.inf  # on the monotonic clock; inf before `begin`, and once the engine was told to end it
+    deadline: float = math.inf  # in `awake_seconds`; inf before `begin`, and once the engine was told to end it
     cut_off: str | None = None  # the finish reason, once the engine was told to end it early
 
     def begin(self) -> None:
         """Start its timeout."""
         if self.cut_off is None:
-            self.deadline = time.monotonic() + self.timeout
+            self.deadline = awake_seconds() + self.timeout
 
     def end(self, why: str) -> None:
         """Note that the engine was told to end it early; of several reasons the first one counts."""
@@ -203,7 +202,7 @@ class ContinuousEngine(RolloutEngine):
 
     def step(self) -> list[tuple[int, Completion]]:
         ended = self._step()
-        now = time.monotonic()
+        now = awake_seconds()
         late = [name for name, response in self._running.items() if response.deadline < now]
         return ended + self._cut_off(late, "timeout")
 

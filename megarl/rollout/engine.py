@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from megarl.errors import UserError
 from megarl.recipe.tables import Recipe
 from megarl.storage.shards import FINISH_REASONS, LOGPROB_TOLERANCE, UNFINISHED
 
+LONGEST_STEP = 60.0  # seconds between two readings of `awake_seconds` that count, at most
 MOST_DISCARDED = 3  # faulty attempts at one response, or turn, after which the engine itself must be at fault
 
 
@@ -26,6 +28,18 @@ class EngineFault(Exception):
     Nobody can correct that in a recipe, so it is no `UserError`: the phase fails and is started again, perhaps on
     another machine.
     """
+
+
+class _Awake:
+    seconds, read = 0.0, time.monotonic()
+
+
+def awake_seconds() -> float:
+    """The clock for timeouts of responses, which engines read at every step. The time for which this process was
+    suspended, as by ``scontrol suspend``, does not count."""
+    now = time.monotonic()
+    _Awake.seconds, _Awake.read = _Awake.seconds + min(now - _Awake.read, LONGEST_STEP), now
+    return _Awake.seconds
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.errors import UserError
-from megarl.storage.files import disk_errors, fsync_path, write_atomic
+from megarl.storage.files import disk_errors, fsync_path, read_errors, write_atomic
 
 Record = dict[str, Any]
 # exactly as `encode` writes it, so that a change of white space is noticed too
@@ -55,7 +55,8 @@ def write_checked(path: Path, record: Record) -> None:
 def read_checked(path: Path, remedy: str) -> Record:
     """Read what `write_checked` wrote; `UserError`, ending with ``remedy``, if the file is damaged or missing."""
     try:
-        return decode(path.read_bytes())
+        with read_errors(path):
+            return decode(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is damaged: {error}. {remedy}") from error
 

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from megarl.storage.checked_json import Record, decode, encode
-from megarl.storage.files import file_sha256, fsync_path
+from megarl.storage.files import file_sha256, fsync_path, read_errors
 from megarl.storage.metrics import Position
 
 MANIFEST = "manifest.json"
@@ -77,7 +77,8 @@ def read_manifest(path: Path) -> Manifest:
 def read_files(path: Path) -> tuple[Record, dict[str, FileSum]]:
     """(all fields, the files) in the manifest of the directory ``path``; `Damaged` if it cannot be read."""
     try:
-        fields = decode((path / MANIFEST).read_bytes())
+        with read_errors(path / MANIFEST):
+            fields = decode((path / MANIFEST).read_bytes())
         return fields, {name: FileSum(**entry) for name, entry in fields["files"].items()}
     except PermissionError:
         raise  # not damage
@@ -89,7 +90,8 @@ def check_files(path: Path, files: Mapping[str, FileSum]) -> None:
     """`Damaged` unless these files of the directory have these sizes and checksums; reads them completely."""
     for name, expected in files.items():
         try:
-            found = FileSum.of(path / name)
+            with read_errors(path / name):
+                found = FileSum.of(path / name)
         except PermissionError:
             raise
         except OSError as error:

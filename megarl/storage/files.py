@@ -130,6 +130,20 @@ def disk_errors(path: Path) -> Iterator[None]:
         raise
 
 
+@contextlib.contextmanager
+def read_errors(path: Path) -> Iterator[None]:
+    """Turn errors while reading ``path`` that may pass, such as those of a server, into `PhaseFailed`.
+
+    Errors of a file that is missing, or that may not be read, stay OSErrors.
+    """
+    try:
+        yield
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
+        raise
+    except OSError as error:
+        raise PhaseFailed(f"cannot read {path}: {error.strerror}. Start the same command again") from error
+
+
 def file_sha256(path: Path) -> str:
     """Checksum of a file's content, in hexadecimal."""
     with open(path, "rb") as file:

@@ -19,7 +19,7 @@ from megarl.data.tokenizer import TEMPLATES, check_copied, files_of, is_of_token
 from megarl.errors import UserError
 from megarl.foreign import parse_json, read_file
 from megarl.storage.checked_json import decode, encode
-from megarl.storage.files import atomic_directory, file_sha256, write_atomic
+from megarl.storage.files import atomic_directory, file_sha256, read_errors, write_atomic
 
 CONFIG_FILE, INFO_FILE, INDEX_FILE = "config.json", "megarl.json", "model.safetensors.index.json"
 REFERENCE_FILE = "reference.json"
@@ -52,7 +52,8 @@ def read_info(policy_dir: Path) -> PolicyInfo:
     if not path.exists():
         return PolicyInfo(0, _hash_weights(policy_dir))
     try:
-        info = PolicyInfo(**decode(path.read_bytes()))
+        with read_errors(path):
+            info = PolicyInfo(**decode(path.read_bytes()))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is damaged: {error}") from error
     if not isinstance(info.files, dict) or not all(
@@ -209,6 +210,7 @@ def read_reference(directory: Path) -> Reference | None:
     if not path.exists():
         return None
     try:
-        return decode_reference(decode(path.read_bytes()))
+        with read_errors(path):
+            return decode_reference(decode(path.read_bytes()))
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise UserError(f"{path} is damaged: {error}") from error

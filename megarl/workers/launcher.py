@@ -217,7 +217,8 @@ class Here:
         tail = "\n".join(text.splitlines()[-15:])
         cause = f"{self.phase} of stage {self.stage.number}, rank {rank}{where}: {cause}\nfull log: {log}\n{tail}"
         # some libraries hide the error of a full disk behind one of their own (torch: "unexpected pos 704 vs 598")
-        if full := os.strerror(errno.ENOSPC) in said["message"] + text or shutil.disk_usage(run).free < NEARLY_FULL:
+        said_full = os.strerror(errno.ENOSPC) in said["message"] + text[-10_000:]
+        if full := said_full or shutil.disk_usage(run).free < NEARLY_FULL:
             # the error does not name the place, and the process may have freed its space by now
             places = filter(os.path.isdir, [str(run), tempfile.gettempdir(), "/dev/shm"])
             free = ", ".join(f"{shutil.disk_usage(place).free / 1e6:.1f} MB in {place}" for place in places)

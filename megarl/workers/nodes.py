@@ -28,7 +28,7 @@ import torch.distributed as dist
 from megarl.errors import PhaseFailed, UserError
 from megarl.storage.files import APPEAR_SECONDS, make_directory, write_atomic
 from megarl.workers.node_rank import NodeRank
-from megarl.workers.processes import POLL_SECONDS, STALLED, Starter
+from megarl.workers.processes import POLL_SECONDS, STALLED, STOPPED, Starter
 
 HEARTBEAT_SECONDS = 0.1
 DEAD_AFTER_SECONDS = 15.0  # without a heartbeat; less than Slurm's KillWait, so the cause is logged before a job dies
@@ -164,7 +164,8 @@ class Nodes:
         return reports
 
     def aborted(self) -> str:
-        """Why this node must end the attempt at once: `STALLED`, or "1" for any other reason; "" if it need not.
+        """Why this node must end the attempt: `STALLED`, `STOPPED` if others were told to stop, which leaves it its
+        time to save, or "1" for any other reason; "" if it need not.
 
         Call it several times a second.
         """
@@ -173,7 +174,11 @@ class Nodes:
 
     def _abort(self) -> str:
         bad = [report for report in self._reported().values() if report.outcome != "done"]
-        return STALLED if any(report.stalled for report in bad) else "1" if bad or self._closing.is_set() else ""
+        if any(report.stalled for report in bad):
+            return STALLED
+        if bad and all(report.outcome == "stopped" for report in bad):
+            return STOPPED
+        return "1" if bad or self._closing.is_set() else ""
 
     # --- the exchange ---
 

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 POLL_SECONDS = 0.05
 SECOND_CTRL_C_SECONDS = 1.0  # SIGINTs at least so far apart are two presses of Ctrl-C; terminals may repeat a signal
 SHUTDOWN_SECONDS = 30.0  # from the request to stop to SIGKILL; overridden by MEGARL_SHUTDOWN_SECONDS
-STALLED = "stalled"  # why a phase is aborted on all nodes if a process of one of them stalled
+# why a phase ends on all nodes: a process of one of them stalled, or agents were told to stop
+STALLED, STOPPED = "stalled", "stopped"
 SESSION_SECONDS = 120.0  # until a killed process must have ended; freeing a lot of GPU memory takes a while
 NOT_REPORTED = 255  # the exit code that `multiprocessing` gives to a process whose fork server has died
 
@@ -193,7 +194,7 @@ def supervise(
 ) -> Ended:
     """Wait until all processes have ended. If one fails, or this agent gets a stop signal, the others get SIGTERM.
 
-    If ``watch`` finds a stalled process, or another node aborts the phase, all are killed: they could not save work.
+    If ``watch`` finds a stalled process, or the phase failed on another node, all are killed: they could not save work.
 
     stop_signals: the list of (number, time) that `stop_signals_noted` fills.
     aborted: `Nodes.aborted`.
@@ -210,7 +211,7 @@ def supervise(
     if watch and (stall or reason == STALLED):
         watch.dump(codes)
     kill_at = time.monotonic()
-    if not (stall or reason):
+    if not stall and reason in ("", STOPPED):
         kill_at += float(os.environ.get("MEGARL_SHUTDOWN_SECONDS", SHUTDOWN_SECONDS))
         if _failed(codes):
             codes = processes.poll(POLL_SECONDS)  # others may have ended for the same reason
@@ -219,7 +220,7 @@ def supervise(
         processes.signal(signal.SIGTERM)
     first = frozenset(_failed(codes))
     while len(codes) < count:
-        if time.monotonic() >= kill_at or _second_ctrl_c(stop_signals) or aborted():
+        if time.monotonic() >= kill_at or _second_ctrl_c(stop_signals) or aborted() not in ("", STOPPED):
             processes.kill()
         codes = processes.poll(POLL_SECONDS)
     end_sessions(processes.pids)

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata
 
 from megarl.actor import checkpoint, parallel, writers
 from megarl.actor.optimizer_state import rectangles
-from megarl.errors import UserError
+from megarl.errors import PhaseFailed, UserError
 from tests.actor.conftest import make_recipe
 from tests.actor.layout_ranks import join
 from tests.actor.ranks import run_ranks
@@ -110,6 +110,22 @@ def test_manifest_lists_every_file_and_verify_names_a_damaged_one(saved):
         assert file.name in (checkpoint.verify(path) or "")
         file.write_bytes(data)
     assert checkpoint.verify(path) is None
+
+
+@pytest.mark.parametrize("name", ["manifest.json", ".metadata"])
+def test_an_error_that_may_pass_is_no_damage(saved, name, monkeypatch):
+    """As of a file server that is away for a moment: the checkpoint must not be set aside."""
+    right = Path.read_bytes
+
+    def fails(path):
+        if path.name == name:
+            raise OSError(errno.EIO, "Input/output error")
+        return right(path)
+
+    monkeypatch.setattr(Path, "read_bytes", fails)
+    monkeypatch.setattr("megarl.storage.checkpoints.file_sha256", fails)
+    with pytest.raises(PhaseFailed, match=f"cannot read .*{name}: Input/output error. Start the same command again"):
+        checkpoint.verify(saved[1])
 
 
 def save_of_two(rank, model, folder):

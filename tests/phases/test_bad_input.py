@@ -105,6 +105,7 @@ def test_sglang_that_is_not_installed_or_cannot_serve_the_recipe_is_refused(fail
         ((*replay, "stages.1.engine=vllm"), ["[stages.1] engine = 'vllm' of stage 1 records none"]),
         (("megatron.moe_router_load_balancing_type=aux_loss",), ["load_balancing_type = 'aux_loss'", "remove the key"]),
         ((*replay, "megatron.moe_router_fusion=true"), ["moe_router_fusion", "routing_replay"]),
+        ((*replay, "megatron.moe_router_bias_update_rate=1e-3"), ["would count the experts that", "routing_replay"]),
     ):
         fails(*command, *settings(*changes), words=words)
     assert not (tmp_path / "run").exists()

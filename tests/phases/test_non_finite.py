@@ -22,6 +22,13 @@ def test_updates_that_are_not_finite_stop_the_run_or_are_skipped(recipe, tmp_pat
         assert "non_finite.jsonl" in result.stderr and "max_skipped_updates = 0" in result.stderr
         assert [u["update"] for u in updates] == [1]
         assert {r["update"] for r in records} == {2}
+        (saved,) = (tmp_path / "run/stages/000/checkpoints").iterdir()
+        assert saved.name == "update_000001"
+        megarl(
+            *arguments, "--set", "actor.max_skipped_updates=2", mutant="the_second_and_the_fifth_update_are_not_finite"
+        )
+        updates = read_lines(tmp_path / "run/metrics.jsonl")
+        assert [u["update"] for u in updates] == list(range(1, 1 + len(updates))) and len(updates) > 5
     else:
         assert result.returncode == 0, result.stderr
         assert [u["update"] for u in updates if u.get("skipped_update")] == [2, 5]

@@ -125,6 +125,8 @@ def test_stale_weights_are_noticed_by_their_checksum_however_similar_they_are(mo
     assert judge(worker.engine.score(reference_of(moved).sequences), reference_of(moved), "float32").max < 1e-4
     with pytest.raises(EngineFault, match="left the engine's previous weights unchanged"):
         worker.check_drift(moved, None)
+    still = replace(reference_of(first), previous=reference_of(first).logprobs)  # an update without a gradient
+    measure_drift(worker.engine, still, worker.engine.checksum())
     worker.engine._model = None  # so that the next load has an effect
     worker.engine.load_weights(moved, 1)
     assert worker.check_drift(moved, None).checksum == worker.checksum

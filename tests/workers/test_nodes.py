@@ -18,6 +18,7 @@ from megarl.recipe.load import load_recipe
 from megarl.storage.run_dir import RunDir
 from megarl.workers import launcher, nodes
 from megarl.workers.nodes import NodeRank, Nodes, Report
+from megarl.workers.processes import STOPPED
 from tests.helpers import free_ports
 
 # where an agent would end its process, it ends the thread
@@ -66,8 +67,9 @@ def two(node, follow):
 
 
 def wait_until_aborted(agents):
-    while not agents.aborted():
+    while not (reason := agents.aborted()):
         time.sleep(0.01)
+    return reason
 
 
 @pytest.mark.parametrize(
@@ -80,7 +82,7 @@ def test_an_agent_that_fails_or_is_stopped_reports_the_cause(error, outcome, nod
 
     with two(node, follow) as agents:
         agents.begin({})
-        wait_until_aborted(agents)
+        assert wait_until_aborted(agents) == (STOPPED if outcome == "stopped" else "1")
         agents.report(Report("done"))
         report = agents.reports()[1]
         assert report.outcome == outcome and "node 1" in report.cause and repr(error) in report.cause

@@ -79,6 +79,12 @@ def test_when_one_process_fails_the_others_end_too(scripts, codes, monkeypatch):
     assert (ended.codes, ended.first, ended.stopped) == (dict(enumerate(codes)), failed, False)
 
 
+@pytest.mark.parametrize(("reason", "code"), [(processes.STOPPED, 143), ("1", -signal.SIGKILL)])
+def test_processes_may_save_if_the_agents_of_other_nodes_were_told_to_stop(reason, code, monkeypatch):
+    monkeypatch.setenv("MEGARL_SHUTDOWN_SECONDS", "600")
+    assert supervise(Scripts("waits"), aborted=lambda: reason).codes == {0: code}
+
+
 @pytest.mark.parametrize(("script", "code"), [("leaves", 1), ("stands", -signal.SIGKILL)])
 def test_processes_that_an_ended_phase_left_are_waited_for(script, code):
     """Otherwise they could still hold the GPUs when the phase is started again."""

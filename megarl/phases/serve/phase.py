@@ -12,7 +12,7 @@ from pathlib import Path
 from megarl.data.templates import Renderer
 from megarl.distributed import ReplicaGroup
 from megarl.errors import STOPPED, UserError
-from megarl.heartbeats import WAITS, beat
+from megarl.heartbeats import beat
 from megarl.phases.evaluate import evaluate_due
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.serve import KEY
@@ -78,7 +78,7 @@ class TurnQueue:
             return self._waiting.get(timeout=IDLE_SECONDS) if wait else self._waiting.get_nowait()
         except queue.Empty:
             if wait:
-                beat(WAITS, "wait for requests of agents")
+                beat("idle", "wait for requests of agents")  # not for other processes
             return None
 
     def _answer(self, completions: list[tuple[int, Completion]]) -> None:

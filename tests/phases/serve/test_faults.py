@@ -5,6 +5,7 @@ import threading
 
 import numpy as np
 
+from megarl.heartbeats import WAITS
 from megarl.models.hf_config import read_hf_config
 from megarl.phases.rollout_worker import RolloutWorker
 from megarl.phases.serve.chat import ChatRequest
@@ -40,6 +41,13 @@ def test_a_faulty_answer_is_generated_again_with_another_seed(recipe):
     assert answers[0] is given[2] and fault(given[2], 6, worker.vocabulary) is None
     assert turn.discarded == 2
     assert not any(np.array_equal(given[0].logprobs, other.logprobs) for other in given[1:])
+
+
+def test_waiting_for_agents_is_no_stall(monkeypatch):
+    kinds = []
+    monkeypatch.setattr("megarl.phases.serve.phase.beat", lambda kind, _: kinds.append(kind))
+    assert TurnQueue(None, lambda: False)._next(wait=True) is None
+    assert len(kinds) == 1 and WAITS not in kinds
 
 
 def test_the_discarded_answers_of_all_turns_are_stored_with_the_response():
