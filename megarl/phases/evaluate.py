@@ -21,6 +21,7 @@ from megarl.errors import STOPPED
 from megarl.estimates import summarise
 from megarl.phases.generation import RolloutStats, missing_chunks, shared_chunks
 from megarl.phases.rollout_worker import RolloutWorker, never, with_policy
+from megarl.phases.scoring import text_of
 from megarl.phases.stop import StopRequest
 from megarl.recipe.tables import Suite
 from megarl.rewards import is_scored
@@ -143,11 +144,10 @@ class _Evaluation:
 
     def _as_stored(self, group: Group) -> Group:
         """The group with extracted answers and without routed experts."""
-        kind, decode = self.worker.recipe.reward.kind, self.worker.tokenizer.decode
+        kind, decode = self.worker.recipe.reward.kind, text_of(self.worker.tokenizer)
         responses = tuple(replace(response, routed_experts=None) for response in group.responses)
         if kind in COMPARED and self.suite.samples > 1:
-            texts = (decode(response.tokens, skip_special_tokens=True) for response in responses)
-            answers = [answer_of(kind, text) for text in texts]
+            answers = [answer_of(kind, decode(response.tokens)) for response in responses]
             table = self.worker.recipe.reward  # a response that is wrong unread does not vote
             responses = tuple(
                 replace(r, answer=a if is_scored(r.finish_reason, table) else None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -47,8 +48,17 @@ class PendingGroup:
 
 
 def text_of(tokenizer: Any) -> Callable[[np.ndarray], str]:
-    """The function that decodes the tokens of a response for a verifier."""
-    return lambda tokens: str(tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+    """The function that decodes the tokens of a response for a verifier; of gpt-oss's, the final channel alone."""
+    channels = "<|channel|>" in tokenizer.get_vocab()
+
+    def text(tokens: np.ndarray) -> str:
+        if channels:
+            _, final, answer = str(tokenizer.decode(tokens.tolist())).rpartition("<|channel|>final<|message|>")
+            if final:
+                return re.sub(r"<\|\w+\|>", "", answer)
+        return str(tokenizer.decode(tokens.tolist(), skip_special_tokens=True))
+
+    return text
 
 
 class Scoring:

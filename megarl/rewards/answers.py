@@ -20,8 +20,8 @@ DRESSING = re.compile(r"[\s$]|\\text")
 
 def in_box(response: str) -> str:
     """The answer in the last box of a response, else the label of the choice that it names, else its last number."""
-    if (boxed := last_box(response)) is None:
-        text = response.rpartition("</think>")[2] or response
+    text = response.rpartition("</think>")[2] or response
+    if (boxed := last_box(text)) is None:
         boxed = chosen(text) or (NUMBER.findall(text[-LONGEST:]) or [""])[-1]
     return DRESSING.sub("", bare(boxed[:LONGEST]))
 

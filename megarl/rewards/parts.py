@@ -54,7 +54,8 @@ class WithParts:
 
     def _with_parts(self, found: float | Score, prompt: Prompt, response: str) -> Score:
         score = found if isinstance(found, Score) else Score(found)
-        extra = self._boxes if last_box(response) is not None else 0.0
+        boxed = last_box(response.rpartition("</think>")[2] or response)  # as `math` reads it
+        extra = self._boxes if boxed is not None else 0.0
         extra += sum(weight * function.score(prompt, response).value for weight, function in self._functions)
         return replace(score, extra=extra)
 

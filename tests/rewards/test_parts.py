@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from megarl.errors import UserError
-from megarl.phases.scoring import Scoring
+from megarl.phases.scoring import Scoring, text_of
 from megarl.recipe.tables import RewardTable
 from megarl.rewards import Score
 from megarl.rewards.parts import build_verifier, check_reward, overlong, total, totals
@@ -25,6 +27,19 @@ def score(prompt, response, row):
         while True: pass
     return float(response == row["answer"] and row["level"] == 3 and prompt == "?")
 """
+
+
+def test_thoughts_in_a_channel_of_gpt_oss_are_not_scored():
+    marks = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>"]
+    words = {word: number for number, word in enumerate([*marks, "assistant", "analysis", "final", "41", "42"])}
+    inner = Tokenizer(models.WordLevel(words, "41"))
+    inner.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, additional_special_tokens=marks)
+    written = (
+        "<|channel|> analysis <|message|> 41 <|end|> <|start|> assistant <|channel|> final <|message|> 42 <|return|>"
+    )
+    tokens = np.array([words[word] for word in written.split()])
+    assert text_of(tokenizer)(tokens) == "42" and text_of(tokenizer)(tokens[:4]) == "analysis41"
 
 
 @pytest.fixture
@@ -76,11 +91,11 @@ def test_the_reward_is_the_sum_of_its_parts(tmp_path, file):
         {"kind": "overlong", "weight": 1.0, "buffer": 4},
     ]
     settings = recipe(tmp_path, kind="math", parts=parts)
-    texts = ["\\boxed{42}", "\\boxed{41}", "42", "share"]
+    texts = ["\\boxed{42}", "\\boxed{41}", "42", "share", "<think>\\boxed{42}</think>no"]
     responses = scored(settings, texts, tokens=6, seconds=30)  # the first formula also pays for imports
-    assert [r.reward for r in responses] == pytest.approx([1.1, 0.1, 1 - 2, -1])
-    assert [r.correctness for r in responses] == [1, 0, 1, 0]
-    assert [r.reward for r in scored(settings, texts, tokens=10, finish="length", seconds=30)] == [-1] * 4
+    assert [r.reward for r in responses] == pytest.approx([1.1, 0.1, 1 - 2, -1, 0])
+    assert [r.correctness for r in responses] == [1, 0, 1, 0, 0]
+    assert [r.reward for r in scored(settings, texts, tokens=10, finish="length", seconds=30)] == [-1] * 5
 
 
 def test_the_overlong_penalty_is_that_of_dapo():
