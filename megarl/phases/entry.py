@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from megarl.errors import STOP_SIGNALS, UserError
+from megarl.errors import STOP_SIGNALS, PhaseFailed, UserError
 from megarl.heartbeats import beat
 from megarl.linux import die_with_parent, name_process
 from megarl.own_file import raised_in
@@ -83,7 +83,7 @@ def report_errors(function: Callable[[], None], into_log: bool = True) -> int:
     """Call ``function``; returns the exit code. An exception is printed and written to the error file.
 
     into_log: whether the output goes to a log of its own. If not, it goes to the terminal of the parent, which reads
-    the error file and prints a `UserError` itself, so that this process does not.
+    the error file and prints such a message itself, so that this process does not.
     """
     try:
         function()
@@ -93,11 +93,12 @@ def report_errors(function: Callable[[], None], into_log: bool = True) -> int:
             _write_error(end.code, mistake=False)
             return 1
         return end.code or 0
-    except UserError as error:
+    except (UserError, PhaseFailed) as error:
         if into_log:
             print(error, file=sys.stderr)
-        _write_error(str(error), mistake=True)
-        return 2
+        mistake = isinstance(error, UserError)
+        _write_error(str(error), mistake)
+        return 2 if mistake else 1
     except BaseException as error:
         traceback.print_exc()
         of_user = raised_in(error)

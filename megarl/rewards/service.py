@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from megarl.data.prompts import Prompt, PromptSource
-from megarl.errors import UserError
+from megarl.errors import PhaseFailed, UserError
 from megarl.foreign import parse_json
 from megarl.recipe.reward_table import ServiceTable
 from megarl.recipe.tables import Recipe, RewardTable
@@ -188,7 +188,7 @@ def _within(seconds: float) -> Iterator[None]:
 
 
 def check(recipe: Recipe) -> None:
-    """Raise `UserError` unless URL, key and the judge's prompt file are valid, and something answers at the URL."""
+    """`UserError` unless URL, key and the judge's prompt file are valid; `PhaseFailed` if nothing answers there."""
     table = _table(recipe.reward)
     parts = urlsplit(table.url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -215,7 +215,7 @@ def check(recipe: Recipe) -> None:
     try:
         models = Service(table).models()
     except OSError as error:
-        raise UserError(f"[reward.service] nothing answers at {table.url}: {_reason(error)}") from None
+        raise PhaseFailed(f"[reward.service] nothing answers at {table.url}: {_reason(error)}") from None
     if recipe.reward.kind == "judge" and models is not None and table.model not in models:
         raise UserError(f"[reward.service] {table.url} does not serve model = {table.model!r}; it serves {models}")
 

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
-from megarl.errors import UserError
+from megarl.errors import PhaseFailed, UserError
 from megarl.recipe.tables import RunTable
 from megarl.storage.files import write_atomic
 
@@ -54,7 +54,7 @@ def open_trackers(root: Path, table: RunTable, first_update: int | None = None) 
 
 
 def check_trackers(table: RunTable) -> None:
-    """`UserError` if a package or W&B's API key is missing, or MLflow's server does not answer."""
+    """`UserError` if a package or W&B's API key is missing; `PhaseFailed` if MLflow's server does not answer."""
     for name, wanted, package in (("wandb", table.wandb, "wandb"), ("mlflow", table.mlflow, "mlflow-skinny")):
         if wanted and importlib.util.find_spec(name) is None:
             raise UserError(f"[run] {name} = true, but {name} is not installed: pip install {package}")
@@ -75,7 +75,7 @@ def check_trackers(table: RunTable) -> None:
             MlflowClient().get_experiment_by_name(_experiment())
         except (MlflowException, OSError) as error:
             what = f"MLFLOW_TRACKING_URI = {os.environ.get('MLFLOW_TRACKING_URI')}: {error}"
-            raise UserError(f"[run] mlflow = true, but MLflow cannot log to {without_passwords(what)}") from error
+            raise PhaseFailed(f"[run] mlflow = true, but MLflow cannot log to {without_passwords(what)}") from error
 
 
 def without_passwords(text: str) -> str:
