@@ -84,8 +84,6 @@ def test_mistakes_in_sources_are_refused(tokenizer, tmp_path):
     words = {"source": "reasoning_gym", "train": "spell_backward"}
     with pytest.raises(UserError, match=r'generator .spell_backward. with different options.*train = "composite"'):
         build_prompts(recipe(sources=[words, {**words, "options": {"min_word_len": 4}}]), tokenizer)
-    with pytest.raises(ValueError, match=r"with \[\[data.sources\]\], set source in each of them"):
-        DataTable.model_validate({"sources": [a], "source": "file"})
     with pytest.raises(ValueError, match=r"needs source and train, or \[\[data.sources\]\], to say where"):
         DataTable.model_validate({"source": "file"})
     with pytest.raises(ValueError, match="eval.source.* whichever .s.jsonl. is"):
