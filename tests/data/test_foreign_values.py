@@ -164,7 +164,9 @@ OPENED = opened(user("hi"))
 TURNS = [user("1+2?"), assistant("3"), user("And\n\n3?")]
 WITHOUT_TEXT = ([user("alpha"), assistant(None)], [user(None)], [user(["alpha"])], "   ", [])
 WITHOUT_TEXT += ([{"role": 1, "content": "alpha"}], [{"from": "human", "value": "alpha"}])
-SOLVE, THINK = {"prompt_template": "Solve:\n\n{prompt}", "system": "You sum."}, {"enable_thinking": True}
+SOLVE = {"prompt_template": "Solve:\n\n{prompt}", "system": "You sum."}
+THINK, MISSPELT = ({"template_arguments": {name: True}} for name in ("enable_thinking", "enable_think"))
+FIRST = "{{ messages[0].content }}"
 THINKS = CHAT + "{% if enable_thinking is false %}-{% endif %}"
 NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}"
 
@@ -181,13 +183,13 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system'
         # a turn of the model that ends the prompt is continued
         *((chat(prompt=[*TURNS, assistant(begun)]), CHAT, {}, opened(*TURNS) + begun) for begun in ("so ", "a<|end|>")),
         (chat(prompt=[*TURNS, assistant("\nSo")]), CHAT, {}, opened(*TURNS) + "So"),
-        (chat(prompt=[user("a"), assistant("b")]), "{{ messages[0].content }}", {}, refused("line 1 ends with a mess")),
+        (chat(prompt=[user("a"), assistant("b")]), FIRST, {}, refused("line 1 ends with a .* that cannot be cont")),
         # templates: several of one tokenizer, their arguments, and those that do not fit
         (chat(), {"default": CHAT, "tool_use": CHAT + "T"}, {}, OPENED),
         (chat(), "{{ strftime_now('%d %b %Y') }}" + CHAT, {}, "26 Jul 2024" + OPENED),  # on every day
-        (chat(), THINKS, {"template_arguments": THINK}, OPENED),
+        (chat(), THINKS, THINK, OPENED),
         (chat(), THINKS, {"template_arguments": {"enable_thinking": False}}, OPENED + "-"),
-        (chat(), THINKS, {"template_arguments": {"enable_think": False}}, refused("enable_think, which the chat temp")),
+        (chat(), THINKS, MISSPELT, refused("enable_think, which the chat template does not use")),
         (chat(), None, {"template": "chat"}, refused("has no chat template")),
         (chat(), None, {"template": "/gone.jinja"}, refused(r"cannot read data.template .*gone\.jinja")),
         (chat(), None, {}, refused('line 1 is a list of chat messages: set data.template to "chat"')),
@@ -198,7 +200,7 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system'
         (chat(prompt=json.dumps([user("hi")], indent=2)), CHAT, {}, OPENED),
         (chat(prompt=str(user("hi"))), CHAT, {}, ROW_1),
         (chat(prompt='[{"from": "human", "value": "hi"}]'), CHAT, {}, ROW_1),
-        (chat(prompt='{"from": "a", "to": "b"}'), "{{ messages[0].content }}", {}, '{"from": "a", "to": "b"}'),
+        (chat(prompt='{"from": "a", "to": "b"}'), FIRST, {}, '{"from": "a", "to": "b"}'),
         # contents in parts, which must be texts
         (chat(prompt=[user([{"type": "text", "text": "h"}, {"text": "i"}])]), CHAT, {}, OPENED),
         (chat(prompt=[user([{"type": "image", "image": "a.png"}, {"type": "text", "text": "hi"}])]), CHAT, {}, ROW_1),
@@ -220,7 +222,7 @@ NO_SYSTEM = "{% if messages[0].role == 'system' %}{{ raise_exception('no system'
         (chat(tools=TOOLS), CHAT, {}, refused("has tools, which the chat template does not show")),
         (chat(tools="{"), COLUMNS, {}, ROW_1),
         (chat(tools=[1]), COLUMNS, {}, refused("tools must be a list of objects")),
-        (chat(effort="low"), COLUMNS, {"template_arguments": {"effort": "high"}}, refused("arguments sets too")),
+        (chat(enable_thinking=1), THINKS, THINK, refused("enable_thinking, which data.template_arguments sets too")),
         (chat(tools=TOOLS), "{% if tools and messages[0].role == 'system' %}{{ tools }}{% endif %}" + CHAT, {}, ROW_1),
         # columns of verl's extra_info, and of JSON and Parquet, in prompt_template
         (chat(prompt="p", info={"hint": None}), None, {"prompt_template": "{info[hint]} {prompt}"}, ROW_1),

@@ -80,12 +80,10 @@ def test_files_and_generators_can_be_mixed(tokenizer, tmp_path):
 def test_mistakes_in_sources_are_refused(tokenizer, tmp_path):
     a, b = numbers(tmp_path, "a", 4), numbers(tmp_path, "b", 4)
     with pytest.raises(UserError, match="less than one of 1000 prompts"):
-        build_prompts(recipe(sources=[a, {**b, "weight": 1e-6}]), tokenizer)
+        build_prompts(recipe(sources=[a, {**b, "weight": 1e-6}], heldout=0), tokenizer)
     words = {"source": "reasoning_gym", "train": "spell_backward"}
     with pytest.raises(UserError, match=r'generator .spell_backward. with different options.*train = "composite"'):
-        build_prompts(recipe(sources=[words, {**words, "options": {"min_word_len": 4}}]), tokenizer)
-    with pytest.raises(ValueError, match=r"with \[\[data.sources\]\], set source in each of them"):
-        DataTable.model_validate({"sources": [a], "source": "file"})
+        build_prompts(recipe(sources=[words, {**words, "options": {"min_word_len": 4}}], heldout=0), tokenizer)
     with pytest.raises(ValueError, match=r"needs source and train, or \[\[data.sources\]\], to say where"):
         DataTable.model_validate({"source": "file"})
     with pytest.raises(ValueError, match="eval.source.* whichever .s.jsonl. is"):

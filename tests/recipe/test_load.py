@@ -28,6 +28,7 @@ SERVICE = "reward.service={url='http://a'"
         (["optimizer.lr=-1.0"], r"optimizer.lr: .* \(got -1.0\)$"),
         (SINGLE[:1], r"  recipe: objective.advantage = .* compares .* must be at least 2$"),
         # prompts
+        (["data.sources=[{source='file', train='p.jsonl'}]"], r"with \[\[data.sources\]\], set source in each of them"),
         (["data.format=gsm8k", "data.columns={prompt='q'}"], "leave out data.columns"),
         ([*GYM, "data.format=gsm8k"], "describe a file"),
         (["data.template=Chat"], 'expected "raw", "chat" or a file that ends in .jinja'),

@@ -79,15 +79,6 @@ def test_no_row_changes_the_data_of_its_recipe():
     assert not [name for name, command in TRAINED if any(key in command for key in described)]
 
 
-def model_of(recipe, folder, config):
-    """models/NAME of the recipe: the configuration ``config`` with the tokenizer of characters."""
-    path = folder / recipe.model.path
-    if not path.exists():
-        shutil.copytree(folder / "tokenizer", path)
-        shutil.copy(config, path / "config.json")
-    return json.loads((path / "config.json").read_text())
-
-
 def read_by(command):
     """What decides how a row's files are read and judged: many recipes have it in common."""
     tables = tomllib.loads((ROOT / command.split()[2]).read_text())
@@ -99,7 +90,10 @@ def read_by(command):
 def test_a_row_starts_on_files_of_the_published_schema(folder, monkeypatch, command):
     monkeypatch.chdir(folder)
     recipe = recipe_of(command)
-    hf = model_of(recipe, folder, (ROOT / command.split()[2]).parent / "config.json")
+    if not recipe.model.path.exists():  # below this folder: the configuration of the model with the tokenizer
+        shutil.copytree("tokenizer", recipe.model.path)
+        shutil.copy((ROOT / command.split()[2]).with_name("config.json"), recipe.model.path)
+    hf = json.loads((recipe.model.path / "config.json").read_text())
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         check_data(recipe, hf)

@@ -18,16 +18,12 @@ from tests.helpers import read_lines
 from tests.views.synthetic_run import write_lines
 
 
-def change_metrics(run, change):
-    """Write metrics.jsonl again, with ``change(records)`` as its lines."""
-    write_lines(run / "metrics.jsonl", change(read_lines(run / "metrics.jsonl")))
-
-
-def with_values(records, values):
-    """The records, some of them with other values: {position: values}."""
-    for number, others in values.items():
+def change_metrics(run, change=list, values=None):
+    """Write metrics.jsonl again, with ``change(records)`` as its lines, and other ``values`` {position: values}."""
+    records = change(read_lines(run / "metrics.jsonl"))
+    for number, others in (values or {}).items():
         records[number] |= others
-    return records
+    write_lines(run / "metrics.jsonl", records)
 
 
 def reseal(run, stage, entries):
@@ -61,7 +57,7 @@ def rewrite(run, change, stage=0):
 def other_values_in_the_metrics(run):
     values = {1: {"reward/mean": 1.0, "response_tokens/mean": 1.0}, 3: {"staleness": 0}}
     values[7] = {"tokens": 10**6, "trained_tokens": 1}
-    change_metrics(run, lambda records: with_values(records, values))
+    change_metrics(run, values=values)
 
 
 def updates_in_disorder(run):
@@ -70,7 +66,7 @@ def updates_in_disorder(run):
 
 
 def updates_of_another_stage(run):
-    change_metrics(run, lambda r: with_values([*r, dict(r[-1])], {2: {"stage": 1}, -1: {"update": 9}}))
+    change_metrics(run, lambda r: [*r, dict(r[-1])], {2: {"stage": 1}, -1: {"update": 9}})
 
 
 def rewards_change_places(run):

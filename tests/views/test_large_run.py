@@ -7,8 +7,6 @@ import multiprocessing
 import re
 from pathlib import Path
 
-import pytest
-
 from megarl.views.audit import audit
 from megarl.views.responses.select import Filter, decoder, select
 from megarl.views.sql import query
@@ -39,13 +37,8 @@ def measure(root):
     ]
 
 
-@pytest.fixture(scope="module")
-def large(tiny_model, tmp_path_factory):
-    root = tmp_path_factory.mktemp("large") / "run"
-    return load_benchmark("large_run").make_run(root, tiny_model, SHARDS * 1000, TOKENS)
-
-
-def test_memory_does_not_grow_with_the_run(large):
+def test_memory_does_not_grow_with_the_run(tiny_model, tmp_path):
+    large = load_benchmark("large_run").make_run(tmp_path / "run", tiny_model, SHARDS * 1000, TOKENS)
     sizes = [path.stat().st_size for path in large.stage(0).rollouts.glob("*.arrow")]
     assert len(sizes) == SHARDS and sum(sizes) > 60e6
     with multiprocessing.get_context("spawn").Pool(1) as process:

@@ -12,16 +12,10 @@ from tests.data.prompt_sources import char_tokenizer, write
 from tests.phases.commands import settings
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    path = tmp_path_factory.mktemp("model")
-    char_tokenizer(path)
-    return path
-
-
 @pytest.fixture
-def check(tmp_path, model, capsys):
+def check(tmp_path, capsys):
     """A function that checks a prompt file of given rows and returns the exit code and the output."""
+    char_tokenizer(tmp_path / "model")
 
     def run(rows, *changes, exam=None, kind="math", options=()):
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
@@ -29,7 +23,7 @@ def check(tmp_path, model, capsys):
         suite = "" if exam is None else f'suite = "{write(tmp_path / "exam.jsonl", exam)}"\n'
         path = tmp_path / "r.toml"
         path.write_text(
-            f'[model]\npath = "{model}"\n[data]\nsource = "file"\ntrain = "{tmp_path}/p.jsonl"\n'
+            f'[model]\npath = "{tmp_path}/model"\n[data]\nsource = "file"\ntrain = "{tmp_path}/p.jsonl"\n'
             f'max_prompt_tokens = 200\n[reward]\nkind = "{kind}"\n[eval]\nprompts = 2\n{suite}'
         )
         code = 0

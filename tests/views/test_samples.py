@@ -68,17 +68,13 @@ def shown(root, width=100, terminal=False, **options):
     return file.getvalue()
 
 
-@pytest.fixture(scope="module")
-def hostile(tmp_path_factory):
-    groups, bad = random_groups([0, 1], samples=1), [WORDS.index(word) for word in HOSTILE]
-    groups[1] = replace(groups[1], responses=(response([*bad, 1, 0]), response([*bad, 2])))
-    return make_stored_run(tmp_path_factory.mktemp("hostile") / "run", [[groups]])
-
-
 @pytest.mark.parametrize("prompt", [None, 1])
 @pytest.mark.parametrize("terminal", [False, True])
-def test_a_response_cannot_control_the_terminal(hostile, prompt, terminal):
-    output = shown(hostile, terminal=terminal, wanted=Filter(prompt=prompt), whole=True)
+def test_a_response_cannot_control_the_terminal(tmp_path, prompt, terminal):
+    groups, bad = random_groups([0, 1], samples=1), [WORDS.index(word) for word in HOSTILE]
+    groups[1] = replace(groups[1], responses=(response([*bad, 1, 0]), response([*bad, 2])))
+    root = make_stored_run(tmp_path / "run", [[groups]])
+    output = shown(root, terminal=terminal, wanted=Filter(prompt=prompt), whole=True)
     assert ("\x1b[" in output) is terminal, "colours"
     plain = re.sub(r"\x1b\[[0-9;]*m", "", output)
     assert {c for c in plain if unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp", "Cs")} == {"\n"}

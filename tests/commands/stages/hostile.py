@@ -24,11 +24,6 @@ def declared(name):
     return attack
 
 
-def link(pack):
-    (pack / SHARD).rename(pack.parent / "outside")
-    (pack / SHARD).symlink_to(pack.parent / "outside")
-
-
 def pipe(pack):
     (pack / SHARD).unlink()
     os.mkfifo(pack / SHARD)
@@ -79,7 +74,7 @@ ATTACKS = {
     "other bytes": (lambda pack: flip(pack / SHARD), "does not match its checksum"),
     "another manifest": (lambda pack: flip(pack / MANIFEST), "is not the manifest of a packed stage"),
     "a missing file": (lambda pack: (pack / SHARD).unlink(), "is missing"),
-    "a link": (link, "is a link"),
+    "a link": (lambda pack: (pack / SHARD).symlink_to((pack / SHARD).rename(pack.parent / "outside")), "is a link"),
     "a pipe": (pipe, "no regular file"),
     "a file too many": (lambda pack: (pack / "policy/a.py").touch(), "'policy/a.py' is not in its manifest"),
     "no checksum of a prompt file": (lambda pack: agree(pack, prompts={"a.jsonl": []}), "a checksum is no text"),
