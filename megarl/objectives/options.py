@@ -204,7 +204,8 @@ class WithOptions(Objective):
         terms = self.objective(self._seen(batch), statistics, backend)
         for option in self.options:
             terms = option.after(batch, terms)
-        return replace(terms, metrics=terms.metrics | {"loss": loss_metric(terms.loss, batch, self.aggregation)})
+        metrics = terms.flagged("kept_fraction", terms.kept, batch).metrics  # without what options mute
+        return replace(terms, metrics=metrics | {"loss": loss_metric(terms.loss, batch, self.aggregation)})
 
     def _seen(self, batch: TokenBatch) -> TokenBatch:
         for option in self.options:

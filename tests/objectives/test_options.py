@@ -78,6 +78,7 @@ def test_an_option_has_the_loss_gradient_and_kept_tokens_of_its_formula(fields: 
         for name, total in totals.items():
             assert float(ours.metrics[name][0]) == pytest.approx(total, rel=1e-4, abs=1e-4)
             assert int(ours.metrics[name][1]) == int(mask.sum())
+        assert int(ours.metrics["kept_fraction"][0]) == int((ours.kept & mask).sum())
         total, _ = ours.metrics["loss"]  # it is the loss that is minimised
         assert float(total) == pytest.approx(float(ours.loss.detach().double().sum()), rel=1e-9)
         limited, kept_count = limited + int(caught.sum()), kept_count + int(ours.kept.sum())
