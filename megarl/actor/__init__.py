@@ -3,8 +3,14 @@
 import importlib
 import logging
 import sys
+from collections.abc import Callable
 
 import torch
+
+
+def _lacks(advice: str) -> Callable[[logging.LogRecord], bool]:
+    return lambda record: advice not in record.getMessage()
+
 
 # what Megatron 0.19 and torch log on every start, and a person who trains can do nothing about
 for _logger, _advice in {
@@ -14,7 +20,7 @@ for _logger, _advice in {
     "megatron.core.dist_checkpointing.strategies.torch": "MCore's async save is deprecated",
     "torch.utils.cpp_extension": "No CUDA runtime is found",
 }.items():
-    logging.getLogger(_logger).addFilter(lambda record, advice=_advice: advice not in record.getMessage())
+    logging.getLogger(_logger).addFilter(_lacks(_advice))
 
 # Megatron imports flashinfer for its own inference. flashinfer asks CUDA for the capability of every GPU when it is
 # imported: too early, since processes choose their GPUs and torch's allocator later, and the fork server must fork.
