@@ -17,7 +17,7 @@ from megarl.views.report import short_names, summary, write_report
 from megarl.views.report.charts import POINTS, make_charts
 from megarl.views.report.pairs import equal_updates
 from megarl.views.run_reader import read_run
-from tests.helpers import events, five_letters, read_lines, write_recipe
+from tests.helpers import events, five_letters, megarl, read_lines, refused, write_recipe
 from tests.phases.commands import settings, succeed, train
 from tests.views.synthetic_run import change_lines, make_branch, make_recipe, make_run, write_lines
 
@@ -165,6 +165,11 @@ def test_strings_from_files_are_escaped(tmp_path):
     drawn = repr([chart.traces for chart in charts_of(root, make_run(tmp_path / "<a href='x'>")).values()])
     assert "&lt;a href" in drawn, "Plotly takes some markup in names for its own"
     assert "<a " not in drawn and "<b>x" not in drawn and "<script" not in drawn
+
+
+def test_a_report_lies_in_its_run_and_one_of_several_runs_where_it_is_asked_for(root, tmp_path):
+    assert megarl("report", root).stdout.strip() == f"{root}/report.html" and (root / "report.html").exists()
+    assert "several runs needs --output" in refused("report", root, make_run(tmp_path / "b"))
 
 
 def test_invalid_run_directories_and_outputs_are_refused(root, tmp_path):
