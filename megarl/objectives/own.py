@@ -35,8 +35,11 @@ def load_objective(path: str) -> type[Objective]:
     return cls
 
 
-def try_objective(objective: Objective, path: str) -> None:
-    """Compute loss and gradient of two made-up responses; `UserError` for what a run could not use."""
+def try_objective(objective: Objective, path: str, proximal: bool = False) -> None:
+    """Compute loss and gradient of two made-up responses; `UserError` for what a run could not use.
+
+    proximal: whether the run has a proximal policy other than that before each update.
+    """
     batch = _made_up()
     log, before = batch.logprobs, _made_up()
     try:
@@ -60,9 +63,7 @@ def try_objective(objective: Objective, path: str) -> None:
                 )
             else:
                 moved = replace(batch, old_logprobs=batch.logprobs.detach())
-                if objective.updates_per_proximal_policy == 1 and not objective(moved, statistics).loss.equal(
-                    terms.loss
-                ):
+                if not proximal and not objective(moved, statistics).loss.equal(terms.loss):
                     text = f"{path} reads old_logprob, which equals logprob: updates_per_proximal_policy is 1"
                     warnings.warn(text, Note, stacklevel=2)
     except Exception as error:

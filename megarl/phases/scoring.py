@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 import time
@@ -47,9 +48,10 @@ class PendingGroup:
         return len(self.scores) == self.samples or any_unfinished(self.responses.values())
 
 
+@functools.cache
 def text_of(tokenizer: Any) -> Callable[[np.ndarray], str]:
     """The function that decodes the tokens of a response for a verifier; of gpt-oss's, the final channel alone."""
-    channels = "<|channel|>" in tokenizer.get_vocab()
+    channels = "<|channel|>" in tokenizer.get_added_vocab()
 
     def text(tokens: np.ndarray) -> str:
         if channels:

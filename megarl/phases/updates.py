@@ -249,11 +249,11 @@ def skip(
         for offender in error.offenders:
             if offender.sequence < len(samples):  # the dummy sequence of an empty micro-batch has a larger index
                 append_json(run.non_finite, place | describe(offender, samples[offender.sequence]))
-    if actor.skipped_updates == actor.recipe.actor.max_skipped_updates:
+    if actor.skipped_updates >= actor.recipe.actor.max_skipped_updates:
         raise TooManySkipped(
             f"update {place['update']}: {error}. The offending sequences are in {run.non_finite}; no more updates can "
-            f"be skipped with actor.max_skipped_updates = {actor.skipped_updates}. To skip this one, start the same "
-            f"command again with --set actor.max_skipped_updates={actor.skipped_updates + 1}"
+            f"be skipped with actor.max_skipped_updates = {actor.recipe.actor.max_skipped_updates}. To skip this one, "
+            f"start the same command again with --set actor.max_skipped_updates={actor.skipped_updates + 1}"
         ) from error
     actor.skipped_updates += 1
     return {"skipped_update": 1.0}

@@ -381,9 +381,10 @@ def _assertions(text: str, row: Mapping[str, Any]) -> str:
             text += f"\n{node.name}()\n"
             called.add(node.name)
         elif isinstance(node, ast.ClassDef) and node.name.startswith("Test") and node.name not in called:
-            methods = [each.name for each in node.body if isinstance(each, ast.FunctionDef)]
-            text += "".join(f"\n{node.name}().{name}()\n" for name in methods if name.startswith("test"))
-            called.add(node.name)
+            methods = [each for each in node.body if isinstance(each, ast.FunctionDef)]
+            if all(each.name.startswith("test") and len(each.args.args) == 1 for each in methods):  # no fixtures
+                text += "".join(f"\n{node.name}().{each.name}()\n" for each in methods)
+                called.add(node.name)
     idle = [node for node in defined if node.name not in called]
     asserts = sum(isinstance(node, ast.Assert) for node in nodes)
     if asserts == sum(isinstance(node, ast.Assert) for each in idle for node in ast.walk(each)):

@@ -29,7 +29,7 @@ Rules = tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...]
 PLAIN = re.compile(r"-?\d+(\.\d+)?|\d([ \n]+\d)*")  # a number, or grids of digits
 DOLLAR = re.compile(r"(?<!\\)\$")  # delimits a formula, whereas \$ is a dollar sign
 # 1.5e-3 and 1e-3, but in 2e-1 Euler's number
-SCIENTIFIC = re.compile(r"(?<![\w.])(?!(?:[2-9]|\d\d+)e[+-][12](?!\d))(?:\d+\.?\d*|\.\d+)[eE][+-]?\d{1,3}(?![\w.]*\w)")
+SCIENTIFIC = re.compile(r"(?<![\w.])(?!(?:[2-9]|\d\d+)e[+-]1(?!\d))(?:\d+\.?\d*|\.\d+)[eE][+-]?\d{1,3}(?![\w.]*\w)")
 SPACING = re.compile(
     r"\\(?:left|right|middle|[bB]igg?[lmr]?)(?![a-zA-Z])|\\[,;!:]|(?<!\\)\\[()]|~"
     r"|\\(?:[hv]space|phantom)\*?\s*\{[^{}]*\}"
@@ -107,7 +107,11 @@ HARMLESS: Rules = (
 # names without their backslash, in an answer that is a formula as a whole
 NAMES = re.compile(r"(?<![a-zA-Z\\])(pi(?![a-zA-Z])|(?:sqrt|exp|sin|cos|tan|ln|log)(?=\())")
 IN_WORDS = re.compile(rf"({AMOUNT})[ ~]+(?=[A-Za-z]{{4}}|day\b)({UNIT})\.?")  # 3 dollars, but not 2 ab
-WORD = re.compile(r"(?:\\(?:text|mathrm|textbf)\s*\{)?\s*([A-Za-z]{4,}|yes|no|odd)\.?\s*\}?\s*\.?", re.IGNORECASE)
+WORD = re.compile(
+    r"(?:\\(?:text|mathrm|textbf)\s*\{)?\s*"
+    r"([A-Za-z]{4,}(?: [A-Za-z]{2,})*|[A-Za-z]{2,}(?: [A-Za-z]{4,})+|yes|no|odd)\.?\s*\}?\s*\.?",
+    re.IGNORECASE,
+)
 # the label of a choice, as (C) or C) 5 m, but not of several choices and no variable; what announces one in a sentence
 LABEL = (
     r"(?:[\s$*_`\"'(\[{<]|\\[(\[]|\\(?:text|mathrm|mathbf|textbf|boxed)\b|(?i:option|choice)\b)*+([A-J]|[a-j](?=\W*\Z))"
@@ -134,11 +138,13 @@ BASED = re.compile(r"(?<![\w.,])(-?\d[\dA-F]*)_(?:\{\s*(\d+)\s*\}|(\d+))\W*\Z")
 # at the end, what math-verify takes for units, among them variables: 15+55m, R^2 h
 VARIABLE = re.compile(r"(?<![A-Za-z])(?:[cdghlmost]|ab|bc)\s*\Z")
 UNITS = "ghlms"  # the symbols of units among these
-OF_UNIT = re.compile(rf"({AMOUNT})[ ~]+[{UNITS}]")  # 5 m, but not 5m
+OF_UNIT = re.compile(rf"((?:[a-zA-Z]\s*=\s*)?{AMOUNT})[ ~]+[{UNITS}]")  # 5 m, but not 5m
 # what says of which kind a variable is, and the name of an extreme: x = k\pi, k \in \mathbb{Z}; S_{\max} = 12
-KIND = re.compile(r"(?:[,;\s]|\\q?quad(?![a-zA-Z]))+\(?\s*[a-zA-Z]\s*\\in\s*\\mathbb\s*\{?\s*[ZNRQ]\s*\}?\s*\)?\.?\Z")
+KIND = re.compile(r"(?:[,;\s]|\\q?quad(?![a-zA-Z]))+\(?\s*[a-zA-Z]\s*\\in\s*\\mathbb\s*\{?\s*Z\s*\}?\s*\)?\.?\Z")
 EXTREME = re.compile(r"\A[a-zA-Z]_\{?\s*\\?(?:text\{)?m(?:ax|in)\}?\s*\}?\s*=(?!=)")
-NAME = re.compile(r"\\(?:text|mathrm|operatorname)\s*\{[^{}]*\}|\\[a-zA-Z]+")  # letters that are no variables
+NAME = re.compile(
+    r"\\(?:text|mathrm|operatorname)\s*\{[^{}]*\}|\\[a-zA-Z]+|[A-Za-z]{4,}"
+)  # letters that are no variables
 LETTERED = re.compile(r"\\cdot(?![a-zA-Z])|[\s,*]")  # what may stand between the letters of E, D, A, C, B
 SINGLETON = re.compile(r"(?:(?<=\$)|(?<=boxed\{))\[([^\[\],;$]+)\](?=[$}])")  # [42], which math-verify takes for 42
 SET_BUILDER = re.compile(r"\\\{\s*[a-zA-Z]\s*(?:\\in\s*[^:|]*?)?\s*(?:\\mid|\\vert|[:|])(.*)\\\}", re.DOTALL)
@@ -217,18 +223,19 @@ class Math:
 
         variable: its last letters are no unit. numbers: also the numbers in a formula that it cannot parse as a whole.
         """
-        if (based := BASED.search(text)) and "10" not in based.groups():
+        if (based := BASED.search(text)) and "10" not in based.groups()[1:]:
             return [f"{based[1]}_{based[2] or based[3]}"]
         text = SCIENTIFIC.sub(lambda number: format(Decimal(number[0]), "f"), SINGLETON.sub(r"\\{\1\\}", text))
         text = text.replace("varnothing", "emptyset")
         formula = self._library.LatexExtractionConfig()
         if variable:
             formula = replace(formula, normalization_config=replace(formula.normalization_config, units=False))
-        kinds = [formula, self._library.ExprExtractionConfig()] if numbers else [formula]
-        return [exact(value) for value in self._library.parse(text, kinds, parsing_timeout=None)]
+        kinds, mode = [formula, self._library.ExprExtractionConfig()], "any_match" if numbers else "first_match"
+        found = self._library.parse(text, kinds, extraction_mode=mode, parsing_timeout=None)
+        return [exact(value) for value in found]
 
     def _equal(self, right: Any, value: Any) -> bool:
-        from sympy import FiniteSet, Integer, Mul  # as math-verify, which is imported with the verifier
+        from sympy import Eq, FiniteSet, Mul  # as math-verify, which is imported with the verifier
 
         if isinstance(right, FiniteSet) != isinstance(value, FiniteSet):
             return False
@@ -237,9 +244,11 @@ class Math:
         pairs, plain = [(right, value)], tuple(map(without_percent, (right, value)))
         if (plain[0] is right) != (plain[1] is value):  # 12.5 % stands for .125 and for 12.5
             pairs.append(plain)
-        if isinstance(value, Mul) and not getattr(right, "free_symbols", True) and len(value.free_symbols) == 1:
-            (unit,) = value.free_symbols  # 5m, if the answer is 5
-            pairs += [(right, value.xreplace({unit: Integer(1)}))] * (unit.name in UNITS)
+        amount = value.rhs if isinstance(value, Eq) else value
+        if isinstance(amount, Mul) and not getattr(right, "free_symbols", True) and len(amount.args) == 2:
+            number, unit = amount.args  # 5m, if the answer is 5
+            if number.is_number and abs(number) != 1 and unit.is_Symbol and unit.name in UNITS:
+                pairs.append((right, number))
         verify = functools.partial(self._library.verify, timeout_seconds=None)
         return any(verify(*pair) for pair in pairs) or equal_where_real(right, value)
 
@@ -262,7 +271,7 @@ def told_apart(text: str, capitals: str) -> str:
     """A text in which these letters have an index, since math-verify reads R as r."""
 
     def marked(found: re.Match[str]) -> str:
-        return f"{found[1]}_{{0{found[2] or found[3] or ''}}}" if found[1] else found[0]
+        return f"{found[1]}_{{qq{found[2] or found[3] or ''}}}" if found[1] else found[0]
 
     return re.sub(rf"{NAME.pattern}|([{capitals}])(?:_(?:\{{(\w+)\}}|(\w)))?", marked, text) if capitals else text
 

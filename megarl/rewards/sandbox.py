@@ -248,7 +248,8 @@ class Run:
             return Outcome(over, -signal.SIGKILL, output, self._busy_seconds + self._asleep)
         code = os.waitstatus_to_exitcode(int(words[1]))
         over = None
-        if words[0] != "ended" or int(words[2]) >= self.limits.seconds * 1_000_000:  # microseconds
+        late = int(words[2]) >= self.limits.seconds * 1_000_000  # microseconds
+        if words[0] != "ended" or late or code == -signal.SIGXCPU:
             over = "time"
         elif code == -signal.SIGKILL:  # the kernel killed it because memory ran out, unless it killed itself
             over = "memory"

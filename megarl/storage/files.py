@@ -134,13 +134,15 @@ def disk_errors(path: Path) -> Iterator[None]:
 def read_errors(path: Path) -> Iterator[None]:
     """Turn errors while reading ``path`` that may pass, such as those of a server, into `PhaseFailed`.
 
-    Errors of a file that is missing, or that may not be read, stay OSErrors.
+    Errors of a file that is missing, may not be read, or lies on damaged parts of a disk stay OSErrors.
     """
     try:
         yield
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError):
         raise
     except OSError as error:
+        if error.errno == errno.EIO:
+            raise
         raise PhaseFailed(f"cannot read {path}: {error.strerror}. Start the same command again") from error
 
 

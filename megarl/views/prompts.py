@@ -16,7 +16,7 @@ from megarl.data.files import Item, scan_rows
 from megarl.data.prompts import Prompt, PromptSource, build_prompts, open_prompts
 from megarl.data.templates import Renderer
 from megarl.data.tokenizer import load_tokenizer
-from megarl.errors import Note, UserError
+from megarl.errors import Note, PhaseFailed, UserError
 from megarl.recipe.data_table import DataTable, SourceTable
 from megarl.recipe.tables import Recipe
 from megarl.rewards import Score
@@ -127,7 +127,7 @@ def check_prompts(recipe: Recipe) -> Findings:
         return report
     try:  # a start would end at the first of them, but the verifier can read the answers of the other rows
         check_reward(recipe)
-    except UserError as error:
+    except (UserError, PhaseFailed) as error:
         report.problems += [line for line in str(error).splitlines() if line not in report.problems]
     return report
 
@@ -191,7 +191,7 @@ def _check_start(report: Findings, recipe: Recipe, tokenizer: Any, train: list[s
             prompts = build_prompts(recipe, tokenizer)
             prompts.check(recipe.prompts_needed)
             check_reward(recipe)
-        except UserError as error:
+        except (UserError, PhaseFailed) as error:
             report.problems.append(str(error))
             return
     report.notes += sorted({str(warning.message) for warning in said if warning.category is Note})

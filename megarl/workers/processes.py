@@ -224,7 +224,7 @@ def supervise(
             processes.kill()
         codes = processes.poll(POLL_SECONDS)
     end_sessions(processes.pids)
-    if stall or reason:
+    if stall or reason not in ("", STOPPED):
         first = frozenset(_failed(codes))
     return Ended(dict(codes), first, bool(stop_signals), stall, bool(reason))
 

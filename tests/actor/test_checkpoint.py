@@ -119,12 +119,12 @@ def test_an_error_that_may_pass_is_no_damage(saved, name, monkeypatch):
 
     def fails(path):
         if path.name == name:
-            raise OSError(errno.EIO, "Input/output error")
+            raise OSError(errno.ESTALE, "Stale file handle")
         return right(path)
 
     monkeypatch.setattr(Path, "read_bytes", fails)
     monkeypatch.setattr("megarl.storage.checkpoints.file_sha256", fails)
-    with pytest.raises(PhaseFailed, match=f"cannot read .*{name}: Input/output error. Start the same command again"):
+    with pytest.raises(PhaseFailed, match=f"cannot read .*{name}: Stale file handle. Start the same command again"):
         checkpoint.verify(saved[1])
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
-from megarl.errors import UserError
+from megarl.errors import PhaseFailed, UserError
 from megarl.storage.checked_json import check_json_lines, read_checked, read_json_lines
 from megarl.storage.checkpoints import (
     CHECKPOINTS,
@@ -52,7 +52,7 @@ def damages(path: Path) -> Iterator[str]:
     for verify in _checks(path):
         try:
             verify()
-        except UserError as error:
+        except (UserError, PhaseFailed) as error:
             yield str(error)
         except OSError as error:
             yield f"cannot read {error.filename or path}: {error.strerror}"

@@ -67,10 +67,11 @@ def show_samples(
             raise UserError("--policy and --set only change how tokens are coloured: give --tokens with them")
         pairs: Iterator[tuple[StoredResponse, Tokens | None]] = ((one, None) for one in found)
     else:
+        chosen = list(found)  # first, since torch and transformers take seconds
         from megarl.storage.run_dir import RunDir
-        from megarl.views.responses.tokens import annotate, with_objective  # torch and transformers take seconds
+        from megarl.views.responses.tokens import annotate, with_objective
 
-        run, chosen = RunDir.open(root), list(found)
+        run = RunDir.open(root)
         pairs = zip(chosen, annotate(run, chosen, with_objective(run.recipe, overrides or []), policy), strict=True)
     if as_json:
         for one, tokens in pairs:
