@@ -103,7 +103,7 @@ def test_a_kill_while_best_is_replaced_leaves_the_old_or_the_new_policy(settings
     shutil.rmtree(run.stage(1).policy)
     finish(run, 2, (0.5, 0.5))
     with monkeypatch.context() as patch:
-        patch.setattr(*((best, "_link") if moment == "before" else (best.shutil, "rmtree")), kill)
+        patch.setattr(*((best.os, "link") if moment == "before" else (best.shutil, "rmtree")), kill)
         with pytest.raises(KeyboardInterrupt):
             keep_best(run)
     shutil.rmtree(run.stage(2).policy)
