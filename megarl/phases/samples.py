@@ -82,7 +82,7 @@ def lengths_by_sign(samples: Sequence[Sample]) -> dict[str, float]:
 def token_texts(ids: Sequence[int], model: ModelTable) -> list[str]:
     """The text of each token id."""
     tokenizer = _tokenizer(model.tokenizer_path)
-    return [tokenizer.decode([token]) for token in ids]
+    return [str(tokenizer.decode([token])) for token in ids]
 
 
 _tokenizer = functools.cache(load_tokenizer)
