@@ -12,41 +12,47 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megarl.batch import TokenBatch
 from megarl.objectives import OBJECTIVES, build_objective, padded_statistics, padded_terms
 from tests.helpers import ROOT
-from tests.kernels.test_token_pass import make_batch
 
-PACKED = make_batch([5, 3, 1, 4], seed=1)
+LENGTHS = (5, 3, 1, 4)
 
 
 def padded() -> dict[str, torch.Tensor]:
-    """`PACKED` with a row for each response; log-probs are NaN behind its end."""
-    ends = PACKED.cu_seqlens.long()
-    there = torch.arange(7) < ends.diff()[:, None]
-
-    def rows(values: torch.Tensor, elsewhere: float = 0.0) -> torch.Tensor:
-        return torch.full(there.shape, elsewhere, dtype=values.dtype).masked_scatter(there, values.detach())
-
+    g = torch.Generator().manual_seed(1)
+    rows, columns = len(LENGTHS), max(LENGTHS) + 2
+    mask = torch.arange(columns) < torch.tensor(LENGTHS)[:, None]
+    rollout = -3 * torch.rand(rows, columns, generator=g)
+    logprobs = torch.where(mask, rollout + torch.randn(rows, columns, generator=g), torch.nan)
     return {
-        "logprobs": rows(PACKED.logprobs, torch.nan).requires_grad_(),
-        "rollout_logprobs": rows(PACKED.rollout_logprobs),
-        "advantages": PACKED.advantages[ends[:-1]],
-        "mask": rows(PACKED.loss_mask.long()),
-        "old_logprobs": rows(PACKED.old_logprobs),
+        "logprobs": logprobs.requires_grad_(),
+        "rollout_logprobs": rollout,
+        "advantages": torch.tensor([1.0, -1.0, 0.5, -0.5]),
+        "mask": mask.long(),
+        "old_logprobs": rollout + 0.1,
     }
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_padded_batch_has_the_terms_of_the_packed_one(name: str) -> None:
     data, objective = padded(), build_objective(name, {})
-    mask, trained = data["mask"].bool(), PACKED.loss_mask
-    ours, theirs = padded_terms(objective, **data), objective(PACKED)
+    mask, lengths = data["mask"].bool(), torch.tensor(LENGTHS)
+    packed = TokenBatch(
+        logprobs=data["logprobs"].detach()[mask].requires_grad_(),
+        rollout_logprobs=data["rollout_logprobs"][mask],
+        advantages=data["advantages"].repeat_interleave(lengths),
+        loss_mask=torch.ones(sum(LENGTHS), dtype=torch.bool),
+        cu_seqlens=torch.tensor([0, *lengths.cumsum(0)], dtype=torch.int32),
+        old_logprobs=data["old_logprobs"][mask],
+    )
+    ours, theirs = padded_terms(objective, **data), objective(packed)
     assert (ours.loss[~mask] == 0).all() and not ours.kept[~mask].any()
-    torch.testing.assert_close(ours.loss[mask], theirs.loss[trained])
-    assert torch.equal(ours.kept[mask], theirs.kept[trained])
+    torch.testing.assert_close(ours.loss[mask], theirs.loss)
+    assert torch.equal(ours.kept[mask], theirs.kept)
     (gradient,) = torch.autograd.grad(ours.loss.sum(), data["logprobs"])
-    (expected,) = torch.autograd.grad(theirs.loss.sum(), PACKED.logprobs)
-    torch.testing.assert_close(gradient[mask], expected[trained])
+    (expected,) = torch.autograd.grad(theirs.loss.sum(), packed.logprobs)
+    torch.testing.assert_close(gradient[mask], expected)
     assert (gradient[~mask] == 0).all()
     for key, (total, count) in theirs.metrics.items():
         assert [float(x) for x in ours.metrics[key]] == pytest.approx([float(total), float(count)]), key
