@@ -99,8 +99,8 @@ def test_all_tests_of_a_response_have_one_budget(monkeypatch):
 
 def test_each_call_of_assertions_has_the_time_of_a_test():
     tests = prompt_for(tests=[f"assert f({number}) == {number}" for number in range(4)])
-    busy = "import time\ndef f(a):\n    end = time.process_time() + {}\n"
-    busy += "    while time.process_time() < end: pass\n    return a"
+    busy = "from time import process_time as now\ndef f(a):\n    end = now() + {}\n"
+    busy += "    while now() < end: pass\n    return a"
     assert score(tests, busy.format(0.6), seconds=1) == 1  # 2.4 s in all
     assert score(tests, busy.format("3 * (a == 3)"), seconds=1) == 0
 
