@@ -8,8 +8,6 @@ import torch
 import triton
 import triton.language as tl
 
-from megarl.kernels.weighted_glu import Glu
-
 ROWS, COLUMNS = 8, 128  # of a tile: 16 bytes of bfloat16 for each of 128 threads
 LAUNCH_OPTIONS = dict(num_warps=4, num_stages=1, enable_fp_fusion=True)
 
@@ -70,7 +68,7 @@ def weighted_glu_gradients_kernel(
     tl.store(out_probs + row, tl.sum(of_probs, 1).to(out_probs.dtype.element_ty), row < rows)
 
 
-def constants(width: int, glu: Glu) -> dict[str, Any]:
+def constants(width: int, glu: Any) -> dict[str, Any]:
     """width: F."""
     sizes = dict(F=width, ROWS=ROWS, COLUMNS=COLUMNS)
     return sizes | dict(SHARPNESS=glu.sharpness, LIMIT=glu.limit, OFFSET=glu.offset)
@@ -80,7 +78,7 @@ class WeightedGlu(torch.autograd.Function):
     """gate_up [n, 2 F], probs [n] -> [n, F]."""
 
     @staticmethod
-    def forward(ctx: Any, gate_up: torch.Tensor, probs: torch.Tensor, glu: Glu) -> torch.Tensor:
+    def forward(ctx: Any, gate_up: torch.Tensor, probs: torch.Tensor, glu: Any) -> torch.Tensor:
         gate_up, ctx.glu = gate_up.contiguous(), glu
         ctx.save_for_backward(gate_up, probs)
         n, width = gate_up.shape[0], gate_up.shape[1] // 2
