@@ -127,18 +127,18 @@ def linear_logprob_specs(dtype: torch.dtype, architecture: int) -> list[CompileS
 POINTERS = dict(
     parameters="*fp64", dampened="fp32",
     logprobs="*fp32", rollout_logprobs="*fp32", old_logprobs="*fp32", advantages="*fp32",
-    mask="*i1", cu_seqlens="*i32", prefix_min="*fp32", sequence_log_ratio="*fp32", first_trigger="*i32", places="*i64",
+    mask="*i1", cu_seqlens="*i32", prefix_min="*fp32", given_value="*fp32", given_index="*i32",
     loss="*fp32", coefficient="*fp32", kept="*i1", rows="*fp64", histograms="*i64",
 )  # fmt: skip
 
 
-def token_pass_spec(name: str, inherited: bool, architecture: int) -> CompileSpec:
+def token_pass_spec(name: str, chunks: bool, architecture: int) -> CompileSpec:
     rule = RULES[name]
-    absent = [] if inherited else ["prefix_min", "sequence_log_ratio", "first_trigger"]
-    absent += [] if rule.quantity == "ties" else ["places"]
+    given = rule.quantity is not None and not rule.computed  # the index of M2PO's ties
+    absent = [] if chunks else ["prefix_min", "given_value"] + ["given_index"] * (not given)
     signature = {argument: type for argument, type in POINTERS.items() if argument not in absent}
     return CompileSpec(
-        name=f"token_pass.{name}" + (" inherited" if inherited else ""),
+        name=f"token_pass.{name}" + (" chunks" if chunks else ""),
         kernel=token_pass_kernel,
         signature=signature,
         constants=kernel_constants(rule) | dict.fromkeys(absent),
@@ -206,10 +206,10 @@ SPECS = [
         for spec in linear_logprob_specs(dtype, architecture)
     ),
     *(
-        token_pass_spec(name, inherited, architecture)
+        token_pass_spec(name, chunks, architecture)
         for architecture in SHARED_MEMORY
         for name in RULES
-        for inherited in ((False, True) if name == "clip_prefix" else (False,))
+        for chunks in ((False, True) if name == "clip_prefix" else (False,))
     ),
     *(
         spec

@@ -19,7 +19,7 @@ OPERATORS = {
     ast.Lt: "<", ast.Gt: ">", ast.LtE: "<=", ast.GtE: ">=", ast.Eq: "==",
     ast.USub: "-", ast.Invert: "!",
 }  # fmt: skip
-QUANTITIES = {"none": "kNone", "mean": "kMean", "sum": "kSum", "trigger": "kFirstTrigger", "ties": "kTies"}
+COMPUTED = ("mean_log_ratio", "sum_log_ratio", "first_trigger")  # quantities, as in language.py
 
 
 def camel(name: str) -> str:
@@ -83,7 +83,7 @@ def rule(function: ast.FunctionDef, quantity: str) -> list[str]:
     values = ", ".join(f"{name}(static_cast<float>(p[{i}]))" for i, name in enumerate(parameters))
     return [
         f"struct {camel(function.name)} {{",
-        f"  static constexpr Quantity kQuantity = Quantity::{QUANTITIES[quantity]};",
+        f"  static constexpr Quantity kQuantity = Quantity::k{camel(quantity if quantity in COMPUTED else 'none')};",
         f"  static constexpr int kLast = {len(parameters) - 1};  // the parameter that the quantity takes",
         *([f"  float {', '.join(parameters)};"] if parameters else []),
         f"  MEGARL_INLINE explicit {camel(function.name)}(const double*{' p) : ' + values if parameters else ')'} {{}}",
@@ -97,15 +97,17 @@ def rule(function: ast.FunctionDef, quantity: str) -> list[str]:
 
 
 def quantity_of(function: ast.FunctionDef) -> str | None:
-    """The quantity of a rule; None for another function."""
+    """The quantity of a rule, "" for one that torch alone evaluates; None for another function."""
     for decorator in function.decorator_list:
         match decorator:
             case ast.Call(ast.Name("rule"), [], []):
                 return "none"
-            case ast.Call(ast.Name("rule"), [ast.Constant(str(quantity))], []):
+            case ast.Call(ast.Name("rule"), [ast.Name(quantity)], []):
                 return quantity
+            case ast.Call(ast.Name("rule"), [ast.Name()], [ast.keyword("per_token")]):
+                return ""
             case ast.Name("rule") | ast.Call(ast.Name("rule")):
-                raise SyntaxError(f'{function.name}: a rule is decorated with @rule() or @rule("QUANTITY")')
+                raise SyntaxError(f"{function.name}: a rule is decorated with @rule() or @rule(QUANTITY)")
     return None
 
 
@@ -121,11 +123,12 @@ def header() -> str:
         for function in ast.parse(path.read_text()).body:
             if not isinstance(function, ast.FunctionDef):
                 continue
-            if quantity := quantity_of(function):
+            quantity = quantity_of(function)
+            if quantity:
                 lines += rule(function, quantity)
                 names.append(function.name)
                 digests.append(digest(path))
-            elif path == SHARED or "t: Token" in ast.unparse(function.args):
+            elif quantity is None and (path == SHARED or "t: Token" in ast.unparse(function.args)):
                 lines += shared(function)
     rules = " \\\n".join(f'  rule("{name}", {camel(name)})' for name in names)
     sources = " \\\n".join(f'  rule("{name}", "{source}")' for name, source in zip(names, digests, strict=True))

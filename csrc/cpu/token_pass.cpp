@@ -14,7 +14,7 @@ constexpr int kTile = 256;
 struct alignas(64) Tile {
   float logprob[kTile], rollout_logprob[kTile], old_logprob[kTile], advantage[kTile];
   float log_ratio[kTile], ratio[kTile], prefix[kTile], prefix_ratio[kTile];
-  float value[kTile], coefficient[kTile], sequence_log_ratio[kTile];
+  float value[kTile], coefficient[kTile], sequence_value[kTile];
   int32_t mask[kTile], clamped[kTile], kept[kTile], first[kTile], second[kTile];
   int32_t index[kTile], sequence_index[kTile], bins[2][kTile];
 };
@@ -85,7 +85,7 @@ MEGARL_INLINE void apply_rule(const Rule& rule, Tile& tile, int n) {
     const Token token{tile.logprob[i],   tile.rollout_logprob[i], tile.old_logprob[i],
                       tile.advantage[i], tile.log_ratio[i],       tile.ratio[i],
                       tile.prefix_ratio[i], tile.clamped[i],      tile.index[i]};
-    const Outcome o = rule(token, Sequence{tile.sequence_log_ratio[i], tile.sequence_index[i]});
+    const Outcome o = rule(token, Sequence{tile.sequence_value[i], tile.sequence_index[i]});
     const int on = tile.mask[i];
     tile.value[i] = on ? o.value : 0.0f;
     tile.coefficient[i] = on ? o.coefficient : 0.0f;
@@ -261,23 +261,21 @@ struct Pass {
   const double* parameters;
   float dampened;
   const megarl_tokens& tokens;
-  const megarl_inherited* inherited;
-  const int64_t* places;
+  const float* prefix_min;
+  const float* value;  // given, as is the index; both null: computed
+  const int32_t* index;
   Output out;
 };
 
 Sequence whole_sequence(const Pass& pass, int64_t s) {
   const megarl_tokens& x = pass.tokens;
   const int64_t start = x.cu_seqlens[s], end = x.cu_seqlens[s + 1];
+  if (pass.value || pass.index) return {pass.value ? pass.value[s] : 0.0f, pass.index ? pass.index[s] : 0};
   switch (pass.quantity) {
-    case Quantity::kTies:
-      return {0.0f, last_refused_tie(pass.argument, pass.places[s])};
-    case Quantity::kMean:
-    case Quantity::kSum:
-      if (pass.inherited) return {pass.inherited->log_ratio[s], 0};
-      return {static_cast<float>(sum_log_ratios(x, start, end, pass.quantity == Quantity::kMean)), 0};
+    case Quantity::kMeanLogRatio:
+    case Quantity::kSumLogRatio:
+      return {static_cast<float>(sum_log_ratios(x, start, end, pass.quantity == Quantity::kMeanLogRatio)), 0};
     case Quantity::kFirstTrigger:
-      if (pass.inherited) return {0.0f, pass.inherited->first_trigger[s]};
       return {0.0f, find_trigger(x, start, end, static_cast<float>(pass.argument))};
     case Quantity::kNone:
       break;
@@ -300,7 +298,7 @@ void walk(const Pass& pass, int64_t start, int n, Tile& tile, Cursor& at) {
     if (at.entering) {
       while (cu_seqlens[at.segment + 1] == cu_seqlens[at.segment]) ++at.segment;  // skip empty segments
       at.sequence = whole_sequence(pass, at.segment);
-      at.least = pass.inherited ? pass.inherited->prefix_min[at.segment] : std::numeric_limits<float>::infinity();
+      at.least = pass.prefix_min ? pass.prefix_min[at.segment] : std::numeric_limits<float>::infinity();
     }
     const int64_t segment_end = cu_seqlens[at.segment + 1] - start;
     const int end = static_cast<int>(segment_end < n ? segment_end : n);
@@ -308,7 +306,7 @@ void walk(const Pass& pass, int64_t start, int n, Tile& tile, Cursor& at) {
     const int32_t base = static_cast<int32_t>(start - cu_seqlens[at.segment]);
     for (int i = begin; i < end; ++i) {
       tile.index[i] = base + i;
-      tile.sequence_log_ratio[i] = at.sequence.log_ratio;
+      tile.sequence_value[i] = at.sequence.value;
       tile.sequence_index[i] = at.sequence.index;
     }
     at.entering = end == segment_end;
@@ -360,8 +358,8 @@ void run_block(const Pass& pass, int64_t first_segment, int64_t last_segment, do
 }  // namespace megarl
 
 extern "C" int megarl_token_pass_cpu(const char* name, const double* parameters, double dampened,
-                                     const megarl_tokens* tokens, const megarl_inherited* inherited,
-                                     const int64_t* places, float* loss, float* coefficient, uint8_t* kept,
+                                     const megarl_tokens* tokens, const float* prefix_min, const float* value,
+                                     const int32_t* index, float* loss, float* coefficient, uint8_t* kept,
                                      double* segment_sums, double* sums, int64_t* histograms) {
   using namespace megarl;
   if (!boundaries_are_valid(tokens->cu_seqlens, tokens->num_segments)) return MEGARL_BAD_BOUNDARIES;
@@ -375,7 +373,8 @@ extern "C" int megarl_token_pass_cpu(const char* name, const double* parameters,
   });
   const double argument = last < 0 ? 0.0 : parameters[last];
   const Output out{loss, coefficient, kept, segment_sums};
-  const Pass pass{quantity, argument, rule, parameters, static_cast<float>(dampened), *tokens, inherited, places, out};
+  const float threshold = static_cast<float>(dampened);
+  const Pass pass{quantity, argument, rule, parameters, threshold, *tokens, prefix_min, value, index, out};
   const std::vector<int64_t> cuts = cut_into_blocks(tokens->cu_seqlens, tokens->num_segments);
   const int64_t num_blocks = static_cast<int64_t>(cuts.size()) - 1;
   std::vector<double> block_sums(num_blocks * MEGARL_NUM_SUMS, 0.0);

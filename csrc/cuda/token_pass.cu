@@ -16,9 +16,9 @@ struct Pass {
   const double* parameters;
   float dampened;
   megarl_tokens tokens;
-  bool has_inherited;
-  megarl_inherited inherited;
-  const int64_t* places;
+  const float* prefix_min;
+  const float* value;  // given, as is the index; both null: computed
+  const int32_t* index;
   float* loss;
   float* coefficient;
   uint8_t* kept;
@@ -87,10 +87,8 @@ __device__ float mean_or_sum(double sum, double trained, bool mean) {
 template <class Rule, class Team>
 __device__ Sequence whole_sequence(const Pass& pass, Shared& shared, int64_t s, uint32_t start, uint32_t end) {
   constexpr Quantity quantity = Rule::kQuantity;
-  if constexpr (quantity == Quantity::kTies) {
-    return {0.0f, last_refused_tie(pass.parameters[Rule::kLast], pass.places[s])};
-  } else if constexpr (quantity == Quantity::kMean || quantity == Quantity::kSum) {
-    if (pass.has_inherited) return {pass.inherited.log_ratio[s], 0};
+  if (pass.value || pass.index) return {pass.value ? pass.value[s] : 0.0f, pass.index ? pass.index[s] : 0};
+  if constexpr (quantity == Quantity::kMeanLogRatio || quantity == Quantity::kSumLogRatio) {
     double sum = 0.0;
     int trained = 0;
     for (uint32_t tile = start & ~3u; tile < end; tile += Team::kTile) {
@@ -103,9 +101,8 @@ __device__ Sequence whole_sequence(const Pass& pass, Shared& shared, int64_t s, 
     const auto add = [](double a, double b) { return a + b; };
     sum = Team::combine(shared, warp_sum(sum), add);
     const double count = Team::combine(shared, warp_sum(trained), add);
-    return {mean_or_sum(sum, count, quantity == Quantity::kMean), 0};
+    return {mean_or_sum(sum, count, quantity == Quantity::kMeanLogRatio), 0};
   } else if constexpr (quantity == Quantity::kFirstTrigger) {
-    if (pass.has_inherited) return {0.0f, pass.inherited.first_trigger[s]};
     const float threshold = static_cast<float>(pass.parameters[Rule::kLast]);
     int first = kNever;
     for (uint32_t tile = start & ~3u; tile < end; tile += Team::kTile) {
@@ -294,7 +291,7 @@ __device__ void run_segment(const Pass& pass, Shared& shared, int64_t s) {
   const uint32_t start = pass.tokens.cu_seqlens[s], end = pass.tokens.cu_seqlens[s + 1];
   const Rule rule(pass.parameters);
   const Sequence sequence = whole_sequence<Rule, Team>(pass, shared, s, start, end);
-  int carry = pass.has_inherited ? to_key(pass.inherited.prefix_min[s]) : kNone;  // key of the earlier tiles' minimum
+  int carry = pass.prefix_min ? to_key(pass.prefix_min[s]) : kNone;  // key of the earlier tiles' minimum
   int turn = 0;
   Run minima;
   double(&row)[kRow] = shared.rows[threadIdx.x / kWarp];
@@ -374,8 +371,8 @@ void launch(const Pass& pass, cudaStream_t stream) {
 }  // namespace megarl
 
 extern "C" int megarl_token_pass_cuda(const char* name, const double* parameters, double dampened,
-                                      const megarl_tokens* tokens, const megarl_inherited* inherited,
-                                      const int64_t* places, float* loss, float* coefficient, uint8_t* kept,
+                                      const megarl_tokens* tokens, const float* prefix_min, const float* value,
+                                      const int32_t* index, float* loss, float* coefficient, uint8_t* kept,
                                       double* segment_sums, double* sums, int64_t* histograms, double* scratch,
                                       void* stream) {
   using namespace megarl;
@@ -384,10 +381,8 @@ extern "C" int megarl_token_pass_cuda(const char* name, const double* parameters
   const cudaStream_t on = static_cast<cudaStream_t>(stream);
   const bool wide = can_load_wide(*tokens) && are_aligned({loss, coefficient}, 16) && are_aligned({kept}, 4);
   const float threshold = static_cast<float>(dampened);
-  const bool chunks = inherited != nullptr;
-  const Pass pass{parameters,    threshold,    *tokens,    chunks, chunks ? *inherited : megarl_inherited{},
-                  places,        loss,         coefficient, kept,
-                  segment_sums,  histograms,   scratch,     wide};
+  const Pass pass{parameters,  threshold, *tokens,      prefix_min, value,   index, loss,
+                  coefficient, kept,      segment_sums, histograms, scratch, wide};
   with_rule(rule, [&](auto tag) {
     if (tokens->num_segments > 0) launch<typename decltype(tag)::Rule>(pass, on);
   });

@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define MEGARL_ABI_VERSION 5 /* raise it when a signature or its meaning changes; Python refuses other versions */
+#define MEGARL_ABI_VERSION 6 /* raise it when a signature or its meaning changes; Python refuses other versions */
 
 #define MEGARL_OK 0
 #define MEGARL_BAD_BOUNDARIES 1 /* cu_seqlens does not start at 0, or decreases */
@@ -36,13 +36,6 @@ typedef struct {
   const int32_t* cu_seqlens;     /* [num_segments + 1] */
   int64_t num_segments;
 } megarl_tokens;
-
-/* What a segment needs to know about the rest of its sequence; a NULL pointer to it: segments are whole sequences. */
-typedef struct {
-  const float* prefix_min;       /* [num_segments] least log-ratio of the earlier segments, inf for none */
-  const float* log_ratio;        /* [num_segments] mean or sum of the log-ratios of the whole sequence */
-  const int32_t* first_trigger;  /* [num_segments] first trigger of the sequence, counted from the segment's start */
-} megarl_inherited;
 
 /* Sums over trained tokens; l is the clamped log-ratio, m the prefix minimum of the ratios, T the trust region
  * (A > 0, l > 0 or A < 0, l < 0). "first" and "second" are the rule's own two flags. */
@@ -90,7 +83,10 @@ enum megarl_sum {
  *
  * rule: the name of a rule in megarl/objectives. parameters: the rule's, float64, on the device.
  * dampened: effective ratio below which a token counts as dampened.
- * places [num_segments] int64 or NULL: place of a segment's first token in the tie-break order of "second_moment".
+ * prefix_min [num_segments]: least log-ratio of the earlier segments of a sequence, inf for none; NULL: segments are
+ * whole sequences.
+ * value, index [num_segments]: what the rule needs of the whole sequence, index counted from the segment's start; both
+ * NULL: the pass computes it (Quantity in token_rules.h).
  * loss, coefficient [T]: loss of a token and its derivative with respect to the log-prob, 0 where the mask is 0.
  * kept [T] uint8: 1 for trained tokens whose gradient survives.
  * segment_sums [num_segments, 2] float64: number of trained tokens, and sum of their loss.
@@ -98,13 +94,13 @@ enum megarl_sum {
  * scratch (CUDA): float64 [num_segments, MEGARL_NUM_SUMS].
  */
 int megarl_token_pass_cpu(const char* rule, const double* parameters, double dampened,
-                          const megarl_tokens* tokens, const megarl_inherited* inherited, const int64_t* places,
-                          float* loss, float* coefficient, uint8_t* kept, double* segment_sums, double* sums,
-                          int64_t* histograms);
+                          const megarl_tokens* tokens, const float* prefix_min, const float* value,
+                          const int32_t* index, float* loss, float* coefficient, uint8_t* kept, double* segment_sums,
+                          double* sums, int64_t* histograms);
 int megarl_token_pass_cuda(const char* rule, const double* parameters, double dampened,
-                           const megarl_tokens* tokens, const megarl_inherited* inherited, const int64_t* places,
-                           float* loss, float* coefficient, uint8_t* kept, double* segment_sums, double* sums,
-                           int64_t* histograms, double* scratch, void* stream);
+                           const megarl_tokens* tokens, const float* prefix_min, const float* value,
+                           const int32_t* index, float* loss, float* coefficient, uint8_t* kept, double* segment_sums,
+                           double* sums, int64_t* histograms, double* scratch, void* stream);
 
 /* M2PO's radix selection.
  *
@@ -112,7 +108,7 @@ int megarl_token_pass_cuda(const char* rule, const double* parameters, double da
  * histogram: of the keys that equal *prefix (on the device) in the bits from shift + bits on, adds to table
  * [2, 1 << bits] int64 the count and the sum of l^2 in units of 2^-30, binned by the next lower `bits` bits.
  * ties: the same for the tokens whose key is exactly *key, with their tie orders (token_rules.h) in place of keys;
- * places [num_segments] as in the token pass.
+ * places [num_segments]: place of a segment's first token in the order that breaks ties.
  */
 int megarl_moment_keys_cpu(const megarl_tokens* tokens, uint32_t* keys);
 int megarl_moment_keys_cuda(const megarl_tokens* tokens, int64_t num_tokens, uint32_t* keys, void* stream);

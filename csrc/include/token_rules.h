@@ -73,9 +73,9 @@ struct Token {
   int never = 0;
 };
 
-struct Sequence {
-  float log_ratio;  // mean or sum over the whole sequence, see Rule::kQuantity
-  int index;        // the first trigger, or the last of the ties
+struct Sequence {  // what a rule needs of the whole sequence
+  float value;
+  int index;  // a position, counted from the start of the segment
 };
 
 struct Outcome {
@@ -85,7 +85,8 @@ struct Outcome {
   int first, second;  // flags that the rule counts in metrics: clipped, vetoed or masked tokens
 };
 
-enum class Quantity { kNone, kMean, kSum, kFirstTrigger, kTies };
+// What the passes compute of a whole sequence, by the names in megarl/objectives/parts/quantities.py.
+enum class Quantity { kNone, kMeanLogRatio, kSumLogRatio, kFirstTrigger };
 
 // 1 - e^x for x <= 0 without cancellation, in plain arithmetic.
 MEGARL_INLINE float one_minus_exp(float x) {
@@ -101,12 +102,6 @@ MEGARL_INLINE float excess(float l, float ratio) {
 
 // Algorithm 1 of M2PO removes the first among equals in (sequence, position) order: later ones have lower tie orders.
 MEGARL_INLINE int64_t tie_order(int64_t place) { return (int64_t{1} << 2 * kPositionBits) - 1 - place; }
-
-// The last index in a segment at which a token at the threshold is muted; -1 for none.
-MEGARL_INLINE int last_refused_tie(double order, int64_t place) {
-  const int64_t last = tie_order(static_cast<int64_t>(order)) - place;
-  return last < -1 ? -1 : (last > INT32_MAX ? INT32_MAX : static_cast<int>(last));
-}
 
 // l^2 in units of 2^-30 from the bit pattern of |l|, as an integer, whose sums are exact in every order.
 MEGARL_INLINE int64_t fixed_point_square(uint32_t key) {

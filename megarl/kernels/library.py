@@ -16,7 +16,7 @@ import torch
 from megarl import compiled_file
 from megarl.errors import UserError
 
-ABI_VERSION = 5  # MEGARL_ABI_VERSION of csrc/include/megarl_kernels.h
+ABI_VERSION = 6  # MEGARL_ABI_VERSION of csrc/include/megarl_kernels.h
 
 BAD_BOUNDARIES, UNKNOWN_RULE, CUDA_ERROR = 1, 2, 100  # return codes of the same header; 100 + e: cudaError_t e
 
@@ -96,12 +96,6 @@ class TokenPointers(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("logprobs", "rollout", "old", "advantages", "mask", "cu_seqlens")),
         ("num_segments", ctypes.c_int64),
     ]
-
-
-class InheritedPointers(ctypes.Structure):
-    """``megarl_inherited`` of the header."""
-
-    _fields_ = [(name, ctypes.c_void_p) for name in ("prefix_min", "log_ratio", "first_trigger")]
 
 
 def call(name: str, device: torch.device, *arguments: Any) -> None:

@@ -8,11 +8,12 @@ from megarl.kernels.token_pass.language import Outcome, Sequence, Token, exp, ru
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.clipping import hard_clip
 from megarl.objectives.parts.fields import choice, number
+from megarl.objectives.parts.quantities import mean_log_ratio
 
 
-@rule("mean")
+@rule(mean_log_ratio)
 def clip_sequence_mean(t: Token, s: Sequence, low: Any, high: Any) -> Outcome:
-    return hard_clip(exp(s.log_ratio), t, low, high, t.clamped)
+    return hard_clip(exp(s.value), t, low, high, t.clamped)
 
 
 @dataclass(frozen=True)

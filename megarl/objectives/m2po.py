@@ -12,10 +12,11 @@ from megarl.kernels.token_pass.language import Outcome, Sequence, Token, absolut
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.clipping import moves_along
 from megarl.objectives.parts.fields import choice, number
+from megarl.objectives.parts.quantities import last_tie
 from megarl.objectives.parts.second_moment import select_second_moment, winsorising_level
 
 
-@rule("ties")
+@rule(last_tie)
 def second_moment(t: Token, s: Sequence, threshold: Any, order: Any) -> Outcome:
     """threshold: of |l|; order: the tie order from which on tokens at the threshold are muted, see `Sequence.index`."""
     size = absolute(t.log_ratio)

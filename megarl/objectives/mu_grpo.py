@@ -9,25 +9,26 @@ from megarl.kernels.token_pass.language import RULES, Outcome, Sequence, Token, 
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.clipping import hard_clip, mute
 from megarl.objectives.parts.fields import choice, number
+from megarl.objectives.parts.quantities import first_trigger
 
 
 def is_trigger(t: Token, threshold: Any) -> Any:
     return (t.advantage < 0.0) & (t.ratio < threshold)
 
 
-@rule("trigger")
+@rule(first_trigger)
 def veto_sequence(t: Token, s: Sequence, low: Any, high: Any, threshold: Any) -> Outcome:
     """All tokens with A < 0 of a response with a trigger."""
     return mute(hard_clip(t.ratio, t, low, high, t.clamped), (t.advantage < 0.0) & (s.index < NEVER))
 
 
-@rule("trigger")
+@rule(first_trigger)
 def veto_suffix(t: Token, s: Sequence, low: Any, high: Any, threshold: Any) -> Outcome:
     """Those after the first trigger, which is excluded."""
     return mute(hard_clip(t.ratio, t, low, high, t.clamped), (t.advantage < 0.0) & (t.index > s.index))
 
 
-@rule("trigger")
+@rule(first_trigger)
 def veto_non_trigger_suffix(t: Token, s: Sequence, low: Any, high: Any, threshold: Any) -> Outcome:
     """The suffix without triggers."""
     vetoed = (t.advantage < 0.0) & (t.index > s.index) & ~is_trigger(t, threshold)

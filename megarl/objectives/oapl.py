@@ -7,11 +7,12 @@ from megarl.kernels.token_pass import Rule
 from megarl.kernels.token_pass.language import Outcome, Sequence, Token, rule
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.fields import number
+from megarl.objectives.parts.quantities import sum_log_ratio
 
 
-@rule("sum")
+@rule(sum_log_ratio)
 def advantage_regression(t: Token, s: Sequence, beta: Any) -> Outcome:
-    weight = t.advantage - beta * s.log_ratio
+    weight = t.advantage - beta * s.value
     return Outcome(weight * t.logprob, weight, ~t.never, t.never, t.never)
 
 

@@ -109,7 +109,8 @@ class SequenceMask(Option):
 
     def after(self, batch: TokenBatch, terms: Terms) -> Terms:
         l, _ = log_ratio(batch.logprobs.detach(), batch.rollout_logprobs, batch.loss_mask)
-        masked = batch.loss_mask & (batch.advantages < 0) & (-sequence_log_ratio(l, batch, mean=True) > self.delta)
+        drift = -sequence_log_ratio(l, batch, mean=True)
+        masked = batch.loss_mask & (batch.advantages < 0) & (drift[batch.sequence_ids] > self.delta)
         terms = replace(terms, loss=torch.where(masked, 0, terms.loss), kept=terms.kept & ~masked)
         return terms.flagged("opsm_fraction", masked, batch)
 

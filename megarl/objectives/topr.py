@@ -8,11 +8,12 @@ from megarl.kernels.token_pass import Rule
 from megarl.kernels.token_pass.language import Outcome, Sequence, Token, clamp, exp, rule, where
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.fields import number
+from megarl.objectives.parts.quantities import sum_log_ratio
 
 
-@rule("sum")
+@rule(sum_log_ratio)
 def tapered_sequence(t: Token, s: Sequence, low: Any, high: Any) -> Outcome:
-    ratio = exp(clamp(s.log_ratio, -SEQUENCE_LOG_RATIO_LIMIT, SEQUENCE_LOG_RATIO_LIMIT))
+    ratio = exp(clamp(s.value, -SEQUENCE_LOG_RATIO_LIMIT, SEQUENCE_LOG_RATIO_LIMIT))
     negative = t.advantage < 0.0
     weight = where(t.advantage > 0.0, 1.0, clamp(ratio, low, high)) * t.advantage
     return Outcome(weight * t.logprob, weight, ~t.never, negative & ((ratio < low) | (ratio > high)), t.never)

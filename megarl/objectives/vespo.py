@@ -8,14 +8,15 @@ from megarl.kernels.token_pass import Rule
 from megarl.kernels.token_pass.language import Outcome, Sequence, Token, clamp, exp, rule, where
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.fields import number
+from megarl.objectives.parts.quantities import sum_log_ratio
 
 
-@rule("sum")
+@rule(sum_log_ratio)
 def gamma_sequence(
     t: Token, s: Sequence, k_positive: Any, lambda_positive: Any, k_negative: Any, lambda_negative: Any
 ) -> Outcome:
     negative = t.advantage < 0.0
-    w = clamp(s.log_ratio, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    w = clamp(s.value, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     k = where(negative, k_negative, k_positive)
     log_weight = k * w - where(negative, lambda_negative, lambda_positive) * (exp(w) - 1.0)
     weight = exp(clamp(log_weight, -SEQUENCE_LOG_RATIO_LIMIT, SEQUENCE_LOG_RATIO_LIMIT)) * t.advantage

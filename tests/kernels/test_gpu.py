@@ -19,7 +19,7 @@ from megarl.kernels.linear_logprob import definition, linear_logprob
 from megarl.kernels.token_pass import Rule
 from megarl.kernels.token_pass.language import RULES
 from tests.gpu.memory import fill_free_memory_with_nan
-from tests.kernels.test_token_pass import BORDERS, as_in_cpp, compare, gradient, inherited_values, make_batch
+from tests.kernels.test_token_pass import BORDERS, as_in_cpp, compare, given_values, gradient, make_batch
 from tests.objectives.test_against_papers import CASES as PAPERS
 
 REQUIRED = os.environ.get("MEGARL_REQUIRE_GPU") == "1"
@@ -66,12 +66,11 @@ def test_equals_the_definition(name: str, backend: str) -> None:
 
 @each_backend
 @pytest.mark.parametrize("name", RULES)
-def test_inherited_values_act_as_in_cpp(name: str, backend: str) -> None:
-    """What chunks of a context-parallel rank inherit from the rest of their sequence has the same effect as in C++."""
+def test_given_values_act_as_in_cpp(name: str, backend: str) -> None:
+    """What chunks of a context-parallel rank are told of the rest of their sequence has the same effect as in C++."""
     batch = make_batch([5, 900, 0, 8, 40])
     values = (0.5, 2.0**43) if name == "second_moment" else (0.6, 1.4, 1.2, 0.9)
-    places = torch.arange(5) << 22
-    as_in_cpp(Rule(RULES[name], values), batch, backend, places, inherited_values(), device="cuda", atol=1e-3)
+    as_in_cpp(Rule(RULES[name], values), batch, backend, given_values(), device="cuda", atol=1e-3)
 
 
 @each_backend

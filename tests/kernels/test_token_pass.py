@@ -17,7 +17,7 @@ from megarl.batch import TokenBatch
 from megarl.errors import UserError
 from megarl.kernels import library
 from megarl.kernels.constants import NEVER
-from megarl.kernels.token_pass import Inherited, PassResult, Rule, token_pass
+from megarl.kernels.token_pass import Given, PassResult, Rule, token_pass
 from megarl.kernels.token_pass.compiled import token_pass_compiled
 from megarl.kernels.token_pass.language import RULES, RuleFunction
 from megarl.kernels.tokens import Tokens
@@ -39,10 +39,13 @@ def make_batch(lengths: list[int], seed: int = 0) -> TokenBatch:
     return TokenBatch(logprobs.requires_grad_(), rollout, advantages, mask, cu_seqlens, old_logprobs=old)
 
 
-def inherited_values() -> Inherited:
-    """What five chunks of a context-parallel rank may inherit from the rest of their sequence."""
+NOTHING = Given()
+
+
+def given_values() -> Given:
+    """What five chunks of a context-parallel rank may be told of the rest of their sequence."""
     g = torch.Generator().manual_seed(1)
-    return Inherited(
+    return Given(
         torch.where(torch.rand(5, generator=g) < 0.4, torch.inf, -torch.rand(5, generator=g)),
         torch.randn(5, generator=g),
         torch.tensor([2, -3, 0, NEVER, 7], dtype=torch.int32),
@@ -53,19 +56,18 @@ def as_in_cpp(
     rule: Rule,
     batch: TokenBatch,
     backend: str,
-    places: torch.Tensor,
-    inherited: Inherited | None = None,
+    given: Given = NOTHING,
     device: str = "cpu",
     atol: float = 1e-5,
 ) -> PassResult:
     """The result of a backend, which is that of the C++ pass."""
 
     def on_device(x: Any) -> Any:
-        if isinstance(x, Tokens | Inherited):
+        if isinstance(x, Tokens | Given):
             return type(x)(*(on_device(value) for value in vars(x).values()))
         return x.to(device) if isinstance(x, torch.Tensor) else x
 
-    inputs = (Tokens.of(batch.detach()), inherited, places)
+    inputs = (Tokens.of(batch.detach()), given)
     theirs, ours = token_pass(rule, *inputs, "cpp"), token_pass(rule, *map(on_device, inputs), backend)
     ours = type(ours)(*(x.cpu() for x in vars(ours).values()))
     assert torch.equal(ours.kept, theirs.kept) and torch.equal(ours.histograms, theirs.histograms)
@@ -166,7 +168,7 @@ def bounds(*values: int) -> dict[str, torch.Tensor]:
     [
         ({}, {"backend": "numpy"}, UserError, "backend is 'numpy'; expected one of torch, cpp, cuda, triton"),
         ({}, {"backend": "cuda"}, UserError, "'cuda' runs on cuda, but the tensors are on cpu"),
-        ({}, {"rule": Rule(RuleFunction(make_batch, "none"))}, ValueError, "token_pass: the compiled kernels do not"),
+        ({}, {"rule": Rule(RuleFunction(make_batch))}, ValueError, "token_pass: the compiled kernels do not"),
         ({"rollout_logprobs": torch.zeros(14).half()}, {}, ValueError, r"rollout_logprobs is torch.float16 \(14,\)"),
         (bounds(0, 5), {}, ValueError, "cu_seqlens ends at 5, but there are 14 tokens"),
         (bounds(0, 16, 14), {}, ValueError, "must start at 0 and never decrease"),

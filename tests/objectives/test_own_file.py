@@ -89,6 +89,42 @@ def test_its_rule_on_the_default_kernels_and_beside_another_file_with_the_same_n
     torch.testing.assert_close(one.loss, build_objective("cispo", {"eps_high": 4.0})(batch).loss)
 
 
+QUANTITIES = """
+def highest_ratio(l, batch, parameters):
+    least = l.new_full((batch.cu_seqlens.numel() - 1,), -torch.inf)
+    return Sequence(least.scatter_reduce(0, batch.sequence_ids, l, "amax").exp(), None)
+
+
+def running_mean(l, batch, parameters):
+    trained = torch.ones_like(l)
+    return Sequence(prefix_log_ratio(l, batch) / prefix_log_ratio(trained, batch).clamp(min=1), None)
+
+
+@rule("""
+
+
+@pytest.mark.parametrize("quantity", ["highest_ratio", "running_mean, per_token=True"])
+def test_a_quantity_of_its_own_is_one_function(quantity: str, tmp_path: Path) -> None:
+    imports = "import torch\nfrom megarl.objectives.parts.prefix_ratio import prefix_log_ratio\n"
+    text = RULE.replace("@rule(", QUANTITIES + quantity).replace("clamp(t.ratio,", "clamp(s.value,")
+    (tmp_path / "mine.py").write_text(text.replace("from dataclasses", imports + "from dataclasses"))
+    objective, batch = build_objective(f"{tmp_path}/mine.py:Mine", {"ratio_max": 1e9}), random_batch(1)
+    try_objective(objective, "mine.py")
+    lengths = batch.cu_seqlens.diff().tolist()
+    l = torch.where(batch.loss_mask, batch.logprobs - batch.rollout_logprobs, 0).detach().split(lengths)
+    trained = batch.loss_mask.split(lengths)
+    expected = {
+        "highest_ratio": [x.exp().max().expand_as(x) if len(x) else x for x in l],
+        "running_mean": [
+            (x.cumsum(0) / n.cumsum(0).clamp(min=1)).clamp(min=0) for x, n in zip(l, trained, strict=True)
+        ],
+    }[quantity.split(",")[0]]
+    loss = -torch.cat(expected) * batch.advantages * batch.logprobs
+    for backend in ("torch", "cpp"):
+        found = objective(batch, backend=backend)
+        torch.testing.assert_close(found.loss, torch.where(batch.loss_mask, loss, 0))
+
+
 def test_a_run_on_an_objective_with_statistics_resumes_with_the_file_alone_and_branches(
     recipe: Path, mine: Path, tmp_path: Path
 ) -> None:

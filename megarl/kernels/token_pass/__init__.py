@@ -49,12 +49,12 @@ def _constants(values: tuple[Any, ...], device: torch.device) -> torch.Tensor:
 
 
 @dataclass(frozen=True)
-class Inherited:
-    """What each segment needs to know about the rest of its sequence, if segments are not whole sequences."""
+class Given:
+    """What the pass is told of the sequence of each segment; None: it computes it, or the rule needs none."""
 
-    prefix_min: torch.Tensor  # [segments] float32, least log-ratio of the earlier segments, inf for none
-    log_ratio: torch.Tensor  # [segments] float32, mean or sum over the whole sequence, see `RuleFunction.quantity`
-    first_trigger: torch.Tensor  # [segments] int32, first trigger of the sequence, counted from the segment's start
+    prefix_min: torch.Tensor | None = None  # [segments] float32, least log-ratio of earlier segments, inf for none
+    value: torch.Tensor | None = None  # [segments] float32, see `Sequence`
+    index: torch.Tensor | None = None  # [segments] int32, counted from the segment's start
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,7 @@ class PassResult:
 def token_pass(
     rule: Rule,
     tokens: Tokens,
-    inherited: Inherited | None = None,  # None: segments are whole sequences
-    places: torch.Tensor | None = None,  # [segments] int64 for the quantity "ties", see `tie_places`
+    given: Given = Given(),  # without prefix_min, segments are whole sequences
     backend: str = "cpp",
     dampened: float = BAD_PREFIX,  # effective ratio below which a token counts as dampened
 ) -> PassResult:
@@ -79,7 +78,6 @@ def token_pass(
     Results do not depend on the number of threads. `UserError` if the backend is not installed.
     """
     check_backend(backend, tokens.logprobs.device)
-    from_sequence = (None, None, None) if inherited is None else tuple(vars(inherited).values())
     operation: Any = token_pass_compiled
     if backend == "triton":
         operation = importlib.import_module("megarl.kernels.token_pass.triton_backend").token_pass_triton
@@ -93,16 +91,20 @@ def token_pass(
         tokens.advantages,
         tokens.mask,
         tokens.cu_seqlens,
-        *from_sequence,
-        places,
+        given.prefix_min,
+        given.value,
+        given.index,
     )
     # autograd marks all float outputs of the operation, but the operation has no gradient for the sums
     return PassResult(loss, kept, segment_sums.detach(), sums.detach(), histograms)
 
 
 def has_rule(function: RuleFunction, backend: str) -> bool:
-    """Whether a fused backend has the rule: Triton every one, ``cpp`` and ``cuda`` those that megarl was built with.
-    `UserError` if it is not installed, or was built before the rule's file was changed."""
+    """Whether a fused backend has the rule: none those with a quantity per token, Triton all others, ``cpp`` and
+    ``cuda`` those that megarl was built with. `UserError` if it is not installed, or was built before the rule's file
+    was changed."""
+    if function.per_token:
+        return False
     if backend == "triton":
         return True
     built = library.rule_digest({"cpp": "cpu", "cuda": "cuda"}[backend], function.name)

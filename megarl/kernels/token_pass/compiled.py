@@ -15,10 +15,6 @@ def token_pass_compiled(a: Arguments) -> tuple[torch.Tensor, ...]:
     if device.type == "cpu" and int(a.cu_seqlens[-1]) != a.logprobs.numel():
         raise ValueError(f"cu_seqlens ends at {int(a.cu_seqlens[-1])}, but there are {a.logprobs.numel()} tokens")
     outputs = empty_outputs(a)
-    inherited = None
-    if a.prefix_min is not None:
-        assert a.log_ratio is not None and a.first_trigger is not None
-        inherited = library.InheritedPointers(*(t.data_ptr() for t in (a.prefix_min, a.log_ratio, a.first_trigger)))
     scratch = (a.logprobs.new_empty(tokens.segments, len(SUMS), dtype=torch.float64),) if device.type == "cuda" else ()
     library.call(
         "token_pass",
@@ -27,8 +23,9 @@ def token_pass_compiled(a: Arguments) -> tuple[torch.Tensor, ...]:
         a.parameters,
         a.dampened,
         tokens.pointers(),
-        inherited,
-        a.places,
+        a.prefix_min,
+        a.value,
+        a.index,
         *outputs,
         *scratch,
     )

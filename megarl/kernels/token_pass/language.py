@@ -13,11 +13,12 @@ import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-Quantity = Literal["none", "mean", "sum", "trigger", "ties"]
+# the quantities of `megarl.objectives.parts.quantities` that the fused token passes compute; they are given the others
+COMPUTED = ("mean_log_ratio", "sum_log_ratio", "first_trigger")
 
 
 class Token(NamedTuple):
@@ -31,15 +32,15 @@ class Token(NamedTuple):
     ratio: Any  # exp(l)
     prefix_ratio: Any  # exp(log m + l), m the minimum of the earlier ratios
     clamped: Any  # whether the clamp changed the log-ratio
-    index: Any  # position, counted as that of `Sequence`
+    index: Any  # position, counted as `Sequence.index`
     never: Any  # False
 
 
 class Sequence(NamedTuple):
-    """What a rule needs of the token's whole sequence, see `RuleFunction.quantity`."""
+    """What a rule needs of the token's whole sequence: what its quantity returns, which may leave one of them out."""
 
-    log_ratio: Any  # mean or sum of the sequence's log-ratios
-    index: Any  # the first trigger, or the last of the ties
+    value: Any
+    index: Any  # a position in the sequence
 
 
 class Outcome(NamedTuple):
@@ -69,13 +70,19 @@ def one_minus_exp(x: Any) -> Any:
 class RuleFunction:
     """A rule: ``function(token, sequence, *parameters)`` returns an `Outcome`.
 
-    quantity: what it needs of the token's whole sequence: nothing; mean or sum of its log-ratios; the first "trigger",
-    a token with A < 0 and a ratio below the rule's last parameter; or of its "ties" the last one that comes before the
-    rule's last parameter in the tie order (`megarl.kernels.tokens.tie_places`).
+    quantity: what it needs of the token's whole sequence, a function as those in `megarl.objectives.parts.quantities`;
+    None: nothing. per_token: its values differ within a sequence; torch evaluates such a rule in all backends.
     """
 
     function: Callable[..., Outcome]
-    quantity: Quantity
+    quantity: Callable[..., Sequence] | None = None
+    per_token: bool = False
+
+    @property
+    def computed(self) -> str:
+        """The name of the quantity if the fused token passes compute it."""
+        name = "" if self.quantity is None else self.quantity.__name__
+        return name if name in COMPUTED else ""
 
     @property
     def name(self) -> str:
@@ -105,11 +112,13 @@ def _digest(file: Path) -> str:
 RULES: dict[str, RuleFunction] = {}  # by name, which torch's operators take
 
 
-def rule(quantity: Quantity = "none") -> Callable[[Callable[..., Outcome]], RuleFunction]:
+def rule(
+    quantity: Callable[..., Sequence] | None = None, per_token: bool = False
+) -> Callable[[Callable[..., Outcome]], RuleFunction]:
     """Decorator of a rule. Raises ValueError for a name that a rule of another module has."""
 
     def register(function: Callable[..., Outcome]) -> RuleFunction:
-        made = RuleFunction(function, quantity)
+        made = RuleFunction(function, quantity, per_token)
         known = RULES.get(made.name)
         if known is not None and known.function.__module__ != function.__module__:
             raise ValueError(f"{function.__module__} and {known.function.__module__} have a rule {made.name}")

@@ -48,9 +48,8 @@ class Arguments(NamedTuple):
     mask: torch.Tensor
     cu_seqlens: torch.Tensor
     prefix_min: torch.Tensor | None
-    log_ratio: torch.Tensor | None
-    first_trigger: torch.Tensor | None
-    places: torch.Tensor | None
+    value: torch.Tensor | None
+    index: torch.Tensor | None
 
     @property
     def tokens(self) -> Tokens:
@@ -104,4 +103,4 @@ def scale_coefficient(ctx: Any, grad_loss: torch.Tensor | None, *_: Any) -> tupl
     """The gradient of every loss with respect to its own log-prob: one multiplication."""
     (coefficient,) = ctx.saved_tensors
     grad = None if grad_loss is None else grad_loss * coefficient
-    return (None, None, None, grad, *([None] * 9))
+    return (None, None, None, grad, *([None] * 8))

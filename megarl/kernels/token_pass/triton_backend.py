@@ -19,7 +19,6 @@ from megarl.kernels.constants import (
     BINS_PER_SIGN,
     HISTOGRAM_BASE,
     HISTOGRAM_SHIFT,
-    LAST_PLACE,
 )
 from megarl.kernels.token_pass.language import RULES, Outcome, RuleFunction, Sequence, Token
 from megarl.kernels.token_pass.outputs import SUMS, Arguments, empty_outputs, operator
@@ -35,7 +34,6 @@ _PER_SIGN = tl.constexpr(BINS_PER_SIGN)
 _TABLE = tl.constexpr(triton.next_power_of_2(BINS))  # its last bin takes the untrained tokens
 _SHIFT = tl.constexpr(HISTOGRAM_SHIFT)
 _BASE = tl.constexpr(HISTOGRAM_BASE)
-_LAST_PLACE = tl.constexpr(LAST_PLACE)
 _LOG_BAD_PREFIX = tl.constexpr(math.log(BAD_PREFIX))
 
 
@@ -65,41 +63,35 @@ def _log_ratio(logprobs, rollout_logprobs, mask, index, end):
 def _whole_sequence(
     argument,  # pointer to the rule's last parameter
     logprobs, rollout_logprobs, advantages, mask, start, end,
-    segment, sequence_log_ratio, first_trigger, places, QUANTITY: tl.constexpr, TILE: tl.constexpr,
+    segment, given_value, given_index, QUANTITY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The `Sequence` of a segment: inherited, or from a first pass over its tokens, which leaves them in the cache."""
-    log_ratio, index = 0.0, 0
-    if QUANTITY == "ties":
-        order = tl.load(argument).to(tl.int64)
-        last = _LAST_PLACE - order - tl.load(places + segment)
-        index = clamp(last, -1, NEVER).to(tl.int32)
-    if QUANTITY == "mean" or QUANTITY == "sum":
-        if sequence_log_ratio is not None:
-            log_ratio = tl.load(sequence_log_ratio + segment)
-        else:
-            total, trained = tl.zeros((TILE,), tl.float64), tl.zeros((TILE,), tl.int32)
-            for tile in range(start, end, TILE):
-                on, _, _, l = _log_ratio(logprobs, rollout_logprobs, mask, tile + tl.arange(0, TILE), end)
-                total += clamp(l, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).to(tl.float64)
-                trained += on.to(tl.int32)
-            whole = tl.sum(total, 0)
-            if QUANTITY == "mean":
-                whole /= tl.maximum(tl.sum(trained, 0), 1)
-            log_ratio = whole.to(tl.float32)
-    if QUANTITY == "trigger":
-        if first_trigger is not None:
-            index = tl.load(first_trigger + segment)
-        else:
-            threshold = tl.load(argument).to(tl.float32)
-            first = tl.full((TILE,), NEVER, tl.int32)
-            for tile in range(start, end, TILE):
-                at = tile + tl.arange(0, TILE)
-                on, _, _, l = _log_ratio(logprobs, rollout_logprobs, mask, at, end)
-                negative = tl.load(advantages + at, mask=at < end, other=0.0) < 0
-                fires = on & negative & (exponential(clamp(l, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) < threshold)
-                first = tl.minimum(first, tl.where(fires, at - start, NEVER))
-            index = tl.min(first, 0)
-    return Sequence(tl.zeros((TILE,), tl.float32) + log_ratio, index)
+    """The `Sequence` of a segment: given, or from a first pass over its tokens, which leaves them in the cache."""
+    value, index = 0.0, 0
+    if given_value is not None:
+        value = tl.load(given_value + segment)
+    elif QUANTITY == "mean_log_ratio" or QUANTITY == "sum_log_ratio":
+        total, trained = tl.zeros((TILE,), tl.float64), tl.zeros((TILE,), tl.int32)
+        for tile in range(start, end, TILE):
+            on, _, _, l = _log_ratio(logprobs, rollout_logprobs, mask, tile + tl.arange(0, TILE), end)
+            total += clamp(l, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).to(tl.float64)
+            trained += on.to(tl.int32)
+        whole = tl.sum(total, 0)
+        if QUANTITY == "mean_log_ratio":
+            whole /= tl.maximum(tl.sum(trained, 0), 1)
+        value = whole.to(tl.float32)
+    if given_index is not None:
+        index = tl.load(given_index + segment)
+    elif QUANTITY == "first_trigger":
+        threshold = tl.load(argument).to(tl.float32)
+        first = tl.full((TILE,), NEVER, tl.int32)
+        for tile in range(start, end, TILE):
+            at = tile + tl.arange(0, TILE)
+            on, _, _, l = _log_ratio(logprobs, rollout_logprobs, mask, at, end)
+            negative = tl.load(advantages + at, mask=at < end, other=0.0) < 0
+            fires = on & negative & (exponential(clamp(l, -LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)) < threshold)
+            first = tl.minimum(first, tl.where(fires, at - start, NEVER))
+        index = tl.min(first, 0)
+    return Sequence(tl.zeros((TILE,), tl.float32) + value, index)
 
 
 @triton.jit
@@ -168,8 +160,7 @@ def token_pass_kernel(
     parameters, dampened,  # [PARAMETERS] float64, and a float32
     logprobs, rollout_logprobs, old_logprobs,  # [T] float32, the last one or None
     advantages, mask, cu_seqlens,  # [T] float32, [T] bool, [segments + 1] int32
-    prefix_min, sequence_log_ratio, first_trigger,  # [segments] each, see `Inherited`, or None
-    places,  # [segments] int64 or None
+    prefix_min, given_value, given_index,  # [segments] each, see `Given`, or None
     loss, coefficient, kept, rows, histograms,  # [T] each, [segments, 32] float64, [2, BINS] int64
     RULE: tl.constexpr, PARAMETERS: tl.constexpr, QUANTITY: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
@@ -178,7 +169,7 @@ def token_pass_kernel(
     p = _loaded(parameters, PARAMETERS)
     s = _whole_sequence(
         parameters + PARAMETERS - 1, logprobs, rollout_logprobs, advantages, mask, start, end,
-        segment, sequence_log_ratio, first_trigger, places, QUANTITY, TILE,
+        segment, given_value, given_index, QUANTITY, TILE,
     )  # fmt: skip
     least = tl.full((), float("inf"), tl.float32)
     if prefix_min is not None:
@@ -250,4 +241,4 @@ LAUNCH_OPTIONS = dict(num_warps=WARPS, num_stages=1, enable_fp_fusion=True, maxn
 def kernel_constants(rule: RuleFunction) -> dict[str, Any]:
     """The constexpr arguments of `token_pass_kernel`."""
     function = compiled(rule.function)
-    return dict(RULE=function, PARAMETERS=rule.parameters, QUANTITY=rule.quantity, TILE=TILE)
+    return dict(RULE=function, PARAMETERS=rule.parameters, QUANTITY=rule.computed, TILE=TILE)

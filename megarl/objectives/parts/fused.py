@@ -6,24 +6,21 @@ import torch
 
 from megarl.batch import TokenBatch
 from megarl.kernels.constants import NEVER
-from megarl.kernels.token_pass import Inherited, Rule, token_pass
+from megarl.kernels.token_pass import Given, Rule, token_pass
 from megarl.kernels.token_pass.outputs import SUMS
-from megarl.kernels.tokens import Tokens, tie_places
+from megarl.kernels.tokens import Tokens
 from megarl.objectives.parts.aggregation import sequence_count
 from megarl.objectives.parts.metrics import Metric, mean_metric, token_metrics
 from megarl.objectives.parts.prefix_min import min_of_earlier_chunks, segment_minima
-from megarl.objectives.parts.sequences import sequence_min, sequence_sum
+from megarl.objectives.parts.sequences import sequence_sum
 from megarl.objectives.parts.terms import Terms
 
 
 def fused_terms(rule: Rule, batch: TokenBatch, aggregation: str, dampened_below: float, backend: str) -> Terms:
     """`Terms` of the objective with this rule; loss and metrics equal those of its definition up to rounding."""
     tokens = Tokens.of(batch)
-    places = tie_places(batch) if rule.function.quantity == "ties" else None
-    inherited, counts = None, None
-    if batch.shard is not None:
-        inherited, counts = _inherit(rule, tokens, batch)
-    result = token_pass(rule, tokens, inherited, places, backend, dampened_below)
+    counts = None if batch.shard is None else sequence_sum(batch.loss_mask, batch.cu_seqlens, batch.shard)
+    result = token_pass(rule, tokens, _given(rule, tokens, batch), backend, dampened_below)
     sums = dict(zip(SUMS, result.sums, strict=True), loss=result.segment_sums[:, 1].sum())
     flags = {"kept": "kept_fraction", "first": rule.first, "second": rule.second}
     metrics = token_metrics(sums, {flag: name for flag, name in flags.items() if name is not None})
@@ -38,33 +35,33 @@ def fused_terms(rule: Rule, batch: TokenBatch, aggregation: str, dampened_below:
 def _loss_metric(
     segment_sums: torch.Tensor, counts: torch.Tensor | None, batch: TokenBatch, aggregation: str
 ) -> Metric:
-    """As `parts.metrics.loss_metric`, computed from the sums of segments. counts [segments]: number of trained tokens
-    in the whole sequence to which each segment belongs; None: segments are whole sequences."""
+    """As `parts.metrics.loss_metric`, computed from the sums of segments. counts [S]: number of trained tokens in the
+    whole sequences, of which each has two segments; None: segments are whole sequences."""
     trained, loss = segment_sums.unbind(1)
     if aggregation == "token_mean":
         return loss.sum(), trained.sum()
     if counts is None:
         return (loss / trained.clamp(min=1)).sum(), (trained > 0).sum().double()
     responses = sequence_count(batch.loss_mask, batch.cu_seqlens, batch.shard)
-    return (loss / counts.clamp(min=1)).sum(), responses.double()
+    return (loss / _twice(counts).clamp(min=1)).sum(), responses.double()
 
 
-def _inherit(rule: Rule, tokens: Tokens, batch: TokenBatch) -> tuple[Inherited, torch.Tensor]:
-    """What this rank's chunks need of their whole sequences, and [segments] the number of trained tokens in these. One
-    all-gather and two all-reduces of a few numbers per sequence."""
-    shard, quantity, l = batch.shard, rule.function.quantity, tokens.log_ratio
-    assert shard is not None
+def _given(rule: Rule, tokens: Tokens, batch: TokenBatch) -> Given:
+    """What the pass cannot compute from a segment alone: of chunks all that concerns the whole sequence, and quantities
+    that it does not compute. With a shard one all-gather and one all-reduce of a few numbers per sequence."""
+    function, shard, l = rule.function, batch.shard, tokens.log_ratio
+    value, index = None, None
+    if function.quantity is not None and (shard is not None or not function.computed):
+        value, index = function.quantity(l, batch, rule.parameters)
+    if shard is None:
+        return Given(None, value, None if index is None else index.int())
     before = min_of_earlier_chunks(segment_minima(l, batch).view(-1, 2), shard).flatten()
-    values = torch.stack([l, tokens.mask.to(l.dtype)], 1)
-    total, count = sequence_sum(values, batch.cu_seqlens, shard).unbind(1)
-    mean = total / count.clamp(min=1) if quantity == "mean" else total
-    threshold = rule.parameters[-1] if quantity == "trigger" else 0.0  # 0: nothing triggers
-    fires = tokens.mask & (tokens.advantages < 0) & (l.exp() < threshold)
-    index = torch.where(fires, batch.positions, NEVER)
-    first = sequence_min(index, NEVER, batch.cu_seqlens, shard)[:, None]  # [S, 1], in the whole sequence
-    relative = torch.where(first == NEVER, NEVER, first - shard.chunk_starts(batch.cu_seqlens))
+    if index is not None:  # positions in a segment
+        relative = (index[:, None] - shard.chunk_starts(batch.cu_seqlens)).clamp(min=-1)
+        index = torch.where(index[:, None] == NEVER, NEVER, relative).flatten().int()
+    return Given(before, None if value is None else _twice(value), index)
 
-    def twice(values: torch.Tensor) -> torch.Tensor:
-        return values.repeat_interleave(2, output_size=2 * values.numel())
 
-    return Inherited(before, twice(mean).float(), relative.flatten().int()), twice(count)
+def _twice(values: torch.Tensor) -> torch.Tensor:
+    """[S] -> [2 S], one for each of a sequence's two segments."""
+    return values.repeat_interleave(2, output_size=2 * values.numel())

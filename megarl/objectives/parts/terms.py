@@ -10,15 +10,13 @@ import torch
 
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
-from megarl.kernels.constants import BAD_PREFIX, LAST_PLACE, NEVER
+from megarl.kernels.constants import BAD_PREFIX
 from megarl.kernels.token_pass import Rule
 from megarl.kernels.token_pass.language import Outcome, RuleFunction, Sequence, Token
-from megarl.kernels.tokens import tie_places
 from megarl.objectives.parts.histograms import histogram
 from megarl.objectives.parts.metrics import Metric, loss_metric, mean_metric, token_metrics
 from megarl.objectives.parts.prefix_min import prefix_min_log_ratio
-from megarl.objectives.parts.ratios import log_ratio, sequence_log_ratio
-from megarl.objectives.parts.sequences import sequence_min
+from megarl.objectives.parts.ratios import log_ratio
 
 
 @dataclass(frozen=True)
@@ -156,16 +154,11 @@ def tokens_of(batch: TokenBatch) -> tuple[Token, torch.Tensor]:
 
 def sequences_of(rule: Rule, t: Token, batch: TokenBatch) -> Sequence:
     """What the rule needs of the whole sequences, [T] each; positions count from the start of the sequence."""
-    ids, quantity = batch.sequence_ids, rule.function.quantity
-    if quantity in ("mean", "sum"):
-        return Sequence(sequence_log_ratio(t.log_ratio, batch, mean=quantity == "mean"), None)
-    if quantity == "trigger":
-        fires = batch.loss_mask & (t.advantage < 0) & (t.ratio < rule.parameters[-1])
-        index = torch.where(fires, t.index, NEVER)
-        return Sequence(None, sequence_min(index, NEVER, batch.cu_seqlens, batch.shard)[ids])
-    if quantity == "ties":
-        return Sequence(None, (LAST_PLACE - rule.parameters[-1] - tie_places(replace(batch, shard=None)))[ids])
-    return Sequence(None, None)
+    function = rule.function
+    if function.quantity is None:
+        return Sequence(None, None)
+    s = function.quantity(t.log_ratio, batch, rule.parameters)
+    return s if function.per_token else Sequence(*(x if x is None else x[batch.sequence_ids] for x in s))
 
 
 def rule_terms(settings: Settings, rule: Rule, batch: TokenBatch) -> Terms:

@@ -7,11 +7,12 @@ import pytest
 import torch
 import triton.language as tl
 
-from megarl.kernels.token_pass import Rule, token_pass
+from megarl.kernels.token_pass import Given, Rule, token_pass
 from megarl.kernels.token_pass import triton_backend as kernels
 from megarl.kernels.token_pass.language import RULES
 from megarl.kernels.tokens import Tokens
-from tests.kernels.test_token_pass import as_in_cpp, check_operation, compare, inherited_values, make_batch
+from megarl.objectives.parts.quantities import last_tie
+from tests.kernels.test_token_pass import as_in_cpp, check_operation, compare, given_values, make_batch
 from tests.objectives.random_batches import KINDS, random_batch
 from tests.objectives.test_against_papers import CASES as PAPERS
 
@@ -48,12 +49,12 @@ def test_responses_across_tiles_and_stretches(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", RULES)
-def test_inherited_values_and_places_act_as_in_cpp(name: str) -> None:
-    """What chunks of a context-parallel rank inherit from the rest of their sequence has the same effect as in C++."""
+def test_given_values_act_as_in_cpp(name: str) -> None:
+    """What chunks of a context-parallel rank are told of the rest of their sequence has the same effect as in C++."""
     batch = make_batch([5, 9, 0, 8, 3])
     batch.advantages[:5], batch.loss_mask[:5] = -0.5, True  # token 2 of segment 0 is its trigger
     rule = Rule(RULES[name], (0.6, 1.4, 1.2, 0.9))
-    as_in_cpp(rule, batch, "triton", torch.arange(5) << 22, inherited_values())
+    as_in_cpp(rule, batch, "triton", given_values())
 
 
 def test_ties_are_masked_up_to_the_last_in_their_order() -> None:
@@ -65,8 +66,9 @@ def test_ties_are_masked_up_to_the_last_in_their_order() -> None:
     kept = []
     for last in (tie, tie - 1):
         order = float(2**44 - 1 - (1 << 22) - (last - 5))  # segment 1 begins at token 5
-        rule = Rule(RULES["second_moment"], (float(l[tie].abs()), order))
-        kept.append(bool(as_in_cpp(rule, batch, "triton", torch.arange(2) << 22).kept[tie]))
+        rule = Rule(RULES["second_moment"], (float(l[tie].abs()), torch.tensor(order)))
+        given = Given(index=last_tie(l, batch, rule.parameters).index.int())
+        kept.append(bool(as_in_cpp(rule, batch, "triton", given).kept[tie]))
     assert kept == [False, True]
 
 
@@ -77,7 +79,7 @@ def test_nan_and_infinity_at_trained_tokens_act_as_in_cpp(name: str) -> None:
     rollout = batch.rollout_logprobs
     rollout[3], rollout[9], rollout[18] = torch.nan, -torch.inf, torch.inf
     batch.loss_mask[:] = True
-    assert as_in_cpp(Rule(RULES[name], (0.3, 0.0, 0.5)), batch, "triton", torch.arange(3) << 22).sums.isnan().any()
+    assert as_in_cpp(Rule(RULES[name], (0.3, 0.0, 0.5)), batch, "triton").sums.isnan().any()
 
 
 @pytest.mark.parametrize("lengths", [[], [0], [0, 0, 0]])
