@@ -119,7 +119,9 @@ def test_hostile_text_gives_a_short_answer_without_taking_long():
         assert len(answer_of("math", text) or "") <= LONGEST
 
 
-def test_an_interval_over_replicates_is_students():
-    mean, ends = mean_of_replicates(np.array([0.1, 0.2, 0.3, 0.4, 0.5]))
-    half = 2.776 * 0.1581 / 5**0.5  # t(4) times the standard error; the standard deviation is sqrt(.025)
-    assert [mean, *ends] == pytest.approx([0.3, 0.3 - half, 0.3 + half], abs=1e-3)
+@pytest.mark.parametrize(("number", "t", "rel"), [(4, 3.182446, 1e-2), (5, 2.776445, 3e-3), (10, 2.262157, 2e-4)])
+def test_an_interval_over_replicates_is_students(number, t, rel):
+    scores = np.arange(number) / number
+    mean, ends = mean_of_replicates(scores)
+    half = t * scores.std(ddof=1) / number**0.5
+    assert [mean - ends[0], ends[1] - mean] == pytest.approx([half, half], rel=rel) and mean == scores.mean()

@@ -65,6 +65,8 @@ def test_a_models_settings_beyond_the_limits_and_too_large_files_are_refused(tmp
         file.truncate(1 << 40)  # takes no space; reading it would take all memory
     with pytest.raises(ValueError, match="larger than 16 MiB"):
         read_file(tmp_path / "a")
+    (tmp_path / "a").write_bytes(b" " * (16 << 20))
+    assert len(read_file(tmp_path / "a")) == 16 << 20
 
 
 def test_anything_can_be_shown():

@@ -140,6 +140,14 @@ def test_a_replica_that_waits_for_others_can_be_interrupted():
         ReplicaGroup(dist.HashStore(), 0, 2, iter(range(3)).__next__).barrier("generated")
 
 
+def test_the_first_replica_that_asks_computes_what_all_get():
+    def lost():
+        raise AssertionError("nobody has computed it")
+
+    replicas = [ReplicaGroup(dist.HashStore(), 0, 2, lost)] * 2
+    assert [replica.once("x", lambda number=number: number) for number, replica in enumerate(replicas)] == [0, 0]
+
+
 def test_an_agent_waits_for_the_start_after_one_that_is_ending(node, tmp_path, monkeypatch):
     """At the same port: its store says that the first agent has left, and then it ends."""
     met, asked, check = [], threading.Event(), dist.PrefixStore.check
