@@ -62,8 +62,6 @@ def _readable(symbol: str) -> str:
         return symbol
     name = subprocess.run(["c++filt", symbol], check=True, capture_output=True, text=True).stdout.strip()
     name = re.sub(r"\(anonymous namespace\)::|megarl::|^void ", "", name)
-    scopes = ("sequence", "suffix", "non_trigger_suffix", "trigger")  # enum Scope of token_rules.h
-    name = re.sub(r"\(Scope\)(\d)", lambda number: scopes[int(number[1])], name)
     return name.split("(")[0]
 
 

@@ -150,7 +150,7 @@ def check_operation(operation: Any) -> None:
     tokens = Tokens.of(make_batch([5, 0, 9]))
     arguments = (
         "clip_token", torch.tensor([0.8, 1.2]).double(), 0.7, tokens.logprobs, tokens.rollout_logprobs,
-        None, tokens.advantages, tokens.mask, tokens.cu_seqlens, None, None, None, None,
+        None, tokens.advantages, tokens.mask, tokens.cu_seqlens, None, None, None,
     )  # fmt: skip
     torch.library.opcheck(operation, arguments)
 
