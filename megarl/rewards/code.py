@@ -115,7 +115,7 @@ class Code:
         opened = OPENED.search(prompt.text[-100:])
         tests, source = read_tests(prompt, self._language), program_of((opened[0] if opened else "") + response)
         if tests.assertions:
-            return self._assert(source, tests, prompt)
+            return self._assert(source, tests)
         program = Program(PYTHON("/box/main.py"), {"/box/main.py": _bytes(source)})
         if tests.preamble:
             program = _script("running.py", _sources(source, tests))
@@ -141,14 +141,10 @@ class Code:
         share = right / len(tests.pairs)
         return Score(share if self._partial else float(share == 1), over=over)
 
-    def _assert(self, source: str, tests: Tests, prompt: Prompt) -> Score:
+    def _assert(self, source: str, tests: Tests) -> Score:
         passed, ended, program = twice(functools.partial(asserted, source, tests, self._limits))
-        if ended.over is None and ended.code == UNUSABLE:
-            raise UserError(
-                f"the tests of prompt {prompt.text[:60]!r} pass an object that is not plain data, such as a function, "
-                "to the program: only plain data can be sent between the sandboxes of tests and program"
-            )
-        return Score(float(passed), over=program.over or ended.over)
+        unusable = "arguments that are no plain data" if ended.code == UNUSABLE else None
+        return Score(float(passed), over=program.over or ended.over or unusable)
 
 
 def program_of(response: str) -> str:

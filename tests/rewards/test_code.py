@@ -181,9 +181,17 @@ def test_a_right_program_scores_1_and_a_wrong_one_0(tests, right, wrong):
     assert (score(prompt, right), score(prompt, wrong)) == (1, 0)
 
 
-def test_tests_that_pass_a_function_to_the_program_are_refused():
-    with pytest.raises(UserError, match="only plain data can be sent"):
-        score(prompt_for(tests="assert apply(lambda a: a, 1) == 1"), "def apply(f, a): return f(a)")
+@pytest.mark.parametrize(
+    ("tests", "program"),
+    [
+        ("assert apply(lambda a: a, 1) == 1", "def apply(f, a): return f(a)"),
+        ("assert same(make().items) == 1", "def make(): return {}\ndef same(a): return 1"),  # only of this program
+    ],
+)
+def test_a_response_to_which_tests_pass_a_function_is_wrong_and_counted(tests, program):
+    found = Code(RewardTable(kind="code")).score(prompt_for(tests=tests), program)
+    assert (found.value, found.over) == (0.0, "arguments that are no plain data")
+    assert score(prompt_for(tests=tests), "class make: items = 1\ndef same(a): return a") == ("make" in tests)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from megarl.heartbeats import WAITS, beat
 from megarl.phases.candidates import Choice, add_stored
 from megarl.phases.export import Exporter
 from megarl.phases.live.service import serve
-from megarl.phases.live.state import Decision, LiveState
+from megarl.phases.live.state import NO_VERSION, Decision, LiveState
 from megarl.phases.stop import StopRequest
 from megarl.phases.updates import build_actor, check_rollouts, find_start, make_updates
 from megarl.storage.files import make_directory
@@ -73,7 +73,7 @@ def train(stage: Stage, role: Role, workers: int) -> None:
             state.begin_turns()
         make_updates(actor, stage, start, batches, stop, exporter)
         batches.log_idle()
-    publisher.end_stage()
+    publisher.end_stage(stop)
 
 
 def release(device: torch.device) -> None:
@@ -112,9 +112,16 @@ class Publisher:
             self.state.publish(version)
             run.remove_versions_before(min(self.state.oldest_in_use(), self.stage.next.oldest_needed))
 
-    def end_stage(self) -> None:
-        """Remove the versions that engines of the next stage do not need; after the last stage, all of them."""
+    def end_stage(self, stop: StopRequest) -> None:
+        """Remove the versions that engines of the next stage do not need; after the last stage, all of them.
+
+        Engines of this stage may still start, or load a version for a chunk that is no longer needed.
+        """
         if dist.get_rank() == 0:
+            while self.state.oldest_in_use() < NO_VERSION:
+                stop.exit_if_asked()
+                beat(WAITS, "wait until all engines have left the stage")
+                time.sleep(POLL_SECONDS)
             self.stage.run.remove_versions_before(self.stage.next.oldest_needed)
 
 

@@ -139,10 +139,12 @@ def test_versions_are_removed_once_no_engine_needs_them_and_they_are_evaluated(p
     publisher.state.announce(0, 2)
     publisher.trained(exporter, 4)
     assert run.versions() == [2, 4]  # the engine may still load the first of them
-    publisher.state.announce(0, 4)
-    publisher.end_stage()
+    found = []
+    stop = SimpleNamespace(exit_if_asked=lambda: (found.append(run.versions()), publisher.state.leave(0)))
+    publisher.end_stage(stop)
+    assert found == [[2, 4]]  # what was there while the engine had not left the stage
     assert run.versions() == [4]  # it is to be evaluated
     for suite in run.recipe.suites:
         run.log_event("evaluation", stage=0, update=4, suite=suite.name)
-    publisher.end_stage()
+    publisher.end_stage(stop)
     assert run.versions() == []
