@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -13,13 +12,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megarl.distributed import PATIENCE, STORE
 from megarl.errors import STOPPED, PhaseFailed, UserError
 from megarl.heartbeats import FILE
 from megarl.phases import PHASES
-from megarl.phases.entry import ERROR_FILE, become_phase
+from megarl.phases.entry import become_phase, read_end
 from megarl.rollout import engine_module
 from megarl.storage.files import APPEAR_SECONDS, INTACT
 from megarl.storage.run_dir import RunDir, Stage
@@ -137,7 +135,7 @@ class Here:
     phase: str
     processes: int  # on each node
     logs: Path
-    folder: Path  # for errors and heartbeats, since the disk with the logs may be full
+    folder: Path  # for ends and heartbeats, since the disk with the logs may be full
 
     @property
     def ranks(self) -> range:
@@ -149,7 +147,7 @@ class Here:
         return self.logs / f"rank_{rank:04d}.log"
 
     def file(self, rank: int, kind: str) -> Path:
-        """The file for a rank's ``error``, its heartbeats (``beats``) or its exit code (``end``)."""
+        """The file for a rank's heartbeats (``beats``), or for how it ended (``end``)."""
         return self.folder / f"rank_{rank:04d}.{kind}"
 
     def watch(self, started: Processes, warn: Callable[[str], None]) -> Watch:
@@ -163,7 +161,7 @@ class Here:
         calls: list[Call] = []
         for rank, end in zip(self.ranks, ends, strict=True):
             environment = dict(os.environ) | {name: str(value) for name, value in self._variables(rank).items()}
-            arguments = (self.phase, str(run.root), self.stage.number, str(self.log(rank)), environment, str(end))
+            arguments = (self.phase, run.root, self.stage.number, self.log(rank), environment, end)
             calls.append((become_phase, arguments))
         of_phase = PHASES[self.phase]
         new = of_phase.engine and engine_module(self.stage.rollout.engine).NEW_INTERPRETER
@@ -178,7 +176,6 @@ class Here:
             "LOCAL_WORLD_SIZE": self.processes,
             "GROUP_RANK": self.nodes.rank,
             "GROUP_WORLD_SIZE": self.nodes.count,
-            ERROR_FILE: self.file(rank, "error"),
             FILE: self.file(rank, "beats"),
             PATIENCE: 2 * self.stage.run.recipe.run.stall_seconds,
             STORE: self.nodes.phase_store or self.folder / "store",
@@ -187,9 +184,10 @@ class Here:
     def report(self, ended: Ended) -> Report:
         """How the attempt ended."""
         if ended.stopped:  # even if all processes are done: the run must not go on to the next phase
-            lost = [rank for rank in self.ranks if not self._ended_well(rank)]
+            ends = {rank: read_end(self.file(rank, "end")) for rank in self.ranks}
+            lost = [rank for rank, end in ends.items() if end["code"] not in (0, STOPPED)]
             if lost and PHASES[self.phase].updates:
-                why = self._failure(lost[0])["message"] or "it was killed; MEGARL_SHUTDOWN_SECONDS gives it more time"
+                why = ends[lost[0]]["message"] or "it was killed; MEGARL_SHUTDOWN_SECONDS gives it more time"
                 tell(f"rank {lost[0]} may not have saved its updates since the last checkpoint: {why}")
             return Report("stopped", time=time.time())
         where = f", {self.nodes.name()}" if self.nodes.count > 1 else ""
@@ -204,7 +202,7 @@ class Here:
             return Report("stopped", time=time.time())
         if ended.aborted and all(-code in (signal.SIGKILL, signal.SIGUSR1) for code in codes.values()):
             return Report("aborted", "killed because another node failed", time=time.time())
-        failures = {rank: self._failure(rank) for rank in codes}
+        failures = {rank: read_end(self.file(rank, "end")) for rank in codes}
         rank = min(codes, key=lambda rank: (-codes[rank] not in PRIMARY_SIGNALS, failures[rank]["time"]))
         said, code = failures[rank], codes[rank]
         if said["mistake"]:
@@ -224,15 +222,3 @@ class Here:
             free = ", ".join(f"{shutil.disk_usage(place).free / 1e6:.1f} MB in {place}" for place in places)
             cause = f"no space left on a device; free now: {free}. {INTACT}\n{cause}"
         return Report("failed", cause, full, -code in PRIMARY_SIGNALS, said["time"])
-
-    def _ended_well(self, rank: int) -> bool:
-        """Whether the rank said that it was done, or had saved after it was asked to stop, before it was gone."""
-        end = self.file(rank, "end")
-        return end.exists() and end.read_text() in ("0", str(STOPPED))
-
-    def _failure(self, rank: int) -> dict[str, Any]:
-        """What a failed process has written into its error file."""
-        try:
-            return dict(json.loads(self.file(rank, "error").read_text()))
-        except (OSError, ValueError):  # killed, or written on a full disk
-            return {"message": "", "mistake": False, "time": time.time()}

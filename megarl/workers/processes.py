@@ -26,6 +26,7 @@ import psutil
 
 from megarl.errors import STOP_SIGNALS, PhaseFailed
 from megarl.phases import preload
+from megarl.phases.entry import read_end
 from megarl.rollout.signals import kept_from_children
 from megarl.workers.watch import Stall, Watch
 
@@ -69,9 +70,8 @@ class Processes:
         """The exit code that a process has written, or that of a kill: the kernel kills the forks of a dead server."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pids[index], signal.SIGKILL)
-        with contextlib.suppress(OSError, ValueError):
-            return int(self._ends[index].read_text())
-        return -signal.SIGKILL
+        code: int | None = read_end(self._ends[index])["code"]
+        return -signal.SIGKILL if code is None else code
 
     def signal(self, number: int) -> None:
         """Send a signal to the processes that have not ended."""
@@ -125,7 +125,7 @@ class Starter:
     def start(self, calls: Sequence[Call], ends: Sequence[Path], recipe: Recipe, trains: bool, new: bool) -> Processes:
         """Start the processes of a phase.
 
-        ends: the files to which they write their exit codes.
+        ends: the files to which they write how they end (`report_end`).
         new: as new interpreters, as they are on GPUs and without a fork server.
         """
         fork = not new and recipe.actor.backend == "cpu"

@@ -15,7 +15,7 @@ import pytest
 from megarl.errors import UserError
 from megarl.linux import state_of
 from megarl.phases import preload
-from megarl.phases.entry import become
+from megarl.phases.entry import become, report_end
 from megarl.planner.preflight import check
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.storage.policies import copy_policy
@@ -234,7 +234,7 @@ def test_an_end_is_no_kill_because_the_fork_server_dies_before_it_is_heard(tmp_p
     """Neither if the report arrives together with the end of the connection, nor if there was none."""
     starter, go = processes.Starter(), tmp_path / "go"
     ends = [tmp_path / name for name in "012"]
-    calls = [(end_with, (str(go), code, str(ends[n]))) for n, code in enumerate((0, 5, None))]
+    calls = [(end_with, (str(go), code, ends[n])) for n, code in enumerate((0, 5, None))]
     started = processes.Processes(starter._fork(calls, load_recipe(recipe), trains=False), ends)
     if not reaped:
         server().suspend()
@@ -255,9 +255,7 @@ def test_an_end_is_no_kill_because_the_fork_server_dies_before_it_is_heard(tmp_p
 def end_with(go, code, end):
     while not os.path.exists(go) or code is None:
         time.sleep(0.01)
-    with open(end, "w") as file:
-        file.write(str(code))
-    sys.exit(code)
+    sys.exit(report_end(lambda: sys.exit(code), end))
 
 
 READY_TO_FORK = """
