@@ -73,16 +73,14 @@ class Processes:
         code: int | None = read_end(self._ends[index])["code"]
         return -signal.SIGKILL if code is None else code
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the processes that have not ended."""
-        for index, pid in enumerate(self.pids):
-            if index not in self._codes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+    def terminate(self) -> None:
+        for process in self._started:
+            process.terminate()
 
     def kill(self) -> None:
-        """Kill the processes that have not ended, and their fork server, which may hang too."""
-        self.signal(signal.SIGKILL)
+        """Kill the processes, and their fork server, which may hang too."""
+        for process in self._started:
+            process.kill()
         kill_server()
 
 
@@ -217,7 +215,7 @@ def supervise(
             codes = processes.poll(POLL_SECONDS)  # others may have ended for the same reason
         elif stop_signals:
             tell("stopping")
-        processes.signal(signal.SIGTERM)
+        processes.terminate()
     first = frozenset(_failed(codes))
     while len(codes) < count:
         if time.monotonic() >= kill_at or _second_ctrl_c(stop_signals) or aborted() not in ("", STOPPED):

@@ -56,12 +56,13 @@ class Scripts:
         time.sleep(seconds)
         return {i: p.returncode for i, p in enumerate(self.started) if p.poll() is not None}
 
-    def signal(self, number):
+    def terminate(self):
         for process in self.started:
-            process.send_signal(number)
+            process.terminate()
 
     def kill(self):
-        self.signal(signal.SIGKILL)
+        for process in self.started:
+            process.kill()
 
 
 @pytest.mark.parametrize(
