@@ -185,14 +185,11 @@ class Ended:
 
 
 def supervise(
-    processes: Processes,
-    stop_signals: Sequence[tuple[int, float]] = (),
-    watch: Watch | None = None,
-    aborted: Callable[[], str] = lambda: "",
+    processes: Processes, stop_signals: Sequence[tuple[int, float]], watch: Watch, aborted: Callable[[], str]
 ) -> Ended:
     """Wait until all processes have ended. If one fails, or this agent gets a stop signal, the others get SIGTERM.
 
-    If ``watch`` finds a stalled process, or the phase failed on another node, all are killed: they could not save work.
+    If the watch finds a stalled process, or the phase failed on another node, all are killed: they could not save work.
 
     stop_signals: the list of (number, time) that `stop_signals_noted` fills.
     aborted: `Nodes.aborted`.
@@ -203,10 +200,10 @@ def supervise(
     codes, stall, reason = processes.poll(0), None, ""
     while len(codes) < count and not (_failed(codes) or stop_signals or stall or reason):
         codes = processes.poll(POLL_SECONDS)
-        stall, reason = watch.check(codes) if watch else None, aborted()
-    if watch and reason == STALLED:
+        stall, reason = watch.check(codes), aborted()
+    if reason == STALLED:
         stall = stall or watch.stopped()  # the other node may only have waited for this one
-    if watch and (stall or reason == STALLED):
+    if stall or reason == STALLED:
         watch.dump(codes)
     kill_at = time.monotonic()
     if not stall and reason in ("", STOPPED):

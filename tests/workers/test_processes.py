@@ -23,7 +23,7 @@ from megarl.storage.run_dir import RunDir
 from megarl.workers import launcher, processes
 from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
-from megarl.workers.processes import stop_signals_noted, supervise
+from megarl.workers.processes import stop_signals_noted
 from megarl.workers.watch import Stall, Watch, Watched
 from tests.helpers import ROOT, fork_server_of
 from tests.zygote import new_fork_server
@@ -65,6 +65,10 @@ class Scripts:
             process.kill()
 
 
+def supervise(scripts, signals=(), watch=SimpleNamespace(check=lambda _: None), aborted=lambda: ""):
+    return processes.supervise(scripts, signals, watch, aborted)
+
+
 @pytest.mark.parametrize(
     ("scripts", "codes"),
     [
@@ -91,8 +95,9 @@ def test_processes_that_an_ended_phase_left_are_waited_for(script, code):
     """Otherwise they could still hold the GPUs when the phase is started again."""
     scripts = Scripts(script)
     left = int(scripts.started[0].stdout.readline())
-    watch = SimpleNamespace(check=lambda _: Stall("stalled", certain=True, time=0.0), dump=lambda _: None)
-    assert supervise(scripts, watch=watch if script == "stands" else None).codes == {0: code}
+    stall = Stall("stalled", certain=True, time=0.0) if script == "stands" else None
+    watch = SimpleNamespace(check=lambda _: stall, dump=lambda _: None)
+    assert supervise(scripts, watch=watch).codes == {0: code}
     assert not processes._lives_in(left, scripts.pids)
 
 
