@@ -157,29 +157,25 @@ class Here:
 
     def start(self) -> Processes:
         """Start this node's processes of the phase."""
-        run, ends = self.stage.run, [self.file(rank, "end") for rank in self.ranks]
+        run, of_phase, ends = self.stage.run, PHASES[self.phase], [self.file(rank, "end") for rank in self.ranks]
         calls: list[Call] = []
         for rank, end in zip(self.ranks, ends, strict=True):
-            environment = dict(os.environ) | {name: str(value) for name, value in self._variables(rank).items()}
+            variables = {  # those of torch and the engines that tell its rank, and megarl's
+                "RANK": rank,
+                "WORLD_SIZE": self.nodes.count * self.processes,
+                "LOCAL_RANK": rank % self.processes,
+                "LOCAL_WORLD_SIZE": self.processes,
+                "GROUP_RANK": self.nodes.rank,
+                "GROUP_WORLD_SIZE": self.nodes.count,
+                FILE: self.file(rank, "beats"),
+                PATIENCE: 2 * run.recipe.run.stall_seconds,
+                STORE: self.nodes.phase_store or self.folder / "store",
+            }
+            environment = dict(os.environ) | {name: str(value) for name, value in variables.items()}
             arguments = (self.phase, run.root, self.stage.number, self.log(rank), environment, end)
             calls.append((become_phase, arguments))
-        of_phase = PHASES[self.phase]
         new = of_phase.engine and engine_module(self.stage.rollout.engine).NEW_INTERPRETER
         return self.nodes.starter.start(calls, ends, run.recipe, of_phase.actor, new)
-
-    def _variables(self, rank: int) -> dict[str, object]:
-        """Environment variables of a process: those of torch and the engines that tell its rank, and megarl's."""
-        return {
-            "RANK": rank,
-            "WORLD_SIZE": self.nodes.count * self.processes,
-            "LOCAL_RANK": rank % self.processes,
-            "LOCAL_WORLD_SIZE": self.processes,
-            "GROUP_RANK": self.nodes.rank,
-            "GROUP_WORLD_SIZE": self.nodes.count,
-            FILE: self.file(rank, "beats"),
-            PATIENCE: 2 * self.stage.run.recipe.run.stall_seconds,
-            STORE: self.nodes.phase_store or self.folder / "store",
-        }
 
     def report(self, ended: Ended) -> Report:
         """How the attempt ended."""
