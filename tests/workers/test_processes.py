@@ -65,7 +65,10 @@ class Scripts:
             process.kill()
 
 
-def supervise(scripts, signals=(), watch=SimpleNamespace(check=lambda _: None), aborted=lambda: ""):
+NO_STALL = SimpleNamespace(check=lambda _: None)
+
+
+def supervise(scripts, signals=(), watch=NO_STALL, aborted=lambda: ""):
     return processes.supervise(scripts, signals, watch, aborted)
 
 
