@@ -10,7 +10,7 @@ import contextlib
 import functools
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 FILE = "MEGARL_BEATS"  # environment variable: path of this process's heartbeat file; unset: heartbeats are not written
@@ -48,7 +48,7 @@ def _beat_file(path: str) -> _BeatFile:
 @dataclass
 class _BeatFile:
     descriptor: int
-    last: Beat = field(default_factory=lambda: Beat(0, "", ""))
+    last: Beat = Beat(0, "", "")
 
     def beat(self, kind: str, where: str | None) -> None:
         self.last = Beat(self.last.number + 1, kind, self.last.where if where is None else where[:CHARACTERS])

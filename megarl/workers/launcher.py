@@ -156,7 +156,6 @@ class Here:
         return Watch(watched, self.stage.run.recipe.run.stall_seconds, self.nodes.count == 1, warn)
 
     def start(self) -> Processes:
-        """Start this node's processes of the phase."""
         run, of_phase, ends = self.stage.run, PHASES[self.phase], [self.file(rank, "end") for rank in self.ranks]
         calls: list[Call] = []
         for rank, end in zip(self.ranks, ends, strict=True):
@@ -178,9 +177,8 @@ class Here:
         return self.nodes.starter.start(calls, ends, run.recipe, of_phase.actor, new)
 
     def report(self, ended: Ended) -> Report:
-        """How the attempt ended."""
+        ends = {rank: read_end(self.file(rank, "end")) for rank in self.ranks}
         if ended.stopped:  # even if all processes are done: the run must not go on to the next phase
-            ends = {rank: read_end(self.file(rank, "end")) for rank in self.ranks}
             lost = [rank for rank, end in ends.items() if end["code"] not in (0, STOPPED)]
             if lost and PHASES[self.phase].updates:
                 why = ends[lost[0]]["message"] or "it was killed; MEGARL_SHUTDOWN_SECONDS gives it more time"
@@ -198,9 +196,8 @@ class Here:
             return Report("stopped", time=time.time())
         if ended.aborted and all(-code in (signal.SIGKILL, signal.SIGUSR1) for code in codes.values()):
             return Report("aborted", "killed because another node failed", time=time.time())
-        failures = {rank: read_end(self.file(rank, "end")) for rank in codes}
-        rank = min(codes, key=lambda rank: (-codes[rank] not in PRIMARY_SIGNALS, failures[rank]["time"]))
-        said, code = failures[rank], codes[rank]
+        rank = min(codes, key=lambda rank: (-codes[rank] not in PRIMARY_SIGNALS, ends[rank]["time"]))
+        said, code = ends[rank], codes[rank]
         if said["mistake"]:
             return Report("failed", said["message"], mistake=True, time=said["time"])
         log, run = self.log(rank), self.stage.run.root
