@@ -10,13 +10,11 @@ import contextlib
 import functools
 import json
 import os
-import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 FILE = "MEGARL_BEATS"  # environment variable: path of this process's heartbeat file; unset: heartbeats are not written
 WAITS = "wait"  # the kind of the heartbeats that a process repeats while it does nothing but wait for other processes
-REPEAT_SECONDS = 0.02  # an unchanged heartbeat is written at most this often
 CHARACTERS = 120  # of the step in words
 BYTES = 2048  # size of the file: JSON with every character escaped, which takes up to 12 bytes
 
@@ -50,14 +48,10 @@ def _beat_file(path: str) -> _BeatFile:
 @dataclass
 class _BeatFile:
     descriptor: int
-    last: Beat = field(default_factory=lambda: Beat(0, "", ""))
-    written: float = 0.0  # when ``last`` was written, by `time.monotonic`
+    last: Beat = Beat(0, "", "")
 
     def beat(self, kind: str, where: str | None) -> None:
-        where, now = self.last.where if where is None else where[:CHARACTERS], time.monotonic()
-        if (kind, where) == (self.last.kind, self.last.where) and now - self.written < REPEAT_SECONDS:
-            return
-        self.last, self.written = Beat(self.last.number + 1, kind, where), now
+        self.last = Beat(self.last.number + 1, kind, self.last.where if where is None else where[:CHARACTERS])
         with contextlib.suppress(OSError):
             os.pwrite(self.descriptor, json.dumps(vars(self.last)).encode()[:BYTES].ljust(BYTES), 0)
 

@@ -39,7 +39,6 @@ def rehearse_recipe(nodes: Nodes, recipe_path: Path, overrides: list[str], scrat
     start = time.monotonic()
     try:
         run = RunDir.create(scratch, recipe)
-        nodes.starter.prepare(run.recipe)
         copy_policy(recipe.model.path, recipe.model.tokenizer_path, run.base)
         with Progress(run.root, recipe):
             rehearse(nodes, run)

@@ -24,7 +24,6 @@ def train(nodes: Nodes, run: RunDir, until: tuple[str, int] | None = None) -> No
     ("rollout", 0), names the phase and stage after which to return.
     """
     recipe = run.recipe
-    nodes.starter.prepare(run.recipe)
     trainers = recipe.actor.processes_per_node
 
     check_run(run)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import gc
 import importlib
@@ -16,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from megarl.errors import STOP_SIGNALS, PhaseFailed, UserError
 from megarl.heartbeats import beat
@@ -28,25 +27,24 @@ if TYPE_CHECKING:
     from megarl.recipe.tables import Recipe
     from megarl.storage.run_dir import Stage
 
-ERROR_FILE = "MEGARL_ERROR_FILE"  # environment variable: path of the JSON file to which a process writes its error
 LOG = os.O_CREAT | os.O_WRONLY | os.O_APPEND
 
 
-def become_phase(phase: str, run_dir: str, stage: int, log: str, environment: dict[str, str], end: str) -> NoReturn:
+def become_phase(phase: str, run_dir: Path, stage: int, log: Path, environment: dict[str, str], end: Path) -> NoReturn:
     """Run a phase in this new process of `multiprocessing`, and exit.
 
-    log: the file for its output. environment: all its variables. end: the file to which it writes its exit code, since
-    a fork server that dies cannot report it.
+    log: the file for its output. environment: all its variables. end: as in `report_end`.
     """
     become(log, environment)
     name_process(f"{phase}:{os.environ['RANK']}")
-    code = run_process(phase, Path(run_dir), stage)
-    with contextlib.suppress(OSError):
-        Path(end).write_text(str(code))
-    sys.exit(code)
+    beat("imports", "")
+    faulthandler.register(signal.SIGUSR1, file=2)  # writes the stacks to the log even if Python itself is blocked
+    if PHASES[phase].saves:
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # during the imports, until `StopRequest` handles them
+    sys.exit(report_end(lambda: _run(phase, run_dir, stage), end))
 
 
-def become(log: str, environment: dict[str, str]) -> None:
+def become(log: Path, environment: dict[str, str]) -> None:
     """Give this process a session of its own, ``environment``, default handlers of signals, and ``log`` for output.
 
     It dies with its parent, and its own forks, such as the writers of a checkpoint, with it.
@@ -70,41 +68,45 @@ def become(log: str, environment: dict[str, str]) -> None:
     os.environ.update(environment)
 
 
-def run_process(phase: str, run_dir: Path, stage: int) -> int:
-    """Run a phase in this process; returns its exit code."""
-    beat("imports", "")
-    faulthandler.register(signal.SIGUSR1, file=2)  # writes the stacks to the log even if Python itself is blocked
-    if PHASES[phase].saves:
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # during the imports, until `StopRequest` handles them
-    return report_errors(lambda: _run(phase, run_dir, stage))
+def report_end(function: Callable[[], None], end: Path, into_log: bool = True) -> int:
+    """Call ``function``; returns the exit code. An exception is printed.
 
-
-def report_errors(function: Callable[[], None], into_log: bool = True) -> int:
-    """Call ``function``; returns the exit code. An exception is printed and written to the error file.
-
+    end: the file to which the exit code, which a fork server that dies cannot report, and the message of an exception
+    are written, for `read_end`.
     into_log: whether the output goes to a log of its own. If not, it goes to the terminal of the parent, which reads
-    the error file and prints such a message itself, so that this process does not.
+    the message of a `UserError` or `PhaseFailed` and prints it itself, so that this process does not.
     """
+    code, message = 0, ""
     try:
         function()
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-            _write_error(end.code, mistake=False)
-            return 1
-        return end.code or 0
+    except SystemExit as leave:
+        if isinstance(leave.code, int | None):
+            code = leave.code or 0
+        else:
+            code, message = 1, str(leave.code)
+            print(message, file=sys.stderr)
     except (UserError, PhaseFailed) as error:
+        code, message = 2 if isinstance(error, UserError) else 1, str(error)
         if into_log:
-            print(error, file=sys.stderr)
-        mistake = isinstance(error, UserError)
-        _write_error(str(error), mistake)
-        return 2 if mistake else 1
+            print(message, file=sys.stderr)
     except BaseException as error:
         traceback.print_exc()
         of_user = raised_in(error)
-        _write_error(of_user or f"{type(error).__name__}: {error}", mistake=of_user is not None)
-        return 2 if of_user else 1
-    return 0
+        code, message = 2 if of_user else 1, of_user or f"{type(error).__name__}: {error}"
+    mistake = code == 2 and message != ""  # else a library has chosen the code
+    try:
+        end.write_text(json.dumps({"code": code, "message": message, "mistake": mistake, "time": time.time()}))
+    except OSError as error:
+        print(f"cannot write {end}: {error}", file=sys.stderr)
+    return code
+
+
+def read_end(end: Path) -> dict[str, Any]:
+    """What `report_end` has written: code, message, mistake, time. The code is None if it could not write."""
+    try:
+        return dict(json.loads(end.read_text()))
+    except (OSError, ValueError):  # killed, or written on a full disk
+        return {"code": None, "message": "", "mistake": False, "time": time.time()}
 
 
 def _run(phase: str, run_dir: Path, stage: int) -> None:
@@ -137,12 +139,3 @@ def hide_gpus_from_cpu_runs(backend: str) -> None:
     """With backend "cpu", make megarl and Megatron see no GPUs; call it before anything initialises CUDA."""
     if backend == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
-def _write_error(message: str, mistake: bool) -> None:
-    """Write the error file, which the launcher reads. On a full disk it may be missing or incomplete."""
-    if path := os.environ.get(ERROR_FILE):
-        try:
-            Path(path).write_text(json.dumps({"message": message, "mistake": mistake, "time": time.time()}))
-        except OSError as error:
-            print(f"cannot write {path}: {error}", file=sys.stderr)

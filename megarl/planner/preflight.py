@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
-import json
-import os
 import signal
 import sys
 import tempfile
@@ -30,7 +28,7 @@ from megarl.models.settings import check_layers
 from megarl.objectives import build_objective, frozen_logprobs, updates_per_step
 from megarl.objectives.own import try_objective
 from megarl.own_file import is_own
-from megarl.phases.entry import ERROR_FILE, hide_gpus_from_cpu_runs, report_errors
+from megarl.phases.entry import hide_gpus_from_cpu_runs, read_end, report_end
 from megarl.recipe.layout import check_layout
 from megarl.recipe.load import shipped
 from megarl.recipe.megatron import suitable_versions
@@ -46,24 +44,23 @@ from megarl.workers.processes import Starter
 def check(starter: Starter, recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:
     """Run `check_recipe` in a fork of the fork server, which needs the same imports, of several seconds, anyway."""
     with tempfile.TemporaryDirectory(prefix="megarl-") as folder:
-        error = Path(folder) / "error.json"
-        code = starter.run(recipe, optimizes, (_check_in_fork, (str(error), recipe, nodes, optimizes)))
+        end = Path(folder) / "end.json"
+        code = starter.run(recipe, optimizes, (_check_in_fork, (end, recipe, nodes, optimizes)))
         if code is None:
             check_recipe(recipe, nodes, optimizes)
         elif code:
-            said = json.loads(error.read_text()) if error.exists() else {"message": f"exit code {code}"}
-            if said.get("mistake"):
+            said = read_end(end)
+            if said["mistake"]:
                 raise UserError(said["message"])
-            raise PhaseFailed(f"the recipe could not be checked: {said['message']}")
+            raise PhaseFailed(f"the recipe could not be checked: {said['message'] or f'exit code {code}'}")
 
 
-def _check_in_fork(error: str, recipe: Recipe, nodes: int, optimizes: bool) -> NoReturn:
+def _check_in_fork(end: Path, recipe: Recipe, nodes: int, optimizes: bool) -> NoReturn:
     """Run `check_recipe` in this fork, whose output goes where the agent's goes, and exit."""
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the fork server has blocked them
-    os.environ[ERROR_FILE] = error
     print_notes()
     hide_gpus_from_cpu_runs(recipe.actor.backend)
-    sys.exit(report_errors(lambda: check_recipe(recipe, nodes, optimizes), into_log=False))
+    sys.exit(report_end(lambda: check_recipe(recipe, nodes, optimizes), end, into_log=False))
 
 
 def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None:

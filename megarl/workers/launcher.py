@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import itertools
-import json
 import os
 import shutil
 import signal
@@ -13,13 +12,12 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from megarl.distributed import PATIENCE, STORE
 from megarl.errors import STOPPED, PhaseFailed, UserError
 from megarl.heartbeats import FILE
 from megarl.phases import PHASES
-from megarl.phases.entry import ERROR_FILE, become_phase
+from megarl.phases.entry import become_phase, read_end
 from megarl.rollout import engine_module
 from megarl.storage.files import APPEAR_SECONDS, INTACT
 from megarl.storage.run_dir import RunDir, Stage
@@ -137,7 +135,7 @@ class Here:
     phase: str
     processes: int  # on each node
     logs: Path
-    folder: Path  # for errors and heartbeats, since the disk with the logs may be full
+    folder: Path  # for ends and heartbeats, since the disk with the logs may be full
 
     @property
     def ranks(self) -> range:
@@ -149,7 +147,7 @@ class Here:
         return self.logs / f"rank_{rank:04d}.log"
 
     def file(self, rank: int, kind: str) -> Path:
-        """The file for a rank's ``error``, its heartbeats (``beats``) or its exit code (``end``)."""
+        """The file for a rank's heartbeats (``beats``), or for how it ended (``end``)."""
         return self.folder / f"rank_{rank:04d}.{kind}"
 
     def watch(self, started: Processes, warn: Callable[[str], None]) -> Watch:
@@ -158,38 +156,32 @@ class Here:
         return Watch(watched, self.stage.run.recipe.run.stall_seconds, self.nodes.count == 1, warn)
 
     def start(self) -> Processes:
-        """Start this node's processes of the phase."""
-        run, ends = self.stage.run, [self.file(rank, "end") for rank in self.ranks]
+        run, of_phase, ends = self.stage.run, PHASES[self.phase], [self.file(rank, "end") for rank in self.ranks]
         calls: list[Call] = []
         for rank, end in zip(self.ranks, ends, strict=True):
-            environment = dict(os.environ) | {name: str(value) for name, value in self._variables(rank).items()}
-            arguments = (self.phase, str(run.root), self.stage.number, str(self.log(rank)), environment, str(end))
+            variables = {  # those of torch and the engines that tell its rank, and megarl's
+                "RANK": rank,
+                "WORLD_SIZE": self.nodes.count * self.processes,
+                "LOCAL_RANK": rank % self.processes,
+                "LOCAL_WORLD_SIZE": self.processes,
+                "GROUP_RANK": self.nodes.rank,
+                "GROUP_WORLD_SIZE": self.nodes.count,
+                FILE: self.file(rank, "beats"),
+                PATIENCE: 2 * run.recipe.run.stall_seconds,
+                STORE: self.nodes.phase_store or self.folder / "store",
+            }
+            environment = dict(os.environ) | {name: str(value) for name, value in variables.items()}
+            arguments = (self.phase, run.root, self.stage.number, self.log(rank), environment, end)
             calls.append((become_phase, arguments))
-        of_phase = PHASES[self.phase]
         new = of_phase.engine and engine_module(self.stage.rollout.engine).NEW_INTERPRETER
         return self.nodes.starter.start(calls, ends, run.recipe, of_phase.actor, new)
 
-    def _variables(self, rank: int) -> dict[str, object]:
-        """Environment variables of a process: those of torch and the engines that tell its rank, and megarl's."""
-        return {
-            "RANK": rank,
-            "WORLD_SIZE": self.nodes.count * self.processes,
-            "LOCAL_RANK": rank % self.processes,
-            "LOCAL_WORLD_SIZE": self.processes,
-            "GROUP_RANK": self.nodes.rank,
-            "GROUP_WORLD_SIZE": self.nodes.count,
-            ERROR_FILE: self.file(rank, "error"),
-            FILE: self.file(rank, "beats"),
-            PATIENCE: 2 * self.stage.run.recipe.run.stall_seconds,
-            STORE: self.nodes.phase_store or self.folder / "store",
-        }
-
     def report(self, ended: Ended) -> Report:
-        """How the attempt ended."""
+        ends = {rank: read_end(self.file(rank, "end")) for rank in self.ranks}
         if ended.stopped:  # even if all processes are done: the run must not go on to the next phase
-            lost = [rank for rank in self.ranks if not self._ended_well(rank)]
+            lost = [rank for rank, end in ends.items() if end["code"] not in (0, STOPPED)]
             if lost and PHASES[self.phase].updates:
-                why = self._failure(lost[0])["message"] or "it was killed; MEGARL_SHUTDOWN_SECONDS gives it more time"
+                why = ends[lost[0]]["message"] or "it was killed; MEGARL_SHUTDOWN_SECONDS gives it more time"
                 tell(f"rank {lost[0]} may not have saved its updates since the last checkpoint: {why}")
             return Report("stopped", time=time.time())
         where = f", {self.nodes.name()}" if self.nodes.count > 1 else ""
@@ -204,9 +196,8 @@ class Here:
             return Report("stopped", time=time.time())
         if ended.aborted and all(-code in (signal.SIGKILL, signal.SIGUSR1) for code in codes.values()):
             return Report("aborted", "killed because another node failed", time=time.time())
-        failures = {rank: self._failure(rank) for rank in codes}
-        rank = min(codes, key=lambda rank: (-codes[rank] not in PRIMARY_SIGNALS, failures[rank]["time"]))
-        said, code = failures[rank], codes[rank]
+        rank = min(codes, key=lambda rank: (-codes[rank] not in PRIMARY_SIGNALS, ends[rank]["time"]))
+        said, code = ends[rank], codes[rank]
         if said["mistake"]:
             return Report("failed", said["message"], mistake=True, time=said["time"])
         log, run = self.log(rank), self.stage.run.root
@@ -224,15 +215,3 @@ class Here:
             free = ", ".join(f"{shutil.disk_usage(place).free / 1e6:.1f} MB in {place}" for place in places)
             cause = f"no space left on a device; free now: {free}. {INTACT}\n{cause}"
         return Report("failed", cause, full, -code in PRIMARY_SIGNALS, said["time"])
-
-    def _ended_well(self, rank: int) -> bool:
-        """Whether the rank said that it was done, or had saved after it was asked to stop, before it was gone."""
-        end = self.file(rank, "end")
-        return end.exists() and end.read_text() in ("0", str(STOPPED))
-
-    def _failure(self, rank: int) -> dict[str, Any]:
-        """What a failed process has written into its error file."""
-        try:
-            return dict(json.loads(self.file(rank, "error").read_text()))
-        except (OSError, ValueError):  # killed, or written on a full disk
-            return {"message": "", "mistake": False, "time": time.time()}

@@ -69,7 +69,6 @@ class Nodes:
         """
         self.starter = starter or Starter()
         self.rank, self.count, self._node = node.rank, node.count, node
-        self._attempt = 0
         self._said: dict[str, Any] = {"attempt": 0, "report": None, "host": socket.gethostname()}
         self._heard: dict[int, dict[str, Any]] = {}  # what other agents said last: the first any, others the first
         self._others = tuple(range(1, self.count)) if self.rank == 0 else (0,)
@@ -124,16 +123,15 @@ class Nodes:
         if self.count > 1:
             self._of_phase = None  # closes it: the next one has the same port
             self._of_phase = _serve(self._node.port + 1)
-        self._attempt += 1
-        self._say(attempt=self._attempt, start=start, report=None)
+        self._say(attempt=self._said["attempt"] + 1, start=start, report=None)
 
     def meet(self) -> dict[str, Any] | None:
         """Others: wait until the first agent begins an attempt; its ``start``, or None if it ends the run instead."""
-        self._attempt += 1
-        self._wait(lambda: self._heard[0]["attempt"] == self._attempt or self._heard[0]["left"])
-        self._say(attempt=self._attempt, report=None)
+        attempt = self._said["attempt"] + 1
+        self._wait(lambda: self._heard[0]["attempt"] == attempt or self._heard[0]["left"])
+        self._say(attempt=attempt, report=None)
         first = self._heard[0]
-        return first["start"] if first["attempt"] == self._attempt else None
+        return first["start"] if first["attempt"] == attempt else None
 
     def check_end(self) -> None:
         """Others, after `meet` has returned None: raise if the first agent ended the run with an error or a stop."""
@@ -157,9 +155,9 @@ class Nodes:
 
     def _reported(self) -> dict[int, Report]:
         """First agent: what agents have reported of the current attempt, or when they left before it."""
-        reports = dict(self.dead)
-        for rank, said in [(0, self._said), *list(self._heard.items())]:
-            if said["report"] and (said["attempt"] == self._attempt or said.get("left")):
+        reports, mine = dict(self.dead), self._said
+        for rank, said in [(0, mine), *list(self._heard.items())]:
+            if said["report"] and (said["attempt"] == mine["attempt"] or said.get("left")):
                 reports[rank] = Report(**said["report"])
         return reports
 

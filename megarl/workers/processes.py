@@ -26,6 +26,7 @@ import psutil
 
 from megarl.errors import STOP_SIGNALS, PhaseFailed
 from megarl.phases import preload
+from megarl.phases.entry import read_end
 from megarl.rollout.signals import kept_from_children
 from megarl.workers.watch import Stall, Watch
 
@@ -69,20 +70,17 @@ class Processes:
         """The exit code that a process has written, or that of a kill: the kernel kills the forks of a dead server."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pids[index], signal.SIGKILL)
-        with contextlib.suppress(OSError, ValueError):
-            return int(self._ends[index].read_text())
-        return -signal.SIGKILL
+        code: int | None = read_end(self._ends[index])["code"]
+        return -signal.SIGKILL if code is None else code
 
-    def signal(self, number: int) -> None:
-        """Send a signal to the processes that have not ended."""
-        for index, pid in enumerate(self.pids):
-            if index not in self._codes:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, number)
+    def terminate(self) -> None:
+        for process in self._started:
+            process.terminate()
 
     def kill(self) -> None:
-        """Kill the processes that have not ended, and their fork server, which may hang too."""
-        self.signal(signal.SIGKILL)
+        """Kill the processes, and their fork server, which may hang too."""
+        for process in self._started:
+            process.kill()
         kill_server()
 
 
@@ -125,7 +123,7 @@ class Starter:
     def start(self, calls: Sequence[Call], ends: Sequence[Path], recipe: Recipe, trains: bool, new: bool) -> Processes:
         """Start the processes of a phase.
 
-        ends: the files to which they write their exit codes.
+        ends: the files to which they write how they end (`report_end`).
         new: as new interpreters, as they are on GPUs and without a fork server.
         """
         fork = not new and recipe.actor.backend == "cpu"
@@ -187,14 +185,11 @@ class Ended:
 
 
 def supervise(
-    processes: Processes,
-    stop_signals: Sequence[tuple[int, float]] = (),
-    watch: Watch | None = None,
-    aborted: Callable[[], str] = lambda: "",
+    processes: Processes, stop_signals: Sequence[tuple[int, float]], watch: Watch, aborted: Callable[[], str]
 ) -> Ended:
     """Wait until all processes have ended. If one fails, or this agent gets a stop signal, the others get SIGTERM.
 
-    If ``watch`` finds a stalled process, or the phase failed on another node, all are killed: they could not save work.
+    If the watch finds a stalled process, or the phase failed on another node, all are killed: they could not save work.
 
     stop_signals: the list of (number, time) that `stop_signals_noted` fills.
     aborted: `Nodes.aborted`.
@@ -205,10 +200,10 @@ def supervise(
     codes, stall, reason = processes.poll(0), None, ""
     while len(codes) < count and not (_failed(codes) or stop_signals or stall or reason):
         codes = processes.poll(POLL_SECONDS)
-        stall, reason = watch.check(codes) if watch else None, aborted()
-    if watch and reason == STALLED:
+        stall, reason = watch.check(codes), aborted()
+    if reason == STALLED:
         stall = stall or watch.stopped()  # the other node may only have waited for this one
-    if watch and (stall or reason == STALLED):
+    if stall or reason == STALLED:
         watch.dump(codes)
     kill_at = time.monotonic()
     if not stall and reason in ("", STOPPED):
@@ -217,7 +212,7 @@ def supervise(
             codes = processes.poll(POLL_SECONDS)  # others may have ended for the same reason
         elif stop_signals:
             tell("stopping")
-        processes.signal(signal.SIGTERM)
+        processes.terminate()
     first = frozenset(_failed(codes))
     while len(codes) < count:
         if time.monotonic() >= kill_at or _second_ctrl_c(stop_signals) or aborted() not in ("", STOPPED):

@@ -15,7 +15,7 @@ import pytest
 from megarl.errors import UserError
 from megarl.linux import state_of
 from megarl.phases import preload
-from megarl.phases.entry import become
+from megarl.phases.entry import become, report_end
 from megarl.planner.preflight import check
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.storage.policies import copy_policy
@@ -23,7 +23,7 @@ from megarl.storage.run_dir import RunDir
 from megarl.workers import launcher, processes
 from megarl.workers.launcher import run_phase
 from megarl.workers.nodes import NodeRank, Nodes
-from megarl.workers.processes import stop_signals_noted, supervise
+from megarl.workers.processes import stop_signals_noted
 from megarl.workers.watch import Stall, Watch, Watched
 from tests.helpers import ROOT, fork_server_of
 from tests.zygote import new_fork_server
@@ -56,12 +56,20 @@ class Scripts:
         time.sleep(seconds)
         return {i: p.returncode for i, p in enumerate(self.started) if p.poll() is not None}
 
-    def signal(self, number):
+    def terminate(self):
         for process in self.started:
-            process.send_signal(number)
+            process.terminate()
 
     def kill(self):
-        self.signal(signal.SIGKILL)
+        for process in self.started:
+            process.kill()
+
+
+NO_STALL = SimpleNamespace(check=lambda _: None)
+
+
+def supervise(scripts, signals=(), watch=NO_STALL, aborted=lambda: ""):
+    return processes.supervise(scripts, signals, watch, aborted)
 
 
 @pytest.mark.parametrize(
@@ -90,8 +98,9 @@ def test_processes_that_an_ended_phase_left_are_waited_for(script, code):
     """Otherwise they could still hold the GPUs when the phase is started again."""
     scripts = Scripts(script)
     left = int(scripts.started[0].stdout.readline())
-    watch = SimpleNamespace(check=lambda _: Stall("stalled", certain=True, time=0.0), dump=lambda _: None)
-    assert supervise(scripts, watch=watch if script == "stands" else None).codes == {0: code}
+    stall = Stall("stalled", certain=True, time=0.0) if script == "stands" else None
+    watch = SimpleNamespace(check=lambda _: stall, dump=lambda _: None)
+    assert supervise(scripts, watch=watch).codes == {0: code}
     assert not processes._lives_in(left, scripts.pids)
 
 
@@ -234,7 +243,7 @@ def test_an_end_is_no_kill_because_the_fork_server_dies_before_it_is_heard(tmp_p
     """Neither if the report arrives together with the end of the connection, nor if there was none."""
     starter, go = processes.Starter(), tmp_path / "go"
     ends = [tmp_path / name for name in "012"]
-    calls = [(end_with, (str(go), code, str(ends[n]))) for n, code in enumerate((0, 5, None))]
+    calls = [(end_with, (str(go), code, ends[n])) for n, code in enumerate((0, 5, None))]
     started = processes.Processes(starter._fork(calls, load_recipe(recipe), trains=False), ends)
     if not reaped:
         server().suspend()
@@ -255,9 +264,7 @@ def test_an_end_is_no_kill_because_the_fork_server_dies_before_it_is_heard(tmp_p
 def end_with(go, code, end):
     while not os.path.exists(go) or code is None:
         time.sleep(0.01)
-    with open(end, "w") as file:
-        file.write(str(code))
-    sys.exit(code)
+    sys.exit(report_end(lambda: sys.exit(code), end))
 
 
 READY_TO_FORK = """
