@@ -24,8 +24,8 @@ def token_pass_compiled(a: Arguments) -> tuple[torch.Tensor, ...]:
         a.dampened,
         tokens.pointers(),
         a.prefix_min,
-        a.value,
-        a.index,
+        a.given_value,
+        a.given_index,
         *outputs,
         *scratch,
     )

@@ -48,8 +48,8 @@ class Arguments(NamedTuple):
     mask: torch.Tensor
     cu_seqlens: torch.Tensor
     prefix_min: torch.Tensor | None
-    value: torch.Tensor | None
-    index: torch.Tensor | None
+    given_value: torch.Tensor | None
+    given_index: torch.Tensor | None
 
     @property
     def tokens(self) -> Tokens:
