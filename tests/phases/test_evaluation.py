@@ -76,7 +76,7 @@ def test_every_due_policy_answers_every_suite_once(whole):
 
 
 def test_events_agree_with_the_stored_responses(whole):
-    settings, cut_off = {"heldout": (16, 4, 6), "short": (4, 3, 2), "greedy": (16, 1, 6)}, 0
+    settings = {"heldout": (16, 4, 6), "short": (4, 3, 2), "greedy": (16, 1, 6)}
     for progress, event in itertools.pairwise(read_lines(whole.events)):
         if event["event"] != "evaluation":
             continue
@@ -86,9 +86,6 @@ def test_events_agree_with_the_stored_responses(whole):
         assert max(len(r["response_tokens"]) for r in rows) <= longest
         correct = np.array([r["reward"] for r in rows]).reshape(prompts, samples)
         answers = np.array([r.get("answer") for r in rows], object).reshape(prompts, samples)
-        cut = [r for r in rows if r["finish_reason"] == "length"]
-        assert not any(r.get("answer") for r in cut), "responses that are wrong unread do not vote"
-        cut_off += len(cut) * (samples > 1)
         assert event.items() >= summarise(correct, answers).items()
         assert (progress["groups"], progress["prompts"], progress["ended"]) == (prompts, prompts, prompts * samples)
         assert progress["reward_sum"] == correct.sum()
@@ -100,7 +97,6 @@ def test_events_agree_with_the_stored_responses(whole):
             text = line["text"].removesuffix("=")
             assert text == line["question"] * (2 if name == "short" else 1) and line["answer"] == text[0]
             assert len(row["prompt_tokens"]) == len(line["text"])
-    assert cut_off
 
 
 def test_greedy_responses_are_the_most_probable_ones(whole):
