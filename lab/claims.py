@@ -245,7 +245,12 @@ def positive_share(end: int = END) -> Claim:
     )
 
 
-LATER = {
+PAPERS = {
+    "m2po": "Prosperity before Collapse, section 5",
+    "minpro": "A Step Back, section 5",
+    "mu_grpo": "How Off-Policy Can GRPO Be?, section 4",
+    "pr_grpo": "Prefix-Ratio GRPO",
+    "bapo": "BAPO",
     "dppo": "DPPO with total variation, 2602.04879",
     "dppo_kl": "DPPO with the KL divergence, 2602.04879",
     "sapo": "SAPO, 2511.20347",
@@ -254,13 +259,15 @@ LATER = {
     "gppo": "GPPO, 2508.07629",
     "dcpo": "DCPO, 2509.02333",
 }
+LATER = ("dppo", "dppo_kl", "sapo", "vespo", "trm", "gppo", "dcpo")
+AT_SIZE = ("m2po", "minpro", "mu_grpo", "pr_grpo", "bapo", "dppo", "trm")  # in `PRETRAINED`
 
 
-def outlives(point: str, paper: str, seen: tuple[int, ...] = (), early: int = EARLY, end: int = END) -> Claim:
+def outlives(point: str, seen: tuple[int, ...] = (), early: int = EARLY, end: int = END) -> Claim:
     """Of an objective that is to be stable; ``seen`` is of the second part."""
     return Claim(
         f"`{point}` is stable where no trust region is not",
-        paper,
+        PAPERS[point],
         (
             Part(f"ahead of no trust region at {end}", less(point, "reinforce", end)),
             Part(f"no less at {end} than at {early}", difference(at(point, end), at(point, early)), seen=seen),
@@ -316,7 +323,7 @@ ONE_RATE = (
         "VCPO (arXiv:2602.17616)",
         (Part(f"ahead of the same objective without at {END}", less("vcpo", "reinforce")),),
     ),
-    *(outlives(name, paper, FIRST if name == "dppo" else ()) for name, paper in LATER.items()),
+    *(outlives(name, FIRST if name == "dppo" else ()) for name in LATER),
 )
 
 OTHERS = (
@@ -355,21 +362,10 @@ OTHERS = (
     ),
 )
 
-PAPERS = {
-    "m2po": "Prosperity before Collapse, section 5",
-    "minpro": "A Step Back, section 5",
-    "mu_grpo": "How Off-Policy Can GRPO Be?, section 4",
-    "pr_grpo": "Prefix-Ratio GRPO",
-    "bapo": "BAPO",
-    "dppo": LATER["dppo"],
-    "trm": LATER["trm"],
-}
 
-
-def ahead(point: str, paper: str, end: int) -> Claim:
-    return Claim(
-        f"`{point}` is ahead of GRPO on one frozen stage", paper, (Part(f"at {end}", less(point, "grpo", end)),)
-    )
+def ahead(point: str, end: int) -> Claim:
+    parts = (Part(f"at {end}", less(point, "grpo", end)),)
+    return Claim(f"`{point}` is ahead of GRPO on one frozen stage", PAPERS[point], parts)
 
 
 # one stage of 128 updates
@@ -378,8 +374,8 @@ PRETRAINED = (
     few_masked(128),
     prefix_ratio("pr_grpo", "grpo", ".2", 128),
     positive_share(128),
-    *(ahead(point, paper, 128) for point, paper in PAPERS.items() if point not in ("m2po", "pr_grpo")),
-    *(outlives(point, paper, early=32, end=128) for point, paper in PAPERS.items()),
+    *(ahead(point, 128) for point in AT_SIZE if point not in ("m2po", "pr_grpo")),
+    *(outlives(point, early=32, end=128) for point in AT_SIZE),
 )
 
 # by the headings of the tables

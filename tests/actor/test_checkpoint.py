@@ -34,16 +34,17 @@ def weights(actor):
     return [p.detach().clone() for model in actor.models for p in model.parameters()]
 
 
-@pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_tied"])
-def test_resume_is_bitwise(family, saved_model, tmp_path):
-    straight = build(saved_model(family))
+@pytest.mark.parametrize(("family", "decoupled"), [("qwen3_moe", True), ("qwen3_tied", False)])
+def test_resume_is_bitwise(family, decoupled, saved_model, tmp_path):
+    adam = {"megatron_optimizer": {"decoupled_weight_decay": decoupled}}  # torch's AdamW, or its Adam
+    straight = build(saved_model(family), **adam)
     for update in range(3):  # the third checkpoint takes the plan of the first two
         assert straight.saving.strategy.validated_cache_reuse is (update == 2)
         updates(straight, [update])
         checkpoint.save(straight, tmp_path / "checkpoints", update + 1, keep=1)
     expected = updates(straight, range(3, 6))
 
-    resumed = build(saved_model(family))
+    resumed = build(saved_model(family), **adam)
     (found,) = checkpoint.checkpoints(tmp_path / "checkpoints")
     assert checkpoint.load(resumed, found[1]) == 3 == found[0]
     assert updates(resumed, range(3, 6)) == expected

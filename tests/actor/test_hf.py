@@ -73,6 +73,22 @@ def test_weights_hash_changes_with_the_weights_alone(tmp_path):
     assert export_hf(models, tmp_path / "c", tmp_path / "in", 0).weights_hash != hashes[0]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_an_export_in_16_bits_keeps_the_value_in_the_mean(dtype, tmp_path):
+    """All weights are an eighth of a unit in their last place above 1, which the nearest number would lose."""
+    make_hf_model("qwen3").to(dtype).save_pretrained(tmp_path / "in")
+    models, unit = load_models(tmp_path / "in"), torch.finfo(dtype).eps
+    with torch.no_grad():
+        for parameter in models[0].parameters():
+            parameter.fill_(1 + unit / 8)
+    one, again = (export_hf(models, tmp_path / name, tmp_path / "in", 1) for name in ("out", "again"))
+    assert one.weights_hash == again.weights_hash
+    assert {weight.dtype for weight in load(tmp_path / "out").values()} == {dtype}
+    rounded = (torch.cat([weight.double().flatten() for weight in load(tmp_path / "out").values()]) - 1) / unit
+    assert set(rounded.tolist()) == {0, 1}
+    assert abs(float(rounded.mean()) - 1 / 8) < 4 * (1 / 8 * 7 / 8 / len(rounded)) ** 0.5
+
+
 EXPERTS = "model.layers.1.mlp.experts"
 ODD = "gate_up_proj{0} has 49 gate and up projections, an odd number"
 

@@ -172,7 +172,6 @@ class Mine(Objective):
         (RULE, "def rule(self", "def rules(self", "neither a method rule"),
         (RULE, "    def rule(", "    def statistics(self, *_): ...\n\n    def rule(", "needs_statistics = True"),
         (RULE, " = number(5.0, 1)", "", "non-default argument 'ratio_max'"),
-        (RULE, "t.ratio, 0.0", "t.rato, 0.0", "no attribute 'rato'"),
         (RULE, "where(t.clamped, 0.0, weight * t.advantage)", "value[:2]", "size"),
         (RULE, "return Outcome(", "Outcome(", "is a return missing?"),
         (RULE, "return Rule(", "Rule(", "must return Rule\\(FUNCTION"),

@@ -1,13 +1,14 @@
-"""Machines that preflight refuses."""
+"""Machines that preflight refuses, and settings that it remarks on."""
 
 import re
 from importlib import metadata
 
 import pytest
 
-from megarl.errors import UserError
+from megarl.errors import Note, UserError
 from megarl.kernels import library
-from megarl.planner.preflight import check_devices
+from megarl.planner.preflight import check_devices, check_recipe
+from megarl.recipe.load import load_recipe
 from tests.actor.conftest import make_recipe
 
 
@@ -20,6 +21,14 @@ def test_the_builtin_engine_needs_tritons_compiler_on_gpus(monkeypatch):
         check_devices(make_recipe(actor=actor))
     with pytest.raises(UserError, match="needs 1 GPUs, but torch sees 0 here"):
         check_devices(make_recipe(actor=actor, rollout={"engine": "vllm"}))
+
+
+def test_a_warm_up_that_is_longer_than_the_run_is_noted(recipe):
+    """And a decay, which here is just as long."""
+    lengths = ("warmup_updates=13", "schedule=wsd", "decay_updates=12")
+    with pytest.warns(Note) as noted:
+        check_recipe(load_recipe(recipe, [f"optimizer.{setting}" for setting in lengths]))
+    assert [str(one.message) for one in noted] == ["[optimizer] warmup_updates = 13, but the run has 12 updates"]
 
 
 @pytest.mark.parametrize(

@@ -44,6 +44,7 @@ def test_sensible_layouts_pass():
         (f"4 pipeline_parallel=4 {FIRST}=10", "= 10: the other 3 pipeline stages cannot share"),
         (f"4 pipeline_parallel=4 {FIRST}=6 {VIRTUAL}=4", "= 4 does not divide the layers of every pipeline stage, 6"),
         (f"2 pipeline_parallel=2 {FIRST}=20 {LAST}=28 {VIRTUAL}=4", "with virtual stages on two pipeline ranks set"),
+        (f"4 pipeline_parallel=4 {VIRTUAL}=4 megatron.moe_router_bias_update_rate=1e-3", "the tokens that fill"),
         ("1 megatron.tensor_model_parallel_size=2", "[actor] tensor_parallel"),
         ("1 megatron.pipeline_model_parallel_layout=Et|tL", "use num_layers_in_first_pipeline_stage and"),
         ("1 megatron.calculate_per_token_loss=false", "wrong weights"),

@@ -1,11 +1,13 @@
 """Parts that all engines share: seeds, sampling parameters, module interface, names in recipes, expert records."""
 
 import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from megarl.errors import UserError
+from megarl.rollout import engine as common
 from megarl.rollout import vllm
 from megarl.rollout.continuous import Running, Settings, checked_experts
 from megarl.rollout.engine import (
@@ -44,6 +46,15 @@ def test_an_unknown_engine_is_refused_with_the_nearest_name():
         stage_recipe("sglan", model={"path": "unused"})
     with pytest.raises(UserError, match=r"stages.0.engine: unknown; known are builtin, vllm, sglang \(got 'q'\)"):
         stage_recipe("vllm", model={"path": "unused"}, stages={"0": {"engine": "q"}})
+
+
+def test_the_hour_in_which_a_process_was_suspended_does_not_count_for_a_timeout(monkeypatch):
+    clock, response = [10.0, 20.0, 3620.0, 3660.0], Running(0, 0, 0, [1], seed=0, done=0, limit=9, timeout=100.0)
+    for name in ("seconds", "read"):
+        monkeypatch.setattr(common._Awake, name, 0.0)
+    monkeypatch.setattr(common, "time", SimpleNamespace(monotonic=lambda: clock.pop(0)))
+    response.begin()
+    assert [common.awake_seconds() > response.deadline for _ in range(3)] == [False, False, True]
 
 
 def fault_of(logprobs, reason="stop", tokens=None, most=4):

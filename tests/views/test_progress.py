@@ -47,9 +47,6 @@ def report(**fields):
     return {"time": time.time(), "event": "rollout_progress", "stage": 1, "rank": 0, "seconds": 5} | fields
 
 
-RESTART = {"event": "restart", "phase": "rollout", "stage": 1}
-
-
 def test_a_rollout_phase_shows_what_the_replicas_have_generated(tmp_path):
     """An earlier attempt has stored 2 of 1536 groups."""
     run = Watched(tmp_path)
@@ -65,7 +62,7 @@ def test_a_rollout_phase_shows_what_the_replicas_have_generated(tmp_path):
     assert run.state.done == (8, 1536, "groups") and run.state.reward == 0.25
     assert {"10 tokens/s", "responses 120", "length 3", "truncated 25%", "decoding 80 at token 4"} <= run.parts
     assert run.state.seconds_left == pytest.approx(1528 * 60 / 6)
-    run.happens(RESTART)  # what was not stored is generated again
+    run.happens({"event": "restart", "phase": "rollout", "stage": 1})  # what was not stored is generated again
     assert run.state.done == (0, 1536, "groups") and run.state.tokens_per_second is None
     assert "length" not in run.line
 

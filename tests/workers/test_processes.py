@@ -161,12 +161,39 @@ def stage(recipe, tmp_path):
     ],
 )
 def test_a_stop_signal_ends_the_run_and_the_kernels_kill_is_its_cause(stage, codes, how, outcome):
-    first = frozenset({0} if codes[0] else ())
-    ended = processes.Ended(dict(enumerate(codes)), first, **{"stopped": False, **how})
-    agents = SimpleNamespace(rank=0, count=2, name=lambda: "node 0", aborted=lambda: "1")
-    report = launcher.Here(agents, stage, "optimize", 2, stage.run.root, stage.run.root).report(ended)
+    report = report_of(stage, codes, **how)
     assert report.outcome == outcome
     assert ("ran out of memory" in report.cause and report.primary) == (outcome == "failed")
+
+
+def report_of(stage, codes, **how):
+    """The report on the two ranks of a node, whose logs, errors and ends are in the run directory."""
+    ended = processes.Ended(dict(enumerate(codes)), frozenset({0} if codes[0] else ()), **{"stopped": False, **how})
+    agents = SimpleNamespace(rank=0, count=2, name=lambda: "node 0")
+    return launcher.Here(agents, stage, "optimize", 2, stage.run.root, stage.run.root).report(ended)
+
+
+@pytest.mark.parametrize(("lines", "full"), [(10, True), (1000, False)])
+def test_a_full_disk_is_the_cause_only_if_the_end_of_the_log_says_so(stage, lines, full):
+    """What a library makes of the error follows it at once; a long log may have the words for another reason."""
+    (stage.run.root / "rank_0000.log").write_text("No space left on device\n" + "unexpected pos\n" * lines)
+    report = report_of(stage, (1, 0))
+    assert report.mistake == report.cause.startswith("no space left on a device; free now: ") == full
+
+
+def test_a_stop_names_a_rank_that_may_not_have_saved_its_updates_and_why(stage, capfd):
+    end, error = (stage.run.root / f"rank_0001.{kind}" for kind in ("end", "error"))
+    (stage.run.root / "rank_0000.end").write_text("143")
+    error.write_text('{"message": "quota exceeded"}')
+    for code, said in (("143", None), ("0", None), ("1", "quota exceeded"), (None, "it was killed; MEGARL_SHUTDOWN_")):
+        if code is None:
+            end.unlink()
+            error.unlink()
+        else:
+            end.write_text(code)
+        assert report_of(stage, (143, 1), stopped=True).outcome == "stopped"
+        told = capfd.readouterr().err
+        assert f"rank 1 may not have saved its updates since the last checkpoint: {said}" in told if said else not told
 
 
 @pytest.fixture
