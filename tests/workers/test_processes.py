@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import psutil
@@ -167,7 +168,7 @@ def test_a_stop_signal_ends_the_run_and_the_kernels_kill_is_its_cause(stage, cod
 
 
 def report_of(stage, codes, **how):
-    """The report on the two ranks of a node, whose logs, errors and ends are in the run directory."""
+    """The report on the two ranks of a node, whose logs and ends are in the run directory."""
     ended = processes.Ended(dict(enumerate(codes)), frozenset({0} if codes[0] else ()), **{"stopped": False, **how})
     agents = SimpleNamespace(rank=0, count=2, name=lambda: "node 0")
     return launcher.Here(agents, stage, "optimize", 2, stage.run.root, stage.run.root).report(ended)
@@ -182,15 +183,14 @@ def test_a_full_disk_is_the_cause_only_if_the_end_of_the_log_says_so(stage, line
 
 
 def test_a_stop_names_a_rank_that_may_not_have_saved_its_updates_and_why(stage, capfd):
-    end, error = (stage.run.root / f"rank_0001.{kind}" for kind in ("end", "error"))
-    (stage.run.root / "rank_0000.end").write_text("143")
-    error.write_text('{"message": "quota exceeded"}')
-    for code, said in (("143", None), ("0", None), ("1", "quota exceeded"), (None, "it was killed; MEGARL_SHUTDOWN_")):
+    first, second = (stage.run.root / f"rank_000{rank}.end" for rank in (0, 1))
+    report_end(partial(sys.exit, 143), first)
+    quota = "quota exceeded"
+    for code, said in ((143, None), (0, None), (quota, quota), (None, "it was killed; MEGARL_SHUTDOWN_")):
         if code is None:
-            end.unlink()
-            error.unlink()
+            second.unlink()
         else:
-            end.write_text(code)
+            report_end(partial(sys.exit, code), second)
         assert report_of(stage, (143, 1), stopped=True).outcome == "stopped"
         told = capfd.readouterr().err
         assert f"rank 1 may not have saved its updates since the last checkpoint: {said}" in told if said else not told
