@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from functools import partial
 from types import SimpleNamespace
 
 import psutil
@@ -182,13 +183,14 @@ def test_a_full_disk_is_the_cause_only_if_the_end_of_the_log_says_so(stage, line
 
 
 def test_a_stop_names_a_rank_that_may_not_have_saved_its_updates_and_why(stage, capfd):
-    (stage.run.root / "rank_0000.end").write_text('{"code": 143}')
-    end = stage.run.root / "rank_0001.end"
-    for code, said in ((143, None), (0, None), (1, "quota exceeded"), (None, "it was killed; MEGARL_SHUTDOWN_")):
+    first, second = (stage.run.root / f"rank_000{rank}.end" for rank in (0, 1))
+    report_end(partial(sys.exit, 143), first)
+    quota = "quota exceeded"
+    for code, said in ((143, None), (0, None), (quota, quota), (None, "it was killed; MEGARL_SHUTDOWN_")):
         if code is None:
-            end.unlink()
+            second.unlink()
         else:
-            end.write_text(json.dumps({"code": code, "message": said or ""}))
+            report_end(partial(sys.exit, code), second)
         assert report_of(stage, (143, 1), stopped=True).outcome == "stopped"
         told = capfd.readouterr().err
         assert f"rank 1 may not have saved its updates since the last checkpoint: {said}" in told if said else not told
