@@ -40,10 +40,11 @@ from megarl.errors import UserError
 from megarl.rollout.engine import EngineFault, Request, RolloutEngine, Sampling, answers
 from megarl.storage.policies import Reference
 
-# Allowed distance in nats: (at a single token, mean over all). Two float32 implementations differ by about 1e-5. In
-# bfloat16 a token whose experts are nearly tied may be routed elsewhere, so only the mean is limited; quantised weights
-# change every token's log-prob.
-TOLERANCES = {"float32": (1e-4, 1e-4), "bfloat16": (math.inf, 0.1), "quantised": (math.inf, 0.5)}
+# Allowed distance in nats: (at a single token, mean over all). Two float32 implementations of a model with 30 layers
+# differ by 2e-5 in the mean and by up to 2e-4 at one of 2,300 tokens (benchmarks/engines.py). In bfloat16 a token whose
+# experts are nearly tied may be routed elsewhere, so only the mean is limited; quantised weights change every token's
+# log-prob.
+TOLERANCES = {"float32": (1e-3, 1e-4), "bfloat16": (math.inf, 0.1), "quantised": (math.inf, 0.5)}
 WIDE = {"float32": 0.1, "bfloat16": 0.3, "quantised": 0.5}  # mean over tokens that rounding moves most, in nats
 DOUBTFUL = 0.05  # mean distance in nats of an engine with a base model in bfloat16 above which there is a warning
 # Where q is known, its mean distance from p shows how far engine and actor are apart with the same weights. The limit

@@ -150,13 +150,14 @@ class VllmEngine(ContinuousEngine):
         self._start()
 
     def load_weights(self, policy_dir: Path, version: int) -> None:
-        """Loads in place, but restarts vLLM for models with experts on a CPU: version 0.32 reloads those wrongly.
+        """Loads in place, but restarts vLLM where version 0.32 computes with copies that a reload does not renew: on a
+        CPU with the repacked weights of experts, and with those of a head that shares the embeddings' weights.
 
         Other reloads may be wrong as well, without an error; a caller that detects this calls `restart`.
         """
-        reloads = self._engine is not None and (self.settings.device == "cuda" or not self._has_experts)
+        reloads = self._engine is not None and (self.settings.device == "cuda" or not self._copies)
         self.policy_dir, self.version = Path(policy_dir), version
-        if not reloads:  # vLLM repacks the weights of experts for a CPU only when it starts
+        if not reloads:
             self._start()
             return
         if self._asleep:
@@ -202,8 +203,8 @@ class VllmEngine(ContinuousEngine):
         self.cache_tokens = cache.num_gpu_blocks * cache.block_size
 
     @property
-    def _has_experts(self) -> bool:
-        return bool(self._engine.model_config.get_num_experts())
+    def _copies(self) -> bool:
+        return bool(self._engine.model_config.get_num_experts() or self._hf.get("tie_word_embeddings"))
 
     def _check(self, request: Request) -> None:
         if self._asleep or self._engine is None:

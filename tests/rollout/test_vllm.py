@@ -37,6 +37,7 @@ from tests.rollout.engines import (
     stage_recipe,
     started,
 )
+from tests.rollout.tiny_models import save
 
 pytestmark = pytest.mark.vllm
 VLLM = [parameter for parameter in BOTH if parameter.values[0][0] == "vllm"]
@@ -133,7 +134,7 @@ def test_a_wrong_reload_is_noticed_and_repaired(engine, tmp_path):
     engine.load_weights(policy, 5)
     assert engine._engine is started, "loaded in place"
     engine.settings = settings
-    if engine._has_experts:
+    if engine._copies:
         with pytest.raises(EngineFault, match="weights are not the policy's.* nats off"):
             measure_drift(engine, reference)
     else:
@@ -142,9 +143,24 @@ def test_a_wrong_reload_is_noticed_and_repaired(engine, tmp_path):
     worker = object.__new__(RolloutWorker)
     worker.engine = engine
     assert worker.check_drift(tmp_path, None).max < TOLERANCE
-    assert (engine._engine is not started) is bool(engine._has_experts), "restarted only if the weights were wrong"
+    assert (engine._engine is not started) is bool(engine._copies), "restarted only if the weights were wrong"
     engine.restart()
     assert measure_drift(engine, reference).max < TOLERANCE and not engine.restart()
+
+
+def test_a_head_with_the_weights_of_the_embeddings_is_loaded_by_a_new_start(tmp_path):
+    """On a CPU vLLM multiplies by a copy of it, which a reload in place leaves as it was."""
+    saved = [save(tmp_path / str(seed), "qwen3", seed=seed, head_dim=32, tie_word_embeddings=True) for seed in (0, 1)]
+    settings = Settings("cpu", context=CONTEXT, responses=TOGETHER)
+    engine, reference = vllm.VllmEngine(saved[0], 0, settings), reference_of(saved[1])
+    engine.settings = replace(settings, device="cuda")
+    engine.load_weights(saved[1], 1)
+    with pytest.raises(EngineFault, match="weights are not the policy's.* nats off"):
+        measure_drift(engine, reference)
+    engine.settings = settings
+    engine.load_weights(saved[1], 1)
+    assert measure_drift(engine, reference).max < TOLERANCE
+    engine.close()
 
 
 def test_an_engine_beside_trainers_sleeps_and_wakes_without_a_new_start(models, monkeypatch):
