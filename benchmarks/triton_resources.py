@@ -132,10 +132,13 @@ POINTERS = dict(
 )  # fmt: skip
 
 
+GIVEN = {"second_moment": "given_index", "veto_suffix": "given_index", "clip_sequence_mean": "given_value"}
+
+
 def token_pass_spec(name: str, chunks: bool, architecture: int) -> CompileSpec:
     rule = RULES[name]
-    given = rule.quantity is not None and not rule.computed  # the index of M2PO's ties
-    absent = [] if chunks else ["prefix_min", "given_value"] + ["given_index"] * (not given)
+    given = {"prefix_min" if chunks else None, None if rule.computed and not chunks else GIVEN.get(name)}
+    absent = {"prefix_min", "given_value", "given_index"} - given
     signature = {argument: type for argument, type in POINTERS.items() if argument not in absent}
     return CompileSpec(
         name=f"token_pass.{name}" + (" chunks" if chunks else ""),
@@ -209,7 +212,7 @@ SPECS = [
         token_pass_spec(name, chunks, architecture)
         for architecture in SHARED_MEMORY
         for name in RULES
-        for chunks in ((False, True) if name == "clip_prefix" else (False,))
+        for chunks in ((False, True) if name in {"clip_prefix", *GIVEN} else (False,))
     ),
     *(
         spec

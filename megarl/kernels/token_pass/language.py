@@ -17,9 +17,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-# the quantities of `megarl.objectives.parts.quantities` that the fused token passes compute; they are given the others
-COMPUTED = ("mean_log_ratio", "sum_log_ratio", "first_trigger")
-
 
 class Token(NamedTuple):
     """The inputs of a token: float32, except clamped and never (bool) and index (integer)."""
@@ -40,7 +37,7 @@ class Sequence(NamedTuple):
     """What a rule needs of the token's whole sequence: what its quantity returns, which may leave one of them out."""
 
     value: Any
-    index: Any  # a position in the sequence
+    index: Any  # a position in the sequence, or NEVER; a rule may compare it with `Token.index`, and subtract the two
 
 
 class Outcome(NamedTuple):
@@ -80,9 +77,8 @@ class RuleFunction:
 
     @property
     def computed(self) -> str:
-        """The name of the quantity if the fused token passes compute it."""
-        name = "" if self.quantity is None else self.quantity.__name__
-        return name if name in COMPUTED else ""
+        """The name of the quantity if the fused token passes compute it; they are given others."""
+        return getattr(self.quantity, "computed", "")
 
     @property
     def name(self) -> str:
@@ -107,6 +103,12 @@ class RuleFunction:
 @functools.cache
 def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes() + (file.parent / "parts/clipping.py").read_bytes()).hexdigest()[:16]
+
+
+def computed(quantity: Callable[..., Sequence]) -> Callable[..., Sequence]:
+    """Decorator of a quantity that the fused token passes compute too, under its name."""
+    quantity.computed = quantity.__name__  # type: ignore[attr-defined]
+    return quantity
 
 
 RULES: dict[str, RuleFunction] = {}  # by name, which torch's operators take

@@ -13,7 +13,7 @@ from megarl.objectives.parts.aggregation import sequence_count
 from megarl.objectives.parts.metrics import Metric, mean_metric, token_metrics
 from megarl.objectives.parts.prefix_min import min_of_earlier_chunks, segment_minima
 from megarl.objectives.parts.sequences import sequence_sum
-from megarl.objectives.parts.terms import Terms
+from megarl.objectives.parts.terms import Terms, sequences_of
 
 
 def fused_terms(rule: Rule, batch: TokenBatch, aggregation: str, dampened_below: float, backend: str) -> Terms:
@@ -48,17 +48,19 @@ def _loss_metric(
 
 def _given(rule: Rule, tokens: Tokens, batch: TokenBatch) -> Given:
     """What the pass cannot compute from a segment alone: of chunks all that concerns the whole sequence, and quantities
-    that it does not compute. With a shard one all-gather and one all-reduce of a few numbers per sequence."""
-    function, shard, l = rule.function, batch.shard, tokens.log_ratio
-    value, index = None, None
-    if function.quantity is not None and (shard is not None or not function.computed):
-        value, index = function.quantity(l, batch, rule.parameters)
+    that it does not compute. With a shard one all-gather and up to two all-reduces of a few numbers per sequence."""
+    function, shard = rule.function, batch.shard
+    if shard is None and (function.quantity is None or function.computed):
+        return Given()
+    l = tokens.log_ratio
+    value, index = sequences_of(rule, l, batch)
+    value = None if value is None else value.contiguous()
     if shard is None:
-        return Given(None, value, None if index is None else index.int())
+        return Given(None, value, None if index is None else index.int().contiguous())
     before = min_of_earlier_chunks(segment_minima(l, batch).view(-1, 2), shard).flatten()
-    if index is not None:  # positions in a segment
-        relative = (index[:, None] - shard.chunk_starts(batch.cu_seqlens)).clamp(min=-1)
-        index = torch.where(index[:, None] == NEVER, NEVER, relative).flatten().int()
+    if index is not None:  # counted from the start of a segment
+        in_segment = index[:, None] - shard.chunk_starts(batch.cu_seqlens)
+        index = torch.where(index[:, None] == NEVER, NEVER, in_segment).flatten().int()
     return Given(before, None if value is None else _twice(value), index)
 
 

@@ -14,22 +14,25 @@ import torch
 
 from megarl.batch import TokenBatch
 from megarl.kernels.constants import LAST_PLACE, NEVER
-from megarl.kernels.token_pass.language import Sequence
+from megarl.kernels.token_pass.language import Sequence, computed
 from megarl.kernels.tokens import tie_places
 from megarl.objectives.parts.ratios import sequence_log_ratio
 from megarl.objectives.parts.sequences import sequence_min
 
 
+@computed
 def sum_log_ratio(l: torch.Tensor, batch: TokenBatch, parameters: tuple[Any, ...]) -> Sequence:
     """The sum of the log-ratios."""
     return Sequence(sequence_log_ratio(l, batch, mean=False), None)
 
 
+@computed
 def mean_log_ratio(l: torch.Tensor, batch: TokenBatch, parameters: tuple[Any, ...]) -> Sequence:
     """The mean of the trained tokens' log-ratios, 0 without any."""
     return Sequence(sequence_log_ratio(l, batch, mean=True), None)
 
 
+@computed
 def first_trigger(l: torch.Tensor, batch: TokenBatch, parameters: tuple[Any, ...]) -> Sequence:
     """The position of the first trigger, a trained token with A < 0 and a ratio below the last parameter, or NEVER."""
     fires = batch.loss_mask & (batch.advantages < 0) & (l.exp() < parameters[-1])

@@ -22,6 +22,8 @@ def log_ratio(
 
 def sequence_log_ratio(l: torch.Tensor, batch: TokenBatch, mean: bool) -> torch.Tensor:
     """[S] float32 without gradient: sum of l over the trained tokens of each response, or mean, 0 for none."""
-    values = torch.stack([torch.where(batch.loss_mask, l.detach(), 0), batch.loss_mask.to(l.dtype)], 1)
-    total, count = sequence_sum(values, batch.cu_seqlens, batch.shard).unbind(1)
-    return (total / count.clamp(min=1) if mean else total).to(l.dtype)
+    mask = batch.loss_mask
+    sums = sequence_sum(torch.where(mask, l.detach(), 0), batch.cu_seqlens, batch.shard)
+    if mean:
+        sums = sums / sequence_sum(mask, batch.cu_seqlens, batch.shard).clamp(min=1)
+    return sums.to(l.dtype)

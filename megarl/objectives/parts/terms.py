@@ -152,13 +152,18 @@ def tokens_of(batch: TokenBatch) -> tuple[Token, torch.Tensor]:
     return Token(logprob, rollout, old, advantage, *ratios, clamped, batch.positions, never), log_m
 
 
-def sequences_of(rule: Rule, t: Token, batch: TokenBatch) -> Sequence:
-    """What the rule needs of the whole sequences, [T] each; positions count from the start of the sequence."""
+def sequences_of(rule: Rule, l: torch.Tensor, batch: TokenBatch) -> Sequence:
+    """What the rule needs of the whole sequences, [S] or ``per_token`` [T] each; l [T]: the clamped log-ratios."""
     function = rule.function
     if function.quantity is None:
         return Sequence(None, None)
-    s = function.quantity(t.log_ratio, batch, rule.parameters)
-    return s if function.per_token else Sequence(*(x if x is None else x[batch.sequence_ids] for x in s))
+    s = function.quantity(l, batch, rule.parameters)
+    length = batch.logprobs.numel() if function.per_token else batch.cu_seqlens.numel() - 1
+    if any(x is not None and x.shape != (length,) for x in s):
+        given = " and ".join(str(list(x.shape)) for x in s if x is not None)
+        each = "token" if function.per_token else "response"
+        raise ValueError(f"{function.name} needs a number for each {each}, [{length}], but its quantity gives {given}")
+    return Sequence(None if s.value is None else s.value.to(l.dtype), s.index)
 
 
 def rule_terms(settings: Settings, rule: Rule, batch: TokenBatch) -> Terms:
@@ -166,7 +171,10 @@ def rule_terms(settings: Settings, rule: Rule, batch: TokenBatch) -> Terms:
     if not isinstance(rule, Rule) or not isinstance(rule.function, RuleFunction):
         raise TypeError("the method rule must return Rule(FUNCTION, (PARAMETERS...)) with a function that has @rule()")
     t, log_m = tokens_of(batch)
-    o = rule.function.function(t, sequences_of(rule, t, batch), *rule.parameters)
+    s = sequences_of(rule, t.log_ratio, batch)
+    if not rule.function.per_token:
+        s = Sequence(*(x if x is None else x[batch.sequence_ids] for x in s))
+    o = rule.function.function(t, s, *rule.parameters)
     if not isinstance(o, Outcome):
         raise TypeError(f"{rule.function.name} returned {o!r:.50}, expected an Outcome; is a return missing?")
     terms = outcome_terms(settings, batch, t, log_m, o, rule.first, rule.second)

@@ -9,8 +9,9 @@ import triton.language as tl
 
 from megarl.kernels.token_pass import Given, Rule, token_pass
 from megarl.kernels.token_pass import triton_backend as kernels
-from megarl.kernels.token_pass.language import RULES
+from megarl.kernels.token_pass.language import RULES, Outcome, Sequence, Token, rule
 from megarl.kernels.tokens import Tokens
+from megarl.objectives import Objective
 from megarl.objectives.parts.quantities import last_tie
 from tests.kernels.test_token_pass import as_in_cpp, check_operation, compare, given_values, make_batch
 from tests.objectives.random_batches import KINDS, random_batch
@@ -57,6 +58,21 @@ def test_given_values_act_as_in_cpp(name: str) -> None:
     as_in_cpp(rule, batch, "triton", given_values())
 
 
+def test_a_quantity_of_its_own_is_given() -> None:
+    def last_ratio(l, batch, parameters):
+        return Sequence(l.double().exp()[(batch.cu_seqlens[1:] - 1).clamp(min=0)], None)
+
+    @rule(last_ratio)
+    def by_last_ratio(t: Token, s: Sequence) -> Outcome:
+        return Outcome(s.value * t.advantage, s.value * t.advantage, ~t.clamped, t.never, t.never)
+
+    class ByLastRatio(Objective):
+        def rule(self, statistics):
+            return Rule(by_last_ratio)
+
+    compare(ByLastRatio(), make_batch([5, 1, 0, 11]), "triton")
+
+
 def test_ties_are_masked_up_to_the_last_in_their_order() -> None:
     """A token whose |l| is the threshold is masked if it is the last tie to mask, and kept if it comes after that."""
     batch = make_batch([5, 9])
@@ -65,8 +81,8 @@ def test_ties_are_masked_up_to_the_last_in_their_order() -> None:
     tie = int(inside.nonzero()[1])
     kept = []
     for last in (tie, tie - 1):
-        order = float(2**44 - 1 - (1 << 22) - (last - 5))  # segment 1 begins at token 5
-        rule = Rule(RULES["second_moment"], (float(l[tie].abs()), torch.tensor(order)))
+        order = torch.tensor(2**44 - 1 - (1 << 22) - (last - 5))  # segment 1 begins at token 5
+        rule = Rule(RULES["second_moment"], (float(l[tie].abs()), order))
         given = Given(index=last_tie(l, batch, rule.parameters).index.int())
         kept.append(bool(as_in_cpp(rule, batch, "triton", given).kept[tie]))
     assert kept == [False, True]
