@@ -41,11 +41,10 @@ def test_on_gpus_memory_fraction_and_deterministic_mode_are_left_to_sglang_by_de
     assert len(seeds) == 16 and max(seeds) < 2**31
 
 
-def completion_of_last_event(limit, cut_off=None, **changes):
+def completion_of_last_event(limit, **changes):
     """The completion that an engine makes of SGLang's last event of a response with two tokens of version 7.
 
-    limit: the most tokens of the response. cut_off: why the engine was told to end it early. changes: fields of the
-    event's meta_info to replace.
+    limit: the most tokens of the response. changes: fields of the event's meta_info to replace.
     """
     engine = object.__new__(SglangEngine)
     experts = "routed_experts" in changes
@@ -59,7 +58,6 @@ def completion_of_last_event(limit, cut_off=None, **changes):
         "weight_versions": [{"version": "7"}],
     }
     running = Running(0, 0, 0, tokens=[1, 2, 3], seed=0, done=0, limit=limit, timeout=60.0)
-    running.cut_off = cut_off
     return engine._ended(running, {"output_ids": [5, 6], "meta_info": info | changes})[1]
 
 
@@ -81,21 +79,6 @@ def test_a_response_cut_short_by_a_full_cache_is_an_error():
 )
 def test_a_response_with_what_belongs_to_other_tokens_is_made_again(changes, message):
     assert re.search(message, fault(completion_of_last_event(2, **changes), 2, 10))
-
-
-@pytest.mark.parametrize(
-    ("why", "message", "wrong"),
-    [
-        ("timeout", "Aborted", None),
-        ("timeout", "Abort in waiting queue", "it timed out while SGLang's KV cache had no room for it, and 2 of its"),
-        ("interrupted", "Abort in waiting queue", None),  # it is continued from there
-    ],
-)
-def test_a_response_that_times_out_without_its_tokens_is_made_again(why, message, wrong):
-    completion = completion_of_last_event(9, why, finish_reason={"type": "abort", "message": message})
-    assert (completion.finish_reason, completion.tokens.tolist()) == (why, [5, 6])
-    found = fault(completion, 9, 10)
-    assert found is None if wrong is None else found.startswith(wrong)
 
 
 def test_log_probs_of_other_weights_are_an_error():
