@@ -72,3 +72,10 @@ def test_overlapped_shared_experts_keep_megatrons_dispatcher(tmp_path, overlap, 
     recipe = make_recipe(megatron={"moe_shared_expert_overlap": overlap})
     (model,) = build_model(read_settings(tmp_path, "qwen2_moe"), recipe)
     assert type(model.decoder.layers[0].mlp.token_dispatcher).__name__ == dispatcher
+
+
+def test_megatron_logs_no_warning_about_layers_of_experts(caplog):
+    """It would warn, once a layer, about a feed-forward module of a type that it does not know."""
+    with caplog.at_level("WARNING"):
+        build_model(EXPERTS | {"num_experts": 4}, make_recipe())
+    assert not caplog.records, caplog.text

@@ -196,3 +196,28 @@ def test_every_matrix_has_an_adapter_of_its_size(family, tmp_path):
         matrix = adapter.matrix
         assert matrix in matrices(hf, int(name.split(".")[2]))
         assert models[0].get_parameter(name).shape[-2:] == (matrix.outputs, matrix.inputs), name
+
+
+def test_merged_export_keeps_in_the_mean_what_is_below_the_rounding_of_a_weight(tmp_path):
+    """The base is bfloat16, and the adapters add about a tenth of a unit in the last place to its weights."""
+    make_hf_model("qwen3").bfloat16().save_pretrained(tmp_path / "in")
+    actor = build(tmp_path / "in", {})
+    for adapter in actor.models[0].adapters.values():
+        torch.nn.init.normal_(adapter.b, std=2e-4)
+    merged, before = exported(actor, tmp_path / "out", tmp_path / "in"), load_file(tmp_path / "in/model.safetensors")
+    export_adapters(actor.models, tmp_path / "adapters", actor.recipe.actor.lora, tmp_path / "in", None, 1)
+    adapters = load_file(tmp_path / "adapters/adapter_model.safetensors")
+    exact = {}
+    for key in (key for key in before if "proj" in key):
+        a, b = (adapters[f"base_model.model.{key.removesuffix('.weight')}.lora_{x}.weight"] for x in "AB")
+        exact[key] = before[key].float() + 1.5 * b @ a
+    value, base, rounded = (torch.cat([x[key].float().flatten() for key in exact]) for x in (exact, before, merged))
+    delta, unit = value - base, torch.exp2(value.abs().log2().floor() - 7)
+    size, kept, nearest = (float((x - base) @ delta) for x in (value, rounded, value.bfloat16().float()))
+    share = (value.abs() / unit).frac()  # the probability of rounding away from 0
+    deviation = float((delta * unit).square() @ (share * (1 - share))) ** 0.5
+    assert bool(((rounded - value).abs() <= unit).all())
+    assert nearest < 0.3 * size
+    assert abs(kept - size) < 4 * deviation < 0.2 * size
+    again = exported(actor, tmp_path / "again", tmp_path / "in")
+    assert all(torch.equal(again[key], value) for key, value in merged.items())

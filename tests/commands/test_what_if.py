@@ -70,6 +70,12 @@ def test_on_fresh_data_every_gradient_is_that_of_grpo(rows):
         assert rows[0, name]["values"]["norm"] == pytest.approx(rows[0, "grpo"]["values"]["norm"], rel=1e-4), name
 
 
+def test_on_stale_data_gradients_have_other_directions_than_grpos(rows):
+    """Those of BAPO, CPPO and DCPO need not: the tokens that only they mask may be few."""
+    same = {name for name in OBJECTIVES if min(rows[5, name]["values"]["cosine_to_grpo"]) > 0.9999}
+    assert same <= {"grpo", "bapo", "cppo", "dcpo"}
+
+
 def test_norm_and_statistics_are_those_that_the_run_logged_for_its_update(run, rows):
     """The last of the batches is the one on which the policy after 5 of 6 updates trained."""
     line, values = metrics(run)[5], rows[5, "mu_grpo"]["values"]

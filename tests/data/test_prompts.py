@@ -64,7 +64,10 @@ NO_ANSWER = "answer must be a non-empty string or a finite number, got None"
     ("name", "content", "message"),
     [
         ("p.jsonl", b"", "contains no prompts"),
+        ("p.jsonl", GOOD + b'{"prompt": "3"}\n', r"line 2: no column 'answer' \(or 'tests', .*\); it has prompt"),
         ("p.jsonl", b'{"prompt": "3", "tests": []}\n', r"a row without answer must have tests, got \[\]"),
+        ("p.jsonl", GOOD + b"\n" + b'{"prompt": "3", "ans', r"p.jsonl, line 3 is not JSON"),
+        ("p.jsonl", b'{"prompt": 3, "answer": "2"}\n', "line 1: prompt must be a string or a list of messages"),
         ("p.jsonl", GOOD, "too few different prompts to hold one out"),
         ("p.parquet", b"not parquet", "cannot read .*p.parquet"),
         ("p.csv", b"prompt,answer\n1,2\n3\n", f"p.csv, row 2: {NO_ANSWER}"),

@@ -172,6 +172,7 @@ def bounds(*values: int) -> dict[str, torch.Tensor]:
         ({"rollout_logprobs": torch.zeros(14).half()}, {}, ValueError, r"rollout_logprobs is torch.float16 \(14,\)"),
         (bounds(0, 5), {}, ValueError, "cu_seqlens ends at 5, but there are 14 tokens"),
         (bounds(0, 16, 14), {}, ValueError, "must start at 0 and never decrease"),
+        (bounds(1, 14), {}, ValueError, "must start at 0 and never decrease"),
     ],
 )
 def test_error_names_the_wrong_input(changes: dict[str, Any], options: Any, error: Any, message: str) -> None:

@@ -22,6 +22,7 @@ from tests.objectives.random_batches import VARIANTS, random_batch
     ("changes", "words"),
     [
         ({"rollout_logprobs": torch.zeros(4)}, ["rollout_logprobs", "4", "5"]),
+        ({"loss_mask": torch.ones(6, dtype=torch.bool)}, ["loss_mask", "6", "5"]),
         ({"loss_mask": torch.ones(5)}, ["loss_mask", "float32", "bool"]),
         ({"advantages": torch.ones(5, dtype=torch.float16)}, ["advantages", "float16", "float32"]),
         ({"logprobs": torch.zeros(5, 1)}, ["logprobs", "(5, 1)"]),
@@ -48,6 +49,7 @@ def test_error_names_what_is_wrong_with_a_batch(changes: dict[str, Any], words: 
         ("grpo", {"eps_low": "0.2"}, ["eps_low", "'0.2'", "number"]),
         ("grpo", {"aggregation": "mean"}, ["aggregation", "'mean'", "sequence_mean", "token_mean"]),
         ("bapo", {"low_start": 0.95}, ["low_end", "0.9", "low_start", "0.95"]),
+        ("bapo", {"positive_target": 1.2}, ["positive_target", "1.2", "[0, 1]"]),
         ("grpo", {"kl": 0.1}, ["objective.kl", "0.1", "table"]),
         ("grpo", {"kl": {"coef": 0.1}}, ["objective.kl", "coef", "coefficient"]),
         ("grpo", {"kl": {"kind": "k4"}}, ["kind", "k4", "k3, k1, k2"]),

@@ -117,11 +117,11 @@ class Publisher:
 
         Engines of this stage may still start, or load a version for a chunk that is no longer needed.
         """
+        while self.state.oldest_in_use() < NO_VERSION:
+            stop.exit_if_asked()
+            beat(WAITS, "wait until all engines have left the stage")
+            time.sleep(POLL_SECONDS)
         if dist.get_rank() == 0:
-            while self.state.oldest_in_use() < NO_VERSION:
-                stop.exit_if_asked()
-                beat(WAITS, "wait until all engines have left the stage")
-                time.sleep(POLL_SECONDS)
             self.stage.run.remove_versions_before(self.stage.next.oldest_needed)
 
 

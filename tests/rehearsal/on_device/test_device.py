@@ -22,6 +22,12 @@ def test_mixed_devices_are_refused():
     assert (x + torch.tensor(1.0)).is_cuda  # a 0-d tensor of the host is an argument of the kernel
 
 
+def test_error_names_a_missing_operator():
+    x = torch.ones(2, 3, 4, device="cuda", dtype=torch.bfloat16)
+    with pytest.raises(NotImplementedError, match=r"no aten::_scaled_dot_product_cudnn_attention.*cuda_only.py"):
+        torch.ops.aten._scaled_dot_product_cudnn_attention(x, x, x, None, False)
+
+
 def test_waits_and_launches_are_counted():
     x = torch.ones(4, device="cuda")
     with counted() as seen:
