@@ -60,6 +60,12 @@ def paragraph(prompt: str, response: str, row: dict[str, Any]) -> float:
     return float("\n" not in text and WORDS[0] <= len(text.split()) <= WORDS[1])
 
 
+def sums() -> list[tuple[str, str]]:
+    """Every sum and difference of two numbers of one digit, and its result."""
+    pairs = [(a, b) for a in range(10) for b in range(10)]
+    return [(f"{a} + {b}", str(a + b)) for a, b in pairs] + [(f"{a} - {b}", str(a - b)) for a, b in pairs]
+
+
 def write(path: Path, rows: list[tuple[str, str]]) -> None:
     """Write prompts and answers as JSON lines."""
     path.write_text("".join(json.dumps({"prompt": prompt, "answer": answer}) + "\n" for prompt, answer in rows))
@@ -71,6 +77,7 @@ def main() -> None:
     questions = [question.format(topic) for topic in TOPICS.split() for question in QUESTIONS]
     asked = [(f"{question} {INSTRUCTIONS[name][0]}", name) for question in questions for name in INSTRUCTIONS]
     write(OUTPUT / "instructions.jsonl", asked)
+    write(OUTPUT / "sums.jsonl", sums())
     wanted = f"Write one paragraph of {WORDS[0]} to {WORDS[1]} words."
     write(OUTPUT / "paragraphs.jsonl", [(f"{question} {wanted}", wanted) for question in questions])
 
