@@ -137,9 +137,9 @@ class LiveRolloutWorker:
                 self.seconds["generate_seconds"] += time.perf_counter() - start
         stats.log()
         worker.close()
-        # before waiting for the other replicas, which may need the trainers to go on
-        self.state.leave(self.replicas.rank)
-        if not self.stop.asked:
+        if not self.stop.asked:  # else the next attempt generates what is missing, and needs the versions for it
+            # before waiting for the other replicas, which may need the trainers to go on
+            self.state.leave(self.replicas.rank)
             self._log_idle()
 
     def _chunks(self, missing: list[int], whole: bool) -> list[Sequence[int]]:
