@@ -46,8 +46,11 @@ METRICS = (
 )
 
 
-def collect(sweep: Path, output: Path, archive: Path = RESULTS) -> None:
-    """Write the files of ``sweep`` in ``archive`` anew, from its finished runs in ``output``."""
+def collect(sweep: Path, output: Path, machine: str | None = None, archive: Path = RESULTS) -> None:
+    """Write the files of ``sweep`` in ``archive`` anew, from its finished runs in ``output``.
+
+    machine: the machine.json of the runs; default: that of this machine.
+    """
     plan = plan_sweep(load_sweep(sweep), output)
     made = read_finished(plan)
     place = [*plan.table.axes, "seed"]
@@ -56,7 +59,7 @@ def collect(sweep: Path, output: Path, archive: Path = RESULTS) -> None:
         "evaluations.csv": _csv([*place, "update", "accuracy", "prompts"], _evaluations(made)),
         "updates.csv": _csv([*place, "update", *METRICS], _updates(made)),
         "runs.csv": _csv([*place, "updates", "stages", *phases], _runs(made, phases)),
-        "machine.json": json.dumps(_machine(sweep), indent=1) + "\n",
+        "machine.json": machine or json.dumps(_machine(sweep), indent=1) + "\n",
     }
     kept = load(archive) if archive.exists() else {}
     save(kept | {f"{sweep.stem}/{name}": text for name, text in files.items()}, archive)
@@ -131,8 +134,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sweep", type=Path)
     parser.add_argument("--output", type=Path, required=True, help="where megarl sweep put the runs")
+    parser.add_argument("--machine", type=Path, help="machine.json of runs that another machine made")
     options = parser.parse_args()
-    collect(options.sweep, options.output)
+    collect(options.sweep, options.output, options.machine and options.machine.read_text())
 
 
 if __name__ == "__main__":
