@@ -19,7 +19,7 @@ OPERATORS = {
     ast.Lt: "<", ast.Gt: ">", ast.LtE: "<=", ast.GtE: ">=", ast.Eq: "==",
     ast.USub: "-", ast.Invert: "!",
 }  # fmt: skip
-COMPUTED = ("mean_log_ratio", "sum_log_ratio", "first_trigger")  # quantities, as in language.py
+COMPUTED = ("mean_log_ratio", "sum_log_ratio", "first_trigger")  # those of parts/quantities.py that the passes compute
 
 
 def camel(name: str) -> str:
