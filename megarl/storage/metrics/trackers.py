@@ -13,7 +13,6 @@ import os
 import re
 import secrets
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -28,7 +27,6 @@ NONE = {"wandb": False, "mlflow": False}  # settings of ``[run]`` that turn trac
 RUNS = "trackers.json"  # in the run directory: {tracker: its id of the run}
 NUMBERS = ("accuracy", "pass_at_k", "maj_at_k")  # the fields of an evaluation that are logged
 LONGEST = 2000  # characters of a prompt or response that are logged
-CLOSE_SECONDS = 60.0  # that a phase waits for a server to take what is still to be sent
 RULE = "\n\n---\n\n"  # of Markdown, between two samples
 
 
@@ -110,14 +108,8 @@ class _FailSafe:
             self._try(self._tracker.evaluation, suite, update, result, samples)
 
     def close(self) -> None:
-        """Wait `CLOSE_SECONDS` at most: a server that does not answer would let the phase look stalled."""
         if self._tracker:
-            closing = threading.Thread(target=self._try, args=(self._tracker.close,), daemon=True)
-            closing.start()
-            closing.join(CLOSE_SECONDS)
-            if closing.is_alive():
-                waited = f"{self._name} has not taken everything after {CLOSE_SECONDS:g} s"
-                print(f"{waited}, so the last numbers may be missing there", file=sys.stderr, flush=True)
+            self._try(self._tracker.close)
 
 
 class _TensorBoard:

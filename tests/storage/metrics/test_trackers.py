@@ -12,7 +12,6 @@ import signal
 import struct
 import subprocess
 import sys
-import threading
 import time
 import urllib.request
 
@@ -209,25 +208,6 @@ def test_a_tracker_that_fails_is_dropped_and_the_run_continues(tmp_path, capfd):
     assert inside.asked == [1, 2]
     said = capfd.readouterr().err
     assert said == "Failing failed, so nothing more is logged to it: no route to https://tracker.example/api\n"
-
-
-class Silent(Failing):
-    """A tracker whose server takes nothing any more."""
-
-    def close(self):
-        self.asked.append("close")
-        self.answer = threading.Event()
-        self.answer.wait()
-
-
-def test_a_server_that_takes_nothing_holds_no_run(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(trackers, "CLOSE_SECONDS", 0.1)
-    tracker = trackers._FailSafe(Silent, tmp_path)
-    tracker.append({"update": 1})
-    tracker.close()
-    assert tracker._tracker.asked == [1, "close"]
-    assert capfd.readouterr().err.startswith("Silent has not taken everything after 0.1 s")
-    tracker._tracker.answer.set()
 
 
 def test_a_copied_run_directory_does_not_log_to_the_runs_of_the_original(tmp_path):
