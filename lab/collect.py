@@ -59,7 +59,7 @@ def collect(sweep: Path, output: Path, machine: str | None = None, archive: Path
         "evaluations.csv": _csv([*place, "update", "accuracy", "prompts"], _evaluations(made)),
         "updates.csv": _csv([*place, "update", *METRICS], _updates(made)),
         "runs.csv": _csv([*place, "updates", "stages", *phases], _runs(made, phases)),
-        "machine.json": machine or json.dumps(_machine(sweep), indent=1) + "\n",
+        "machine.json": json.dumps(_machine(sweep), indent=1) + "\n" if machine is None else machine,
     }
     kept = load(archive) if archive.exists() else {}
     save(kept | {f"{sweep.stem}/{name}": text for name, text in files.items()}, archive)
