@@ -1,5 +1,5 @@
-"""megarl's objectives in TRL: use `MegarlTrainer` as ``trl.GRPOTrainer``. Written against TRL 1.9.0, whose
-`_compute_loss` is private; text models, no KL term, no entropy bonus.
+"""megarl's objectives in TRL: use `MegarlTrainer` as ``trl.GRPOTrainer``. For TRL 1.16.0, whose `_compute_loss` is
+private; text models, no KL term, no entropy bonus, no balancing loss of a router.
 """
 
 from __future__ import annotations
@@ -28,4 +28,8 @@ class MegarlTrainer(GRPOTrainer):
         old = inputs.get("old_per_token_logps", logprobs.detach())  # TRL leaves it out where the two are the same
         rollout = inputs.get("sampling_per_token_logps", old)  # what vLLM said, where it generated
         terms = padded_terms(self.objective, logprobs, rollout, inputs["advantages"], mask, old_logprobs=old)
-        return terms.loss.sum() * self.accelerator.num_processes / inputs["num_items_in_batch"].clamp(min=1.0)
+        # the tokens of all ranks in everything that was generated at once, of which a step trains a part
+        tokens = inputs["num_items_in_batch"].clamp(min=1.0) / self.accelerator.num_processes
+        if self.model.training:
+            tokens = tokens * self.current_gradient_accumulation_steps / self.args.steps_per_generation
+        return terms.loss.sum() / tokens
