@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
+import ctypes
 import importlib.metadata
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +23,7 @@ import torch
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results"
+PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 NOT_MEASURED = "not measured"  # content of a cell if the hardware or the compared package is missing; never an estimate
 
 
@@ -71,6 +76,22 @@ def in_own_process(script: str, arguments: list[str], threads: int = 1) -> dict[
     command = [sys.executable, "-W", "ignore", script, *arguments]
     result = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
     return json.loads(result.stdout.splitlines()[-1])
+
+
+def time_command(command: list[str]) -> tuple[float, float]:
+    """Run a command in `ROOT`; (wall, CPU) seconds, with those of processes that outlive it, as fork servers do.
+
+    Its output is dropped. This process must have no other children.
+    """
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
+    seconds = time.perf_counter() - start
+    with contextlib.suppress(ChildProcessError):
+        while True:
+            os.wait()
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return seconds, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
 def parse_with_threads(parser: argparse.ArgumentParser) -> argparse.Namespace:

@@ -10,12 +10,9 @@ from __future__ import annotations
 
 import argparse
 import os
-import resource
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +34,7 @@ def train(recipe: Path, root: Path, model: Path, stages: int) -> dict[str, Any]:
     command = [sys.executable, "-m", "megarl.cli", "train", str(recipe), "--run-dir", str(root)]
     for setting in (*SETTINGS, f'model.path="{model}"', f"schedule.stages={stages}"):
         command += ["--set", setting]
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
-    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    after, seconds = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter() - start
-    processor = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+    seconds, processor = common.time_command(command)
     return {"stages": stages, "processor seconds": processor, "seconds": seconds}
 
 

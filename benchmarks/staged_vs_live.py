@@ -18,15 +18,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import resource
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from common import ROOT, write_table
+from common import time_command, write_table
 
 SYNC_EVERY = 4
 
@@ -43,15 +40,7 @@ def train(run: Path, settings: dict[str, Any]) -> tuple[float, float]:
     command = [sys.executable, "-W", "ignore", "-m", "megarl.cli", "train", "examples/quickstart/recipe.toml"]
     command += ["--run-dir", str(run)]
     command += [part for name, value in settings.items() for part in ("--set", f"{name}={json.dumps(value)}")]
-    start, before = time.perf_counter(), cpu_seconds()
-    subprocess.run(command, check=True, cwd=ROOT, stdout=subprocess.DEVNULL)
-    return time.perf_counter() - start, cpu_seconds() - before
-
-
-def cpu_seconds() -> float:
-    """CPU-seconds of all child processes that have ended, and of their children."""
-    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return usage.ru_utime + usage.ru_stime
+    return time_command(command)
 
 
 def read(path: Path) -> list[dict[str, Any]]:

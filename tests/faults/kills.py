@@ -33,6 +33,7 @@ from tests.phases.test_kill import TIMES, assert_same_run, evaluations_of
 from tests.zygote import Command
 
 PATIENCE_SECONDS = 600.0
+ORPHAN_SECONDS = 10.0  # after the command has ended, no process works on the run any more
 SECONDS = 6.0  # mean time after which a start is killed if it is not held before
 STARTS = 30  # at most this many starts of a run are disturbed
 STAGED = ("schedule.stages=3",)
@@ -96,7 +97,7 @@ class Run:
                 kill(agents)
         for agent in agents:
             agent.wait(0.0)
-        wait_until_nobody_works_on(self.directory)
+        wait_until_nobody_works_on(self.directory, ORPHAN_SECONDS)
         return f"{phase}: {name}"
 
     def start(self, *others: str, hold: list[Any] | None = None) -> list[Command]:
