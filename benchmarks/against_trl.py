@@ -11,7 +11,7 @@ TRL needs an environment of its own, since its pins are others:
     python3 -m venv .venv-trl
     .venv-trl/bin/pip install torch==2.13.0 trl==1.16.0
     python examples/quickstart/make_base.py
-    python benchmarks/against_trl.py --trl .venv-trl/bin/python [--repeats 3] [--threads 2] [--check]
+    python benchmarks/against_trl.py --trl .venv-trl/bin/python [--repeats 3] [--threads 1] [--check]
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="compare the example's losses instead")
     parser.add_argument("--of-trl", type=Path, help=argparse.SUPPRESS)  # the side of TRL, in this directory
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     if options.of_trl:
         (check_example if options.check else report_of_trl)(options.of_trl)
