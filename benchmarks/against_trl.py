@@ -42,7 +42,7 @@ def write_prompts(path: Path) -> None:
 
 
 def megarl_command(prompts: Path, output: Path) -> list[str]:
-    """A run of megarl with its defaults, without the warm-up run before it and without evaluations."""
+    """A run of megarl with its defaults, but without the small rehearsal before it and without evaluations."""
     values: dict[str, Any] = {
         "data.source": "file",
         "data.train": str(prompts),
@@ -59,6 +59,7 @@ def megarl_command(prompts: Path, output: Path) -> list[str]:
         "optimizer.warmup_updates": WARMUP,
         "eval.every": 0,
         "run.tensorboard": False,
+        "run.rehearse": False,
     }
     command = [sys.executable, "-W", "ignore", "-m", "megarl.cli", "train", RECIPE, "--run-dir", str(output)]
     pairs = {name: "{}" if value == {} else json.dumps(value) for name, value in values.items()}
@@ -158,13 +159,17 @@ def compare(trl: str, repeats: int, threads: int) -> list[dict[str, Any]]:
             write_prompts(work / "prompts.jsonl")
             seconds, _ = seconds_of(megarl_command(work / "prompts.jsonl", work / "run"), threads)
             updates = [json.loads(line) for line in (work / "run/metrics.jsonl").read_text().splitlines()]
-            rewards = [updates[0]["reward/mean"], updates[-1]["reward/mean"]]
+            rewards = [mean_reward(updates[:UPDATES]), mean_reward(updates[-UPDATES:])]
             rows.append(row("megarl", repeat, threads, seconds, len(updates), rewards))
             seconds, output = seconds_of(trl_command(trl, work), threads)
             told = json.loads(output.splitlines()[-1])
             rows.append(row("trl", repeat, threads, seconds, told["updates"], told["rewards"]))
             rows[-1]["times megarl's"] = rows[-1]["seconds"] / rows[-2]["seconds"]
     return rows
+
+
+def mean_reward(updates: list[dict[str, Any]]) -> float:
+    return sum(update["reward/mean"] for update in updates) / len(updates)
 
 
 def row(side: str, repeat: int, threads: int, seconds: float, updates: int, rewards: list[float]) -> dict[str, Any]:
@@ -175,7 +180,7 @@ def row(side: str, repeat: int, threads: int, seconds: float, updates: int, rewa
         "threads": threads,
         "seconds": seconds,
         "updates": updates,
-        "reward of the first update": first,
+        "reward of the first rollout": first,
         "of the last": last,
     }
 
