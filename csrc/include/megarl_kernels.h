@@ -9,7 +9,7 @@
 
 #include <stdint.h>
 
-#define MEGARL_ABI_VERSION 6 /* raise it when a signature or its meaning changes; Python refuses other versions */
+#define MEGARL_ABI_VERSION 7 /* raise it when a signature or its meaning changes; Python refuses other versions */
 
 #define MEGARL_OK 0
 #define MEGARL_BAD_BOUNDARIES 1 /* cu_seqlens does not start at 0, or decreases */
@@ -129,6 +129,34 @@ int megarl_contributions_cpu(const megarl_tokens* tokens, int weighted, const do
                              const double* high, int num_high, int64_t* table);
 int megarl_contributions_cuda(const megarl_tokens* tokens, int64_t num_tokens, int weighted, const double* low,
                               int num_low, const double* high, int num_high, int64_t* table, void* stream);
+
+/* Causal attention of packed pieces, on CPUs, for pieces of a few tokens: piece i has the queries cu_seqlens_q[i] to
+ * cu_seqlens_q[i + 1] and the keys cu_seqlens_k[i] to cu_seqlens_k[i + 1]; its last query attends to all of these, each
+ * query before that to one key less. No index is checked; no piece may have more queries than keys, and every row must
+ * be a query. */
+typedef struct {
+  const int64_t* queries;      /* [Q] row of each query on the packed axis; NULL: in order */
+  const int64_t* outputs;      /* [T] the query whose output each row takes; NULL: in order */
+  const int64_t* keys;         /* [K] row of each key; NULL: in order */
+  const int32_t* cu_seqlens_q; /* [num_pieces + 1] */
+  const int32_t* cu_seqlens_k; /* [num_pieces + 1] */
+  int64_t num_pieces, heads, kv_heads, width;
+  float scale;
+} megarl_pieces;
+
+/* q, out, gradient, dq [T, heads, width]; k, v, dk, dv [N, kv_heads, width]; probs: heads times the sum over pieces of
+ * queries times keys. The backward function adds to dk and dv. */
+int megarl_short_attention_cpu(const megarl_pieces* pieces, const float* q, const float* k, const float* v, float* out,
+                               float* probs);
+int megarl_short_attention_backward_cpu(const megarl_pieces* pieces, const float* q, const float* k, const float* v,
+                                        const float* probs, const float* gradient, float* dq, float* dk, float* dv);
+
+/* RMSNorm on CPUs. x, out, gradient, dx [rows, width]; weight, dw [width]; scales [rows]: 1 / sqrt(mean(x^2) + eps).
+ * The backward function adds to dw. */
+int megarl_rms_norm_cpu(const float* x, const float* weight, int64_t rows, int64_t width, double eps, float* out,
+                        float* scales);
+int megarl_rms_norm_backward_cpu(const float* x, const float* weight, const float* scales, const float* gradient,
+                                 int64_t rows, int64_t width, float* dx, float* dw);
 
 #ifdef __cplusplus
 }

@@ -1,4 +1,4 @@
-"""Plain torch modules of a layer: RMSNorm that supports sequence parallelism, attention over packed sequences.
+"""Modules of a layer: RMSNorm that supports sequence parallelism, attention over packed sequences.
 
 Megatron-Core's own `DotProductAttention` refuses packed sequences and `WrappedTorchNorm` refuses sequence parallelism;
 Transformer Engine has both, but is not on every machine.
@@ -31,6 +31,8 @@ from megarl.actor.sinks import causal_window, with_sink
 from megarl.actor.transfer import to_device
 from megarl.batch import ContextShard
 from megarl.errors import UserError
+from megarl.kernels.rms_norm import rms_norm
+from megarl.kernels.short_attention import LONGEST, short_attention
 
 
 @dataclass(frozen=True)
@@ -137,11 +139,13 @@ class PackedAttention(MegatronModule):
     It also applies the rotary embedding to queries and keys, except for latent attention, which has done so. Values may
     have fewer dimensions than keys. Nothing is computed for padding, and no [T, T] mask exists. On GPUs all sequences
     are one call of flash attention, which does not support float32; elsewhere each run of equally long sequences is one
-    batched call, with a mask for one sequence where there are sinks or windows.
+    batched call, with a mask for one sequence where there are sinks or windows, or short ones are all one call.
 
     before: size of the sliding window: a token attends to itself and so many tokens before it; None: to all before it.
     softmax_offset: [heads], the logits of attention sinks, a parameter; None in models without sinks.
     """
+
+    backend: str = "torch"  # "cpp": pieces of few tokens by `megarl.kernels.short_attention`
 
     def __init__(
         self, config: TransformerConfig, layer_number: int = 1, softmax_scale: float | None = None, **_: Any
@@ -193,6 +197,12 @@ class PackedAttention(MegatronModule):
         assert pieces is not None
         if packed.shard is not None:
             key, value = (gather_from_sequence_parallel_region(x, group=packed.shard.group) for x in (key, value))
+        if self.backend == "cpp" and self.softmax_offset is self.before is None and pieces.max_seqlen_k <= LONGEST:
+            keys = None if pieces.keys is None else pieces.keys.places
+            lengths = pieces.cu_seqlens_q, pieces.cu_seqlens_k
+            return short_attention(
+                query, key, value, pieces.queries, keys, pieces.outputs, *lengths, self.scale
+            ).flatten(1)
         if pieces.queries is not None:
             query = query.index_select(0, pieces.queries)
         attend = self._fused if query.is_cuda and query.dtype != torch.float32 else self._by_size
@@ -246,6 +256,8 @@ class PackedAttention(MegatronModule):
 class RMSNorm(torch.nn.RMSNorm):
     """RMSNorm with Megatron's constructor, sequence parallelism and zero-centred weights (factor weight + 1)."""
 
+    backend: str = "torch"  # of `megarl.kernels.rms_norm`
+
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         # makes Megatron all-reduce the gradient over tensor-parallel ranks
@@ -253,7 +265,8 @@ class RMSNorm(torch.nn.RMSNorm):
         self.zero_centred = config.layernorm_zero_centered_gamma
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert self.eps is not None
         if not self.zero_centred:
-            return super().forward(x)
+            return rms_norm(x, self.weight, self.eps, self.backend)
         # in float32: in bfloat16 the sum weight + 1 would lose a small weight
-        return F.rms_norm(x.float(), self.normalized_shape, self.weight.float() + 1, self.eps).to(x.dtype)
+        return rms_norm(x.float(), self.weight.float() + 1, self.eps, self.backend).to(x.dtype)

@@ -25,7 +25,7 @@ from megatron.core.tensor_parallel import random as megatron_random
 from megatron.core.transformer.moe import moe_utils
 from megatron.core.transformer.transformer_config import MLATransformerConfig, TransformerConfig
 
-from megarl.actor.attention import PackedSequences, rotary_tables
+from megarl.actor.attention import PackedAttention, PackedSequences, RMSNorm, rotary_tables
 from megarl.actor.delta_rule import sequence_chunks
 from megarl.actor.dispatch import RoutedExperts
 from megarl.actor.layers import block_spec
@@ -265,9 +265,6 @@ def _yarn_embedding(hf: dict[str, Any], config: TransformerConfig) -> YarnRotary
 def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
     """This rank's model chunks (one, or one for each virtual pipeline stage); their weights are not loaded yet."""
     config = transformer_config(hf, recipe)
-    if recipe.actor.flash_attention == 3 and not config.init_model_with_meta_device:
-        # torch's operators, which `megarl.actor.attention` calls, become those of the package flash-attn-3
-        torch.nn.attention.activate_flash_attention_impl("FA3")
     tp = recipe.actor.tensor_parallel
     virtual, norms_all_heads = config.virtual_pipeline_model_parallel_size, family_of(hf).attention.norms_all_heads
     chunks = []
@@ -299,6 +296,8 @@ def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
         for module in model.modules():
             if isinstance(module, RoutedExperts):
                 module.experts.backend = module.token_dispatcher.backend = recipe.actor.head_backend
+            elif isinstance(module, PackedAttention | RMSNorm):
+                module.backend = recipe.actor.kernel_backend
         model.hf, model.adapters = hf, {}
         in_place = recipe.actor.backend == "cpu" or config.init_model_with_meta_device
         chunks.append(model if in_place else model.cuda())

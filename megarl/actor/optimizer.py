@@ -27,7 +27,7 @@ def wrap(models: list[PolicyModel], recipe: Recipe) -> tuple[list[DistributedDat
     )
     for group in optimizer.param_groups:
         # torch's Adam with foreach takes the square roots of all second moments at once: 4 more bytes a parameter
-        group["foreach"], group["fused"] = False, recipe.actor.backend == "cuda"
+        group["foreach"], group["fused"] = False, True
     config.finalize_model_grads_func = _finalize
     config.grad_scale_func = optimizer.scale_loss
     if ddp.overlap_grad_reduce:  # gradients leave during the backward pass of the last micro-batch

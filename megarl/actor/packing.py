@@ -155,11 +155,15 @@ def _cut(samples: Sequence[Sample], members: list[int], parts: int, budget: int)
     """Samples with one prompt in about ``parts`` parts of equal size, each within the budget or a single sample."""
     limit = min(budget, -(-_load(samples, members) // parts))
     part: list[int] = []
+    before = len(samples[members[0]].prompt_tokens) - 1
+    tokens, keys = before, 0  # of the part, as `_load` counts them
     for index in members:
-        if part and _load(samples, [*part, index]) > limit:
+        more, more_keys = len(samples[index].response_tokens), len(samples[index])
+        if part and max(tokens + more, (keys + more_keys) // _KEYS) > limit:
             yield part
-            part = []
+            part, tokens, keys = [], before, 0
         part.append(index)
+        tokens, keys = tokens + more, keys + more_keys
     yield part
 
 
@@ -276,8 +280,8 @@ def _pieces(
 ) -> list[tuple[np.ndarray, np.ndarray]]:
     """Places of queries and keys for `attended`, from the padded lengths of all segments, those of filler included.
 
-    by_size: for devices without flash attention, sort the pieces by size, so that those of equal size are one call; and
-    let each response's queries begin with those of its stem, whose outputs are the same in every response, since a
+    by_size: for devices without flash attention, sort the pieces by size, so that those of equal size may be one call;
+    and let each response's queries begin with those of its stem, whose outputs are the same in every response, since a
     causal call with as many queries as keys needs no mask.
     """
     ends = np.cumsum(lengths)

@@ -33,6 +33,8 @@ from megarl.objectives.parts.summary import summarise
 from megarl.recipe.tables import Recipe
 from megarl.storage.policies import read_info
 
+_LISTED = 50  # tokens of ``muted_tokens``
+
 
 @dataclass
 class Actor:
@@ -78,15 +80,15 @@ def train_step(
     micro_batches: list[MicroBatch],
     objective: Objective,
     lr: float,
-    detail: int = 0,
+    detail: bool = False,
     samples: int = 0,
 ) -> dict[str, Any]:
     """One optimizer update; returns metrics averaged over the whole optimizer batch of all ranks.
 
-    micro_batches: those of this data-parallel rank. detail: how many tokens of the vocabulary to list under
-    ``muted_tokens``, those that most often get no gradient; 0 also leaves out the metrics of
-    `megarl.objectives.parts.detail`. samples: number of samples in the optimizer batch, to return under
-    ``sample_tokens`` {"counts": [[trained tokens, those without a gradient] of each sample]}; 0 leaves that out.
+    micro_batches: those of this data-parallel rank. detail: whether to add the metrics of
+    `megarl.objectives.parts.detail`, and ``muted_tokens``, those that most often get no gradient. samples: number of
+    samples in the optimizer batch, to return under ``sample_tokens`` {"counts": [[trained tokens, those without a
+    gradient] of each sample]}; 0 leaves that out.
     Outside the last pipeline stage the result has only ``grad_norm``, ``lr`` and what `routing.metrics` gives. Raises
     `NonFiniteUpdate` on all ranks, before anything is applied, if the loss or the gradient is not finite.
     """
@@ -130,7 +132,7 @@ def compute_gradients(
     actor: Actor,
     micro_batches: list[MicroBatch],
     objective: Objective,
-    detail: int = 0,
+    detail: bool = False,
     samples: int = 0,
 ) -> tuple[list[MicroBatchLog], dict[str, Any]]:
     """Forward and backward passes of an update. Leaves the reduced gradients in the replicas' buffers.
@@ -209,11 +211,10 @@ def _count_tokens(micro_batch: MicroBatch, kept: torch.Tensor, vocabulary: int) 
     return counts
 
 
-def _reduce(logs: list[MicroBatchLog], routed: torch.Tensor | None, listed: int) -> dict[str, Any]:
+def _reduce(logs: list[MicroBatchLog], routed: torch.Tensor | None, detail: bool) -> dict[str, Any]:
     """Means over all micro-batches and data-parallel ranks, with one wait for the device.
 
-    routed: the counts of `routing.count`, already summed over all ranks. listed: number of tokens in
-    ``muted_tokens``; 0: leave that out.
+    routed: the counts of `routing.count`, already summed over all ranks. detail: whether to add ``muted_tokens``.
     """
     values = [] if routed is None else [routed]
     if logs:  # on the last pipeline stage
@@ -223,32 +224,32 @@ def _reduce(logs: list[MicroBatchLog], routed: torch.Tensor | None, listed: int)
         dist.all_reduce(pairs, group=_batch_group())
         dist.all_reduce(counts, group=_batch_group())
         values += [pairs, counts]
-        if listed:
-            values.append(_most_muted(logs, listed))
+        if detail:
+            values.append(_most_muted(logs))
     if not values:
         return {}
     host = torch.cat([value.flatten().double() for value in values]).cpu()
     parts = iter(host.split([value.numel() for value in values]))
     extra: dict[str, Any] = {}
     if routed is not None:
-        extra = routing.metrics(next(parts).view(routed.shape), detail=listed > 0)
+        extra = routing.metrics(next(parts).view(routed.shape), detail=detail)
     if not logs:
         return extra
     on_host, counted = next(parts).to(pairs.dtype).view(-1, 2), next(parts).to(counts.dtype)
     metrics = {name: tuple(p) for name, p in zip(logs[0].metrics, on_host, strict=True)}
     split = counted.split([shape.numel() for shape in shapes.values()])
     histograms = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), split, strict=True)}
-    if listed:
+    if detail:
         ids, muted, trained = next(parts).long().view(3, -1).tolist()
         extra["muted_tokens"] = {"id": ids, "muted": muted, "trained": trained}
     return summarise(metrics, histograms) | extra
 
 
-def _most_muted(logs: list[MicroBatchLog], listed: int) -> torch.Tensor:
-    """[3, listed] int64: ids of the tokens that most often got no gradient, how often, and how often they trained."""
+def _most_muted(logs: list[MicroBatchLog]) -> torch.Tensor:
+    """[3, `_LISTED`] int64: ids of the tokens that most often got no gradient, how often, how often they trained."""
     counts = torch.stack([log.tokens for log in logs if log.tokens is not None]).sum(0)
     dist.all_reduce(counts, group=_batch_group())
-    muted, ids = counts[1].topk(min(listed, counts.size(1)))
+    muted, ids = counts[1].topk(min(_LISTED, counts.size(1)))
     return torch.stack([ids, muted, counts[0][ids]])
 
 

@@ -16,7 +16,7 @@ import torch
 from megarl import compiled_file
 from megarl.errors import UserError
 
-ABI_VERSION = 6  # MEGARL_ABI_VERSION of csrc/include/megarl_kernels.h
+ABI_VERSION = 7  # MEGARL_ABI_VERSION of csrc/include/megarl_kernels.h
 
 BAD_BOUNDARIES, UNKNOWN_RULE, CUDA_ERROR = 1, 2, 100  # return codes of the same header; 100 + e: cudaError_t e
 

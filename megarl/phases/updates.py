@@ -199,10 +199,10 @@ class _Updates:
         self, samples: list[Sample], micro_batches: list[packing.MicroBatch], place: dict[str, int]
     ) -> dict[str, Any]:
         actor, table = self.actor, self.recipe.metrics
-        listed = table.listed_tokens if table.detail and place["update"] % table.detail == 0 else 0
+        detail = table.detail > 0 and place["update"] % table.detail == 0
         try:
             lr, counted = actor.learning_rate(place["update"]), len(samples) if table.by else 0
-            values = train_step(actor, micro_batches, self.objective, lr, listed, counted)
+            values = train_step(actor, micro_batches, self.objective, lr, detail, counted)
             if "muted_tokens" in values and parallel.reports_metrics():
                 values["muted_tokens"] |= {"text": token_texts(values["muted_tokens"]["id"], self.recipe.model)}
             return values | lengths_by_sign(samples)

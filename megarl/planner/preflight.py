@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from packaging.version import Version
 
 from megarl.advantages import group_advantages
 from megarl.data.prompts import check_data
@@ -168,8 +167,6 @@ def check_devices(recipe: Recipe) -> None:
                 f'[actor] backend = "cuda" needs {needed} GPUs, but torch sees {torch.cuda.device_count()} here; '
                 'backend = "cpu" needs none'
             )
-    if actor.flash_attention == 3:
-        _check_flash_attention_3(actor)
     deep_ep = recipe.megatron.get("moe_token_dispatcher_type") == "flex"
     if deep_ep and importlib.util.find_spec("deep_ep") is None:
         raise UserError(
@@ -191,30 +188,6 @@ def _check_transformer_engine() -> None:
     if not versions.contains(found, prereleases=True):
         raise UserError(
             f'[actor] layers = "transformer_engine": version {found} is installed, but {whose} {versions}; use "torch"'
-        )
-
-
-def _check_flash_attention_3(actor: ActorTable) -> None:
-    """`UserError` where flash attention 3 is not called, not installed, or does not run."""
-    if actor.backend == "cpu" or actor.layers == "transformer_engine":
-        raise UserError(
-            '[actor] flash_attention = 3 is for backend = "cuda" and layers = "torch" (Transformer Engine chooses its '
-            "attention itself); remove the key"
-        )
-    # torch's switch was for fp8 alone at first: bfloat16 then silently stays with version 2
-    if Version(torch.__version__).release < (2, 13):
-        raise UserError(
-            f"[actor] flash_attention = 3 needs torch 2.13 or newer, not {torch.__version__}; use 2, torch's own"
-        )
-    if importlib.util.find_spec("flash_attn_interface") is None:
-        raise UserError(
-            "[actor] flash_attention = 3 needs the package flash-attn-3 (module flash_attn_interface), which is not "
-            "installed; use 2, torch's own"
-        )
-    if (found := torch.cuda.get_device_capability()) != (9, 0):
-        raise UserError(
-            f"[actor] flash_attention = 3 runs on GPUs of compute capability 9.0 (H100, H200), not {found[0]}."
-            f"{found[1]}; use 2, torch's own"
         )
 
 

@@ -100,8 +100,6 @@ class ActorTable(Table):
     kernels: Literal["torch", "cpp", "cuda", "triton"] | None = None  # default: cpp on a CPU, triton on a GPU
     recompute: RecomputeSetting = "none"  # of activations: "none", "full", or a list of parts of a layer: docs/scale.md
     layers: Literal["torch", "transformer_engine"] = "torch"  # the library of the model's layers
-    # of packed sequences on a GPU; 2: torch's own, 3: of the package flash-attn-3, on Hopper alone
-    flash_attention: Literal[2, 3] = 2
     # whose choice of experts trains: none: the policy's own; actor: the stage's first policy's; engine: the engine's
     routing_replay: Literal["none", "actor", "engine"] = "none"
     checkpoint_every: int = Field(64, ge=1)  # updates between checkpoints
@@ -110,11 +108,6 @@ class ActorTable(Table):
     keep_stages: int | None = Field(None, ge=1)  # newest finished stages whose checkpoints are kept; default: all
     keep_policies: int | None = Field(None, ge=1)  # those whose policy is kept, besides the run's first; default: all
     lora: LoraTable | None = None  # train low-rank adapters instead of the model's weights (docs/scale.md)
-
-    @field_validator("layers", mode="before")
-    @classmethod
-    def _of_earlier_runs(cls, layers: Any) -> Any:
-        return "torch" if layers == "auto" else layers  # the default when recipes of earlier runs were stored
 
     @property
     def trains_recorded_experts(self) -> bool:

@@ -79,7 +79,6 @@ class MetricsTable(Table):
     detail: int = Field(0, ge=0)
     # columns of the prompts' rows, or "source", for each value of which there are metrics of its own
     by: tuple[str, ...] = Field((), strict=False)
-    listed_tokens: int = Field(50, ge=1, le=10**4)  # length of the list of tokens that lose their gradient most often
 
 
 class RunTable(Table):

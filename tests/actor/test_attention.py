@@ -1,4 +1,4 @@
-"""One call of flash attention for a whole micro-batch, against one batched call per length as on other devices."""
+"""One call for a whole micro-batch, of flash attention or of the kernel for short pieces, against one per length."""
 
 from itertools import pairwise
 
@@ -11,6 +11,7 @@ from megarl.actor.attention import PackedAttention, PackedSequences, attended
 from megarl.actor.model import transformer_config
 from megarl.actor.packing import Sample, _pieces, _segments
 from megarl.batch import ContextShard
+from megarl.kernels.rms_norm import rms_norm
 from tests.actor.conftest import EXPERTS, make_recipe
 from tests.rehearsal.cuda_only import KERNELS
 
@@ -23,6 +24,7 @@ KINDS = {  # (model, number of a layer from 1, dtype); not bfloat16 for sinks, w
     "a window and sinks": (GPT_OSS, 1, torch.float16),
     "sinks": (GPT_OSS, 2, torch.float16),
 }
+PATHS = [*((kind, path) for kind in KINDS for path in ("_by_size", "_fused")), ("all keys", "short")]
 
 
 @pytest.fixture(autouse=True)
@@ -44,9 +46,9 @@ def flash_attention_on_the_cpu():
         yield
 
 
-def attention_and_inputs(tokens, kind="all keys"):
+def attention_and_inputs(tokens, kind="all keys", width=16):
     torch.manual_seed(0)
-    shapes = ((tokens, 4, 16), (tokens, 2, 16), (tokens, 2, 16))
+    shapes = ((tokens, 4, width), (tokens, 2, width), (tokens, 2, width))
     hf, layer, dtype = KINDS[kind]
     attention = PackedAttention(transformer_config(hf, make_recipe()), layer)
     if attention.softmax_offset is not None:
@@ -65,21 +67,23 @@ def alone(lengths):
     return packed([(own, own) for own in places], lengths.sum())
 
 
-def run(attention, inputs, sequences, fused):
-    """Output and gradients; fused: by flash attention in half precision, otherwise in float32."""
+def run(attention, inputs, sequences, path):
+    """Output and gradients; by flash attention in half precision, otherwise in float32."""
+    fused = path == "_fused"
     inputs = [x.detach().clone().requires_grad_() for x in (inputs if fused else [x.float() for x in inputs])]
     with pytest.MonkeyPatch.context() as patch:
-        if fused:
-            patch.setattr(attention, "_by_size", attention._fused)
+        patch.setattr(attention, "backend", "cpp" if path == "short" else "torch")
+        patch.setattr(attention, "_by_size", getattr(attention, path, None) or attention._by_size)
         out = attention._attend(*inputs, sequences)
         return [out, *torch.autograd.grad(out, [*inputs, *attention.parameters()], torch.ones_like(out))]
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_attention_equals_a_softmax_written_out_for_each_query(kind, fused):
+@pytest.mark.parametrize(
+    ("kind", "path", "width"), [*((*path, 16) for path in PATHS), *(("all keys", "short", 32 << i) for i in range(3))]
+)
+def test_attention_equals_a_softmax_written_out_for_each_query(kind, path, width):
     """The softmax is over the keys of the query's window and the sink, a logit without a value."""
-    attention, inputs = attention_and_inputs(int(LENGTHS.sum()), kind)
+    attention, inputs = attention_and_inputs(int(LENGTHS.sum()), kind, width)
     query, key, value = (x.double().requires_grad_() for x in inputs)
     hf, *_ = KINDS[kind]
     window = hf["sliding_window"] if "window" in kind else 99
@@ -94,18 +98,19 @@ def test_attention_equals_a_softmax_written_out_for_each_query(kind, fused):
                 logits = key[seen, head // 2] @ query[token, head] / 4
                 weights = torch.cat([logits, sinks[head : head + 1]]).softmax(0)[:-1]
                 rows.append(weights @ value[seen, head // 2])
-    out = torch.stack(rows).view(-1, 4 * 16)
+    out = torch.stack(rows).view(-1, 4 * width)
     wanted = [query, key, value, *([sinks] if sinks.requires_grad else [])]
     expected = [out, *torch.autograd.grad(out, wanted, torch.ones_like(out))]
-    tolerance = 2**-7 if fused else 1e-5
-    for a, b in zip(run(attention, inputs, alone(LENGTHS), fused), expected, strict=True):
+    tolerance = 2**-7 if path == "_fused" else 1e-5
+    for a, b in zip(run(attention, inputs, alone(LENGTHS), path), expected, strict=True):
         torch.testing.assert_close(a.double(), b, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-@pytest.mark.parametrize("kind", KINDS)
-def test_one_call_for_both_chunks_of_a_context_parallel_rank_equals_whole_sequences(kind, rank, monkeypatch):
+@pytest.mark.parametrize(("kind", "path"), [path for path in PATHS if path[1] != "_by_size"])
+def test_one_call_for_both_chunks_of_a_context_parallel_rank_equals_whole_sequences(kind, path, rank, monkeypatch):
     attention, whole = attention_and_inputs(int(LENGTHS.sum()), kind)
+    whole = whole if path == "_fused" else [x.float() for x in whole]
     shards = [ContextShard(None, r, 2) for r in (0, 1)]
     held = [torch.from_numpy(s.held_tokens(LENGTHS)) for s in shards]
     everyone = {id(x): torch.cat([x[index] for index in held]) for x in whole[1:]}
@@ -115,16 +120,16 @@ def test_one_call_for_both_chunks_of_a_context_parallel_rank_equals_whole_sequen
     segments = _segments([Sample(np.zeros(1), np.zeros(n), np.zeros(n), 0.0) for n in LENGTHS], share=False)
     sequences = packed(_pieces(segments, LENGTHS, shards[rank], by_size=False), len(held[rank]), 2)
     sequences.shard = shards[rank]
+    monkeypatch.setattr(attention, "backend", "cpp" if path == "short" else "torch")
     monkeypatch.setattr(attention, "_by_size", attention._fused)
     out = attention._attend(*mine, sequences)
     monkeypatch.undo()
-    expected = run(attention, whole, alone(LENGTHS), False)[0][held[rank]]
+    expected = run(attention, whole, alone(LENGTHS), "_by_size")[0][held[rank]]
     torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=2**-7)
 
 
-@pytest.mark.parametrize("fused", [True, False])
-@pytest.mark.parametrize("kind", KINDS)
-def test_responses_that_share_a_prompt_attend_as_whole_sequences_do(kind, fused):
+@pytest.mark.parametrize(("kind", "path"), PATHS)
+def test_responses_that_share_a_prompt_attend_as_whole_sequences_do(kind, path):
     """Outputs and gradients; that of the prompt's keys is the sum over the whole sequences."""
     prompts = ([1, 2, 3, 4], [5, 6, 7], [8])
     samples = [
@@ -138,15 +143,27 @@ def test_responses_that_share_a_prompt_attend_as_whole_sequences_do(kind, fused)
     stems = [None if s.stem is None else places[s.stem] for s in segments]
     whole = [own if stem is None else np.concatenate([stem, own]) for stem, own in zip(stems, places, strict=True)][:6]
     attention, inputs = attention_and_inputs(int(lengths.sum()), kind)
-    sequences = packed(_pieces(segments, lengths, None, not fused), lengths.sum())
-    assert (sequences.attended.queries is None) == fused
-    shared = run(attention, inputs, sequences, fused)
+    sequences = packed(_pieces(segments, lengths, None, path != "_fused"), lengths.sum())
+    assert (sequences.attended.queries is None) == (path == "_fused")
+    shared = run(attention, inputs, sequences, path)
 
     inputs = [x.float().requires_grad_() for x in inputs]
     rows = np.concatenate(whole)
     separate = attention._attend(*[x[rows] for x in inputs], alone(np.array([len(x) for x in whole])))
     expected = torch.stack([separate[np.flatnonzero(rows == place)[-1]] for place in range(lengths.sum())])
     gradients = torch.autograd.grad(expected, [*inputs, *attention.parameters()], torch.ones_like(expected))
-    tolerance = 2**-6 if fused else 1e-5
+    tolerance = 2**-6 if path == "_fused" else 1e-5
     for a, b in zip(shared, [expected, *gradients], strict=True):
         torch.testing.assert_close(a.float(), b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("shape", [(3, 33), (600, 2, 64)])  # more than one block of rows
+def test_the_norm_in_cpp_equals_torchs_in_float64(shape):
+    x, weight, gradient = torch.randn(shape), torch.randn(shape[-1]), torch.randn(shape)
+    found = []
+    for dtype, backend in ((torch.float64, "torch"), (torch.float32, "cpp")):
+        inputs = [t.to(dtype).requires_grad_() for t in (x, weight)]
+        out = rms_norm(*inputs, 1e-6, backend)
+        found.append([out, *torch.autograd.grad(out, inputs, gradient.to(dtype))])
+    for expected, one in zip(*found, strict=True):
+        torch.testing.assert_close(one.double(), expected, rtol=1e-5, atol=1e-4)
