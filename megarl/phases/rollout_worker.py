@@ -295,8 +295,8 @@ class _Requests:
             kept.append(completion)
             group.parts.setdefault(k, []).append(completion)
             if completion.finish_reason != "interrupted":
-                response = _joined(group.parts.pop(k), self.draws.max_tokens)
-                self.worker.scoring.add(group, k, replace(response, discarded=group.discarded.get(k)))
+                response = _joined(group.parts.pop(k), self.draws.max_tokens, group.discarded.get(k))
+                self.worker.scoring.add(group, k, response)
         return kept
 
     def scored(self, wait: bool = False) -> list[Group]:
@@ -359,7 +359,7 @@ def _spans(response: Response, prompt: int) -> list[Completion]:
     ]
 
 
-def _joined(parts: Sequence[Completion], max_tokens: int) -> Response:
+def _joined(parts: Sequence[Completion], max_tokens: int, discarded: int | None) -> Response:
     """The spans of a response joined, without a reward. It is unfinished if it was cut off before ``max_tokens``."""
     if len(parts) == 1:
         tokens, logprobs, versions = parts[0].tokens, parts[0].logprobs, None
@@ -375,6 +375,7 @@ def _joined(parts: Sequence[Completion], max_tokens: int) -> Response:
         policy_version=parts[0].policy_version if versions is None else int(versions[0]),
         policy_versions=None if versions is None or (versions == versions[0]).all() else versions,
         routed_experts=join_experts(parts),
+        discarded=discarded,
     )
 
 

@@ -85,8 +85,12 @@ class Channel:
         self.unsent, self._received = bytearray(), bytearray()
         self.closed = False  # whether the other end has closed the connection
 
-    def send(self, message: bytes) -> None:
+    def queue(self, message: bytes) -> None:
+        """Have a message sent by the next `send` or `flush`."""
         self.unsent += LENGTH.pack(len(message)) + message
+
+    def send(self, message: bytes) -> None:
+        self.queue(message)
         self.flush()
 
     def flush(self) -> None:
@@ -135,14 +139,15 @@ class VerifierPool:
     def ask(self, prompt: Prompt, responses: str | tuple[str, ...]) -> range:
         """Submit a response, or all responses to a prompt for a `GroupVerifier`; returns their numbers at once.
 
-        The limits hold for a group as a whole.
+        They are sent by the next call of `verdicts`: together, since a call of the system for each would take longer
+        than scoring short responses. The limits hold for a group as a whole.
         """
         if self._prompt is None or self._prompt[0] is not prompt:
             # without tokens: they may be most of a prompt, and no verifier reads them
             self._prompt = prompt, pickle.dumps(replace(prompt, tokens=()))
         numbers = range(self._asked, self._asked + (1 if isinstance(responses, str) else len(responses)))
         self._asked = numbers.stop
-        self._supervisor.send(pickle.dumps((numbers, self._prompt[1], responses)))
+        self._supervisor.queue(pickle.dumps((numbers, self._prompt[1], responses)))
         return numbers
 
     def verdicts(self, wait: bool = False, unless: Callable[[], bool] = lambda: False) -> list[tuple[int, Score]]:

@@ -113,11 +113,13 @@ def fault(completion: Completion, most: int, vocabulary: int) -> str | None:
         return f"tokens are {tokens.dtype} and log-probs {logprobs.dtype}"
     if len(tokens) > most:
         return f"{len(tokens)} tokens are more than the {most} that were asked for"
-    wrong = tokens[(tokens < 0) | (tokens >= vocabulary)]
-    if len(wrong):
+    if tokens.min(initial=0) < 0 or tokens.max(initial=0) >= vocabulary:
+        wrong = tokens[(tokens < 0) | (tokens >= vocabulary)]
         return f"token {wrong[0]} is outside the vocabulary [0, {vocabulary})"
+    if logprobs.min(initial=0) > -math.inf and logprobs.max(initial=0) <= LOGPROB_TOLERANCE:
+        return None
     right = np.isfinite(logprobs) & (logprobs <= LOGPROB_TOLERANCE)
-    return None if right.all() else f"the log-prob {logprobs[~right][0]} of a token is not a finite number <= 0"
+    return f"the log-prob {logprobs[~right][0]} of a token is not a finite number <= 0"
 
 
 def discard(why: str, where: str, discarded: int) -> int:

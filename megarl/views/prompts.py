@@ -6,7 +6,7 @@ import json
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -23,11 +23,7 @@ from megarl.rewards import Score
 from megarl.rewards.parts import build_verifier, check_reward
 
 SHOWN = 5  # rows that are named for each kind of mistake
-# both constants are from GPT-3 (arXiv:2005.14165), appendix C
-WORDS = 13  # length of the n-grams
-COMMON = 10  # an n-gram in more training prompts than this is a common phrase, such as an instruction, not an overlap
 VALUES = re.compile(r"\d+|(?<!column )['\"].*")  # of a message; what is before them says what kind of mistake it is
-WORD = re.compile(r"\w+")
 
 
 def show_prompts(recipe: Recipe, count: int) -> str:
@@ -73,22 +69,19 @@ class File:
 
 @dataclass
 class Overlap:
-    """Prompts of the training files that equal or resemble held-out ones."""
+    """Prompts of the training files that equal held-out ones."""
 
     heldout: int  # number of held-out prompts
     same: int  # number of those that are held-out prompts themselves, and so not trained on
     nearly: list[str]  # those that differ only in case or spaces
-    shared: list[str]  # those that share `WORDS` consecutive words with one
 
     def lines(self) -> Iterator[str]:
         """Lines of text for a terminal."""
         yield (
             f"{self.heldout} held-out prompts: of the training files, {self.same} prompts are among them and are not "
-            f"trained on, {len(self.nearly)} differ from one only in case or spaces, {len(self.shared)} share {WORDS} "
-            "consecutive words with one"
+            f"trained on, {len(self.nearly)} differ from one only in case or spaces"
         )
         yield from (f"  differs only in case or spaces: {text[:100]!r}" for text in self.nearly[:SHOWN])
-        yield from (f"  shares {WORDS} words: {text[:100]!r}" for text in self.shared[:SHOWN])
 
 
 @dataclass
@@ -198,11 +191,10 @@ def _check_start(report: Findings, recipe: Recipe, tokenizer: Any, train: list[s
     report.example = _example(recipe, prompts)
     heldout = prompts.heldout()
     if heldout and train:
-        asked = [_asked(prompt.entry) for prompt in heldout]
-        exact, shared = overlapping(train, asked)
-        same = set(asked)
-        nearly = [train[n] for n in exact if train[n] not in same]
-        report.overlap = Overlap(len(heldout), len(exact) - len(nearly), nearly, [train[n] for n in shared])
+        asked = {_asked(prompt.entry) for prompt in heldout}
+        plain = set(map(_normalized, asked))
+        nearly = [text for text in train if text not in asked and _normalized(text) in plain]
+        report.overlap = Overlap(len(heldout), sum(text in asked for text in train), nearly)
 
 
 def _example(recipe: Recipe, prompts: PromptSource) -> str:
@@ -237,36 +229,6 @@ def _asked(item: Item) -> str:
     return question if isinstance(question, str) else "\n".join(str(message["content"]) for message in question)
 
 
-# ----------------------------------------------------------------------------------- overlap with held-out prompts
-
-
 def _normalized(text: str) -> str:
     """A text in lower case with single spaces. Punctuation stays, since 2 + 2 is not 2 - 2."""
     return " ".join(text.lower().split())
-
-
-def overlapping(train: Sequence[str], exam: Sequence[str]) -> tuple[list[int], list[int]]:
-    """Positions in ``train`` of texts that equal one in ``exam`` apart from case and spaces, and of others that share
-    an n-gram with one.
-
-    Of the latter only the first of equal texts in ``train`` is listed.
-    """
-    whole = {_normalized(text) for text in exam}
-    grams = {gram for text in exam for gram in _grams(text)}
-    exact: list[int] = []
-    shared: dict[int, set[tuple[str, ...]]] = {}
-    seen: set[str] = set()
-    for position, text in enumerate(train):
-        plain = _normalized(text)
-        if plain in whole:
-            exact.append(position)
-        elif plain not in seen and (found := {gram for gram in _grams(text) if gram in grams}):
-            shared[position] = found
-        seen.add(plain)
-    counts = Counter(gram for found in shared.values() for gram in found)
-    return exact, [n for n, found in shared.items() if any(counts[gram] <= COMMON for gram in found)]
-
-
-def _grams(text: str) -> Iterable[tuple[str, ...]]:
-    words = WORD.findall(text.lower())
-    return (tuple(words[start : start + WORDS]) for start in range(len(words) - WORDS + 1))

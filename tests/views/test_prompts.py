@@ -1,13 +1,10 @@
 """`megarl data check` finds, before a run, the rows and settings at which the run would stop."""
 
-import itertools
 import json
-import random
 
 import pytest
 
 from megarl import cli
-from megarl.views.prompts import overlapping
 from tests.data.prompt_sources import char_tokenizer, write
 from tests.phases.commands import settings
 
@@ -112,13 +109,12 @@ def test_prompts_that_do_not_fit_the_template_are_counted(check):
 def test_overlap_with_heldout_prompts_is_counted(check):
     story = "a train leaves the town at nine and meets another one at noon how fast was the first"
     exam = [{"prompt": story + "?", "answer": 1}, {"prompt": "two plus two", "answer": 4}]
-    others = ("two plus two", "Two plus  two", f"once more: {story}, and then?")
+    others = ("two plus two", "Two plus  two", f"once more: {story}?")
     code, said = check([*rows(20), *({"prompt": text, "answer": 4} for text in others)], exam=exam)
     assert code == 0
     assert (
         "2 held-out prompts: of the training files, 1 prompts are among them and are not trained on, 1 differ from "
-        "one only in case or spaces, 1 share 13 consecutive words with one\n"
-        "  differs only in case or spaces: 'Two plus  two'\n  shares 13 words: 'once more: a train leaves"
+        "one only in case or spaces\n  differs only in case or spaces: 'Two plus  two'\n"
     ) in said
 
 
@@ -131,39 +127,3 @@ def test_json_has_the_first_bad_rows_of_each_kind(check):
     assert rest == "and 2 more rows that cannot be used"
     (file,) = found["files"]
     assert (file["prompts"], file["repetitions"], file["tokens"]["longest"]) == (22, 2, 10)
-
-
-def sentence(seed, words):
-    return " ".join(f"w{random.Random(f'{seed}/{n}').randrange(10**6)}" for n in range(words))
-
-
-def test_overlaps_equal_those_of_every_pair_of_windows():
-    """The texts are parts of one text; two of them are equal, share a window, or share fewer than 13 words."""
-    rng = random.Random(0)
-    whole = [rng.choice("ab") for _ in range(80)]
-    texts = [whole[start : start + rng.randrange(10, 20)] for start in (rng.randrange(60) for _ in range(40))]
-    train, exam = texts[:20], texts[20:]
-
-    def windows(words):
-        return [tuple(words[n : n + 13]) for n in range(len(words)) if n + 13 <= len(words)]
-
-    expected = [
-        n
-        for n, words in enumerate(train)
-        if words not in exam
-        and any(x == y for other in exam for x, y in itertools.product(windows(words), windows(other)))
-    ]
-    exact, shared = overlapping([" ".join(words) for words in train], [" ".join(words) for words in exam])
-    assert exact == [n for n, words in enumerate(train) if words in exam]
-    assert shared == [n for n in expected if train[n] not in train[:n]]
-    assert (len(exact), len(shared), len(expected)) == (3, 5, 6), "some of every kind, and one is repeated"
-
-
-def test_an_instruction_that_many_prompts_share_is_no_overlap():
-    instruction = sentence("instruction", 20)
-    exam = [f"{instruction} {sentence('exam', 20)}"]
-    for count, found in ((10, 10), (11, 0)):
-        train = [f"{instruction} {sentence(n, 5)}" for n in range(count)]
-        assert len(overlapping(train * 3, exam)[1]) == found, "repetitions count once"
-    copied = f"{instruction} {sentence('exam', 13)}"
-    assert overlapping([*train, copied], exam)[1] == [11]
