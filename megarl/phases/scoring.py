@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import sys
 import time
@@ -127,15 +128,13 @@ class Scoring:
                 self.over_limit += 1
                 place = f"response {sample} to prompt {group.number}"
                 print(f"{place} scores 0: its verifier exceeded a limit ({verdict.over})", file=sys.stderr, flush=True)
-        whole: list[Group] = []
-        waiting: list[PendingGroup] = []
-        for group in self._generated:
-            if group.complete and not (waiting and self._in_order):
-                whole.append(self._rewarded(group))
-            else:
-                waiting.append(group)
-        self._generated = waiting
-        return whole
+        if self._in_order:  # those behind one that waits need no look
+            whole = list(itertools.takewhile(lambda group: group.complete, self._generated))
+            self._generated = self._generated[len(whole) :]
+        else:
+            whole = [group for group in self._generated if group.complete]
+            self._generated = [group for group in self._generated if group not in whole]
+        return [self._rewarded(group) for group in whole]
 
     def again(self, groups: Sequence[Group], prompt_of: Callable[[Group], Prompt]) -> list[Group]:
         """Stored groups, scored again; in order, if `Scoring` was made so."""
