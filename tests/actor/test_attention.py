@@ -125,7 +125,8 @@ def test_one_call_for_both_chunks_of_a_context_parallel_rank_equals_whole_sequen
     out = attention._attend(*mine, sequences)
     monkeypatch.undo()
     expected = run(attention, whole, alone(LENGTHS), "_by_size")[0][held[rank]]
-    torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=2**-7)
+    tolerance = 2**-7 if path == "_fused" else 1e-5
+    torch.testing.assert_close(out.float(), expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize(("kind", "path"), PATHS)
