@@ -32,7 +32,7 @@ from megarl.actor.transfer import to_device
 from megarl.batch import ContextShard
 from megarl.errors import UserError
 from megarl.kernels.rms_norm import rms_norm
-from megarl.kernels.short_attention import LONGEST, short_attention
+from megarl.kernels.short_attention import short_attention
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,8 @@ class PackedAttention(MegatronModule):
     softmax_offset: [heads], the logits of attention sinks, a parameter; None in models without sinks.
     """
 
-    backend: str = "torch"  # "cpp": pieces of few tokens by `megarl.kernels.short_attention`
+    # "cpp": by `megarl.kernels.short_attention`; the same for all micro-batches, since its last bits are others
+    backend: str = "torch"
 
     def __init__(
         self, config: TransformerConfig, layer_number: int = 1, softmax_scale: float | None = None, **_: Any
@@ -197,7 +198,7 @@ class PackedAttention(MegatronModule):
         assert pieces is not None
         if packed.shard is not None:
             key, value = (gather_from_sequence_parallel_region(x, group=packed.shard.group) for x in (key, value))
-        if self.backend == "cpp" and self.softmax_offset is self.before is None and pieces.max_seqlen_k <= LONGEST:
+        if self.backend == "cpp" and self.softmax_offset is self.before is None:
             keys = None if pieces.keys is None else pieces.keys.places
             lengths = pieces.cu_seqlens_q, pieces.cu_seqlens_k
             return short_attention(

@@ -31,6 +31,7 @@ from megarl.actor.dispatch import RoutedExperts
 from megarl.actor.layers import block_spec
 from megarl.errors import UserError
 from megarl.kernels.linear_logprob import linear_logprob
+from megarl.kernels.short_attention import LONGEST
 from megarl.kernels.weight_gradient import add_product
 from megarl.models import family_of
 from megarl.recipe.actor_table import Recompute
@@ -265,7 +266,7 @@ def _yarn_embedding(hf: dict[str, Any], config: TransformerConfig) -> YarnRotary
 def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
     """This rank's model chunks (one, or one for each virtual pipeline stage); their weights are not loaded yet."""
     config = transformer_config(hf, recipe)
-    tp = recipe.actor.tensor_parallel
+    tp, longest = recipe.actor.tensor_parallel, recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
     virtual, norms_all_heads = config.virtual_pipeline_model_parallel_size, family_of(hf).attention.norms_all_heads
     chunks = []
     for stage in range(virtual) if virtual else (None,):
@@ -296,7 +297,7 @@ def build_model(hf: dict[str, Any], recipe: Recipe) -> list[PolicyModel]:
         for module in model.modules():
             if isinstance(module, RoutedExperts):
                 module.experts.backend = module.token_dispatcher.backend = recipe.actor.head_backend
-            elif isinstance(module, PackedAttention | RMSNorm):
+            elif isinstance(module, RMSNorm) or (isinstance(module, PackedAttention) and longest <= LONGEST):
                 module.backend = recipe.actor.kernel_backend
         model.hf, model.adapters = hf, {}
         in_place = recipe.actor.backend == "cpu" or config.init_model_with_meta_device

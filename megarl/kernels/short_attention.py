@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 
 from megarl.kernels import library
 
-LONGEST = 32  # keys of a piece; with more, torch is faster, since its blocks reuse what they have read
+LONGEST = 32  # keys of a piece, about: with more, torch is faster, since its blocks reuse what they have read
 
 
 def short_attention(

@@ -174,8 +174,9 @@ def read_settings(folder, family, **changes):
 def make_recipe(model_path="model", **tables):
     defaults = {
         "model": {"path": str(model_path)},
-        "data": {"source": "reasoning_gym", "train": "spell_backward"},
+        "data": {"source": "reasoning_gym", "train": "spell_backward", "max_prompt_tokens": 8},
         "reward": {"kind": "reasoning_gym"},
+        "rollout": {"max_response_tokens": 24},
         "actor": {"backend": "cpu"},
         "optimizer": {"lr": 1e-3, "weight_decay": 0.1},
     }

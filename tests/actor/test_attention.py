@@ -8,11 +8,11 @@ import torch
 
 from megarl.actor import attention as module
 from megarl.actor.attention import PackedAttention, PackedSequences, attended
-from megarl.actor.model import transformer_config
+from megarl.actor.model import build_model, transformer_config
 from megarl.actor.packing import Sample, _pieces, _segments
 from megarl.batch import ContextShard
 from megarl.kernels.rms_norm import rms_norm
-from tests.actor.conftest import EXPERTS, make_recipe
+from tests.actor.conftest import EXPERTS, make_recipe, read_settings
 from tests.rehearsal.cuda_only import KERNELS
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -168,3 +168,12 @@ def test_the_norm_in_cpp_equals_torchs_in_float64(shape):
         found.append([out, *torch.autograd.grad(out, inputs, gradient.to(dtype))])
     for expected, one in zip(*found, strict=True):
         torch.testing.assert_close(one.double(), expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize(("most", "backend"), [(24, "cpp"), (25, "torch")])
+def test_the_kernel_is_chosen_for_a_run_and_not_for_a_micro_batch(tmp_path, most, backend):
+    """Else another split into micro-batches would give other last bits."""
+    recipe = make_recipe(data={"max_prompt_tokens": 8}, rollout={"max_response_tokens": most})
+    (model,) = build_model(read_settings(tmp_path, "qwen3"), recipe)
+    found = [module.backend for module in model.modules() if isinstance(module, PackedAttention)]
+    assert found == [backend] * len(model.decoder.layers)
