@@ -4,7 +4,7 @@ The recipe is that with mu-GRPO, examples/quickstart/mu_grpo.toml.
 
 Both sides use the same model, prompts, responses and number of updates, in one process and thread, and take turns of a
 few updates, so that other load on the machine affects both. Not counted on either side: process start, imports, loading
-the model. Counted for megarl: rollout store, verification, packing, Megatron's schedule, DDP and optimizer, metrics,
+the model and the prompts. Counted for megarl: rollout store, verification, packing, Megatron's schedule, DDP and optimizer, metrics,
 checkpoints.
 
     python benchmarks/quickstart_cost.py [--stages 1] [--updates 96] [--output benchmarks/results/quickstart_cost.json]
@@ -143,6 +143,7 @@ def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
 
     worker = RolloutWorker.build(recipe, 0, run.stage(0).policy)
     plain = PlainLoop(recipe, worker)
+    worker.prompts.train(0)  # loads them, for both sides
     objective = build_objective(recipe.objective.name, recipe.objective.fields)
     actor = step.Actor.build(recipe, run.stage(0).policy, torch.device("cpu"))
     metrics = MetricsWriter(run.metrics, NOTHING, b"", 0, recipe.run)

@@ -46,10 +46,13 @@ METRICS = (
 )
 
 
-def collect(sweep: Path, output: Path, machine: str | None = None, archive: Path = RESULTS) -> None:
+def collect(
+    sweep: Path, output: Path, machine: str | None = None, archive: Path = RESULTS, beside: bool = False
+) -> None:
     """Write the files of ``sweep`` in ``archive`` anew, from its finished runs in ``output``.
 
     machine: the machine.json of the runs; default: that of this machine.
+    beside: whether lines of seeds that no run in ``output`` has are kept.
     """
     plan = plan_sweep(load_sweep(sweep), output)
     made = read_finished(plan)
@@ -62,6 +65,9 @@ def collect(sweep: Path, output: Path, machine: str | None = None, archive: Path
         "machine.json": json.dumps(_machine(sweep), indent=1) + "\n" if machine is None else machine,
     }
     kept = load(archive) if archive.exists() else {}
+    if beside:
+        for name in [name for name in files if name.endswith(".csv")]:
+            files[name] = _beside(kept[f"{sweep.stem}/{name}"], files[name])
     save(kept | {f"{sweep.stem}/{name}": text for name, text in files.items()}, archive)
     print(f"{len(made)} of {len(plan.jobs)} runs -> {sweep.stem}/ in {archive}")
 
@@ -110,6 +116,13 @@ def _csv(columns: list[str], lines: Iterator[dict[str, Any]]) -> str:
     return text.getvalue()
 
 
+def _beside(kept: str, new: str) -> str:
+    """The lines of both CSVs; of a seed that both have, those of ``new``."""
+    old, made = (list(csv.DictReader(io.StringIO(text))) for text in (kept, new))
+    again = {line["seed"] for line in made}
+    return _csv(list((made or old)[0]), iter([line for line in old if line["seed"] not in again] + made))
+
+
 def _machine(sweep: Path) -> dict[str, Any]:
     processor = next(
         (
@@ -135,8 +148,9 @@ def main() -> None:
     parser.add_argument("sweep", type=Path)
     parser.add_argument("--output", type=Path, required=True, help="where megarl sweep put the runs")
     parser.add_argument("--machine", type=Path, help="machine.json of runs that another machine made")
+    parser.add_argument("--beside", action="store_true", help="keep the lines of seeds that these runs do not have")
     options = parser.parse_args()
-    collect(options.sweep, options.output, options.machine and options.machine.read_text())
+    collect(options.sweep, options.output, options.machine and options.machine.read_text(), beside=options.beside)
 
 
 if __name__ == "__main__":
