@@ -117,7 +117,9 @@ class _TokenPass(torch.autograd.Function):
         segment_sums = logprobs.new_zeros(tokens.segments, 2, dtype=torch.float64)
         sums = logprobs.new_zeros(len(SUMS), dtype=torch.float64)
         histograms = logprobs.new_zeros(2, BINS, dtype=torch.int64)
-        scratch = (logprobs.new_empty(tokens.segments, len(SUMS), dtype=torch.float64),) * (device.type == "cuda")
+        outputs = [loss, coefficient, kept, segment_sums, sums, histograms]
+        if device.type == "cuda":  # memory that the kernels use
+            outputs.append(logprobs.new_empty(tokens.segments, len(SUMS), dtype=torch.float64))
         library.call(
             "token_pass",
             device,
@@ -128,8 +130,7 @@ class _TokenPass(torch.autograd.Function):
             given.prefix_min,
             given.value,
             given.index,
-            *(loss, coefficient, kept, segment_sums, sums, histograms),
-            *scratch,
+            *outputs,
         )
         ctx.save_for_backward(coefficient)
         ctx.set_materialize_grads(False)
