@@ -38,11 +38,7 @@ from megarl.rollout.signals import kept_from_children
 RECORDS_EXPERTS = frozenset({"cuda"})  # in vLLM 0.32 only the model runner for GPUs records them
 NEW_INTERPRETER = True
 TEMPERATURES = (0.01, 2.0)  # vLLM silently raises lower ones and refuses higher ones
-# vLLM captures decoding steps of up to 512 responses as CUDA graphs (1024 on Blackwell), in steps of 16. megarl has it
-# do so up to 1024: with more responses a step computes for longer than its kernels take to launch.
-GRAPHS, MOST_GRAPHS = 512, 1024
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # its CPU attention kernel fails on other sizes
-_GRAPH_OPTIONS = {"max_cudagraph_capture_size", "cudagraph_capture_sizes", "compilation_config", "enforce_eager"}
 # No extra process, no usage statistics, no socket beyond loopback, no downloads.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -328,8 +324,6 @@ def engine_arguments(policy_dir: Path, settings: Settings) -> dict[str, Any]:
         latent = "kv_lora_rank" in json.loads((policy_dir / "config.json").read_text())
         backend = {"attention_backend": "CPU_MLA"} if latent else {}
         return arguments | {"enforce_eager": True, **cache, **whole_prompts, **backend}
-    if settings.responses > GRAPHS and not _GRAPH_OPTIONS & settings.options.keys():
-        arguments["max_cudagraph_capture_size"] = min(-(-settings.responses // 16) * 16, MOST_GRAPHS)
     if settings.memory_fraction is not None:
         arguments["gpu_memory_utilization"] = settings.memory_fraction
     return arguments
