@@ -110,8 +110,8 @@ class _TokenPass(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logprobs: torch.Tensor, rule: Rule, tokens: Tokens, given: Given, dampened: float) -> Any:
         device, length = logprobs.device, logprobs.numel()
-        if device.type == "cpu" and int(tokens.cu_seqlens[-1]) != length:
-            raise ValueError(f"cu_seqlens ends at {int(tokens.cu_seqlens[-1])}, but there are {length} tokens")
+        if device.type == "cpu" and (end := tokens.cu_seqlens.numpy()[-1]) != length:
+            raise ValueError(f"cu_seqlens ends at {end}, but there are {length} tokens")
         # of each token its loss and the derivative of that with respect to its log-prob
         loss, coefficient, kept = torch.empty_like(logprobs), torch.empty_like(logprobs), torch.empty_like(tokens.mask)
         segment_sums = logprobs.new_zeros(tokens.segments, 2, dtype=torch.float64)
