@@ -48,15 +48,6 @@ def load_library(device: str) -> ctypes.CDLL:
     return library
 
 
-def torch_needs_triton() -> bool:
-    """Whether torch itself runs Triton kernels on GPUs, as it does from 2.13 on for batched outer products
-    (torch/_native/ops/bmm_outer_product).
-
-    transformers' rotary embedding has such a product, so the built-in engine then needs Triton.
-    """
-    return (Path(torch.__file__).parent / "_native/ops/bmm_outer_product").exists()
-
-
 def triton_lacks() -> str | None:
     """What Triton lacks on this machine to run kernels, with the remedy, as a message; None if nothing.
 

@@ -158,9 +158,6 @@ def check_devices(recipe: Recipe) -> None:
     check_optimizer(recipe)
     _check_kernels(actor)
     if actor.backend == "cuda":
-        builtin = any(table.engine == "builtin" for table in recipe.distinct_rollouts.values())
-        if builtin and library.torch_needs_triton() and (lacks := library.triton_lacks()):
-            raise UserError(f'[rollout] engine = "builtin": on GPUs torch runs a Triton kernel for it, but {lacks}')
         needed = recipe.devices_per_node
         if torch.cuda.device_count() < needed:
             raise UserError(

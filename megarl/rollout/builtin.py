@@ -25,7 +25,6 @@ if TYPE_CHECKING:
 
 RECORDS_EXPERTS: frozenset[str] = frozenset()
 NEW_INTERPRETER = False
-DRAWS = 64  # uniform numbers drawn at a time for a response; a multiple of 4, the output of one Philox counter value
 
 
 def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
@@ -142,8 +141,9 @@ class _Decoder:
             self.fanout = 1
         self.waiting = sorted(range(len(self.starts)), key=lambda i: len(self.starts[i]), reverse=True)  # not begun
         self.stop_token_ids = np.array(self.sampling.stop_token_ids, np.int64)
-        self.uniforms, self.limits = _Uniforms(self.sampling.seeds), np.array(self.sampling.limits)
+        self.limits = np.array(self.sampling.limits)
         # of all responses of the request, each with the number prompt * samples + sample
+        self.uniforms = np.stack([_uniforms(seed, self.sampling.max_tokens) for seed in self.sampling.seeds])
         self.lengths = np.array([len(prompt) for prompt in request.prompts]).repeat(self.sampling.samples)
         self.begun = np.array([len(prefix) for prefix in self.sampling.prefixes] or [0] * len(self.lengths))
         self.deadlines = np.full(len(self.lengths), np.inf)
@@ -176,7 +176,7 @@ class _Decoder:
         now, rows = awake_seconds(), self.rows
         self.deadlines[rows] = np.minimum(self.deadlines[rows], now + self.sampling.timeout)
         steps = self.position - self.lengths[rows]  # tokens each row has sampled so far
-        sampled, logprobs, stopped = self.sample(self.uniforms.draw(rows, steps))
+        sampled, logprobs, stopped = self.sample(self.uniforms[rows, steps])
         self.tokens[rows, steps], self.logprobs[rows, steps] = sampled, logprobs
         full = steps + 1 == self.limits[rows]
         finished = stopped | full | (now > self.deadlines[rows])
@@ -266,29 +266,9 @@ def _prepend(layer: Any, before: Any) -> None:
         getattr(layer, states)[0] = torch.cat([getattr(before, states)[0], getattr(layer, states)[0]])
 
 
-class _Uniforms:
-    """Uniform numbers in [0, 1): number t of a response depends only on its seed and t (Philox, counter t // 4)."""
-
-    def __init__(self, seeds: tuple[int, ...]) -> None:
-        self.seeds = seeds
-        self._bits = np.random.Philox(key=0)
-        self._state = self._bits.state
-        self._generator = np.random.Generator(self._bits)
-        self._block = np.empty((len(seeds), DRAWS))
-        self._drawn = np.full(len(seeds), -1)  # which block of each response `_block` holds
-
-    def draw(self, rows: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        """[n] float64: number ``steps[i]`` of response ``rows[i]`` for each i."""
-        blocks = steps // DRAWS
-        due = self._drawn[rows] != blocks
-        for row, block in zip(rows[due], blocks[due], strict=True):
-            # One generator is rekeyed for each response: constructing one for each takes ten times as long.
-            self._state["state"]["key"][0] = self.seeds[row]
-            self._state["state"]["counter"][0] = block * (DRAWS // 4)
-            self._bits.state = self._state
-            self._generator.random(out=self._block[row])
-        self._drawn[rows] = blocks
-        return self._block[rows, steps % DRAWS]
+def _uniforms(seed: int, count: int) -> np.ndarray:
+    """[count] float64 in [0, 1): number t depends only on the seed and t."""
+    return np.random.Generator(np.random.Philox(key=seed)).random(count)
 
 
 def _empty_cache(model: PreTrainedModel) -> Any:

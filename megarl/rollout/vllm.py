@@ -19,9 +19,7 @@ import torch
 from megarl.errors import UserError
 from megarl.heartbeats import beat
 from megarl.models import family_of
-from megarl.models.feed_forward import ClampedExperts, MixtureOfExperts
 from megarl.models.hf_config import read_hf_config
-from megarl.models.latent_attention import MultiHeadLatentAttention
 from megarl.recipe.tables import Recipe
 from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_table, memory_errors
 from megarl.rollout.engine import (
@@ -40,11 +38,7 @@ from megarl.rollout.signals import kept_from_children
 RECORDS_EXPERTS = frozenset({"cuda"})  # in vLLM 0.32 only the model runner for GPUs records them
 NEW_INTERPRETER = True
 TEMPERATURES = (0.01, 2.0)  # vLLM silently raises lower ones and refuses higher ones
-# vLLM captures decoding steps of up to 512 responses as CUDA graphs (1024 on Blackwell), in steps of 16. megarl has it
-# do so up to 1024: with more responses a step computes for longer than its kernels take to launch.
-GRAPHS, MOST_GRAPHS = 512, 1024
 CPU_HEAD_DIMS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # its CPU attention kernel fails on other sizes
-_GRAPH_OPTIONS = {"max_cudagraph_capture_size", "cudagraph_capture_sizes", "compilation_config", "enforce_eager"}
 # No extra process, no usage statistics, no socket beyond loopback, no downloads.
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -88,43 +82,10 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
             f"{where} engine = 'vllm' on a CPU serves heads of {', '.join(map(str, CPU_HEAD_DIMS))}, "
             f"but {recipe.model.path} has head_dim = {hf['head_dim']}; use 'builtin'"
         )
-    feed_forward = family_of(hf).feed_forward
-    if isinstance(feed_forward, ClampedExperts):
-        _check_clamped_experts(hf, where, cpu)
-    if cpu and isinstance(feed_forward, MixtureOfExperts) and feed_forward.sigmoid and not feed_forward.grouped:
-        raise UserError(  # its `cpu_router.py` would fail at the first request
-            f"{where} engine = 'vllm' on a CPU has no sigmoid routing without groups of experts; use 'builtin'"
-        )
-    if cpu and isinstance(family_of(hf).attention, MultiHeadLatentAttention) and hf["rope_yarn"] is None:
-        raise UserError(  # its CPU kernel rotates latent attention's queries wrongly; for YaRN it uses torch
-            f"{where} engine = 'vllm' on a CPU computes latent attention wrongly unless rope_type is 'yarn'; use "
-            "'builtin'"
-        )
     if cpu and family_of(hf).linear_layers(hf):  # its `cpu_gdn_attention_core` would fail at the first request
         raise UserError(
             f"{where} engine = 'vllm' on a CPU computes gated delta nets in bfloat16 only, but rollouts on a CPU are "
             "in float32; use 'builtin'"
-        )
-
-
-def _check_clamped_experts(hf: dict[str, Any], where: str, cpu: bool) -> None:
-    """Raise `UserError` if config.json differs from what vLLM 0.32 hard-codes for models with clamped experts."""
-    kinds = hf.get("layer_types")
-    alternate = kinds is None or all((kind == "sliding_attention") == (i % 2 == 0) for i, kind in enumerate(kinds))
-    for name, value, wanted in (
-        ("rms_norm_eps", hf["rms_norm_eps"], 1e-5),
-        ("swiglu_limit", hf["swiglu_limit"], 7.0),
-        ("layer_types alternating, beginning with sliding_attention", alternate, True),
-    ):
-        if value != wanted:
-            raise UserError(
-                f"{where} engine = 'vllm' always computes {hf['model_type']} with {name} = {wanted}, but config.json "
-                f"has {value}; use 'builtin'"
-            )
-    if cpu and hf["moe_intermediate_size"] % 32:
-        raise UserError(
-            f"{where} engine = 'vllm' on a CPU needs clamped experts whose width (moe_intermediate_size) is a "
-            f"multiple of 32, but config.json has {hf['moe_intermediate_size']}; use 'builtin'"
         )
 
 
@@ -150,14 +111,13 @@ class VllmEngine(ContinuousEngine):
         self._start()
 
     def load_weights(self, policy_dir: Path, version: int) -> None:
-        """Loads in place, but restarts vLLM where version 0.32 computes with copies that a reload does not renew: on a
-        CPU with the repacked weights of experts, and with those of a head that shares the embeddings' weights.
+        """Loads in place on GPUs. A reload may be wrong without an error; a caller that detects this calls `restart`.
 
-        Other reloads may be wrong as well, without an error; a caller that detects this calls `restart`.
+        On a CPU vLLM is restarted: version 0.32 computes there with copies that a reload does not renew, the repacked
+        weights of experts and those of a head that shares the embeddings' weights.
         """
-        reloads = self._engine is not None and (self.settings.device == "cuda" or not self._copies)
         self.policy_dir, self.version = Path(policy_dir), version
-        if not reloads:
+        if self._engine is None or self.settings.device == "cpu":
             self._start()
             return
         if self._asleep:
@@ -202,18 +162,11 @@ class VllmEngine(ContinuousEngine):
         cache = self._engine.vllm_config.cache_config
         self.cache_tokens = cache.num_gpu_blocks * cache.block_size
 
-    @property
-    def _copies(self) -> bool:
-        return bool(self._engine.model_config.get_num_experts() or self._hf.get("tie_word_embeddings"))
-
     def _check(self, request: Request) -> None:
         if self._asleep or self._engine is None:
             raise RuntimeError("the engine sleeps: call load_weights() before submit()")
         vocabulary = self._engine.model_config.get_vocab_size()
         check_request(request.prompts, request.sampling, vocabulary, self._engine.model_config.max_model_len)
-        low, high = TEMPERATURES
-        if request.sampling.temperature and not low <= request.sampling.temperature <= high:
-            raise UserError(f"temperature {request.sampling.temperature}: vLLM samples at temperatures {low} to {high}")
 
     def _send(self, responses: dict[str, Running], sampling: Sampling) -> None:
         """A response begins with its first token, because vLLM queues those that its cache has no room for."""
@@ -371,8 +324,6 @@ def engine_arguments(policy_dir: Path, settings: Settings) -> dict[str, Any]:
         latent = "kv_lora_rank" in json.loads((policy_dir / "config.json").read_text())
         backend = {"attention_backend": "CPU_MLA"} if latent else {}
         return arguments | {"enforce_eager": True, **cache, **whole_prompts, **backend}
-    if settings.responses > GRAPHS and not _GRAPH_OPTIONS & settings.options.keys():
-        arguments["max_cudagraph_capture_size"] = min(-(-settings.responses // 16) * 16, MOST_GRAPHS)
     if settings.memory_fraction is not None:
         arguments["gpu_memory_utilization"] = settings.memory_fraction
     return arguments

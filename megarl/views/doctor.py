@@ -42,7 +42,7 @@ def diagnose(as_json: bool = False) -> str:
 def _findings() -> dict[str, str]:
     import torch
 
-    from megarl.kernels.library import find_library, torch_needs_triton, triton_lacks
+    from megarl.kernels.library import find_library, triton_lacks
     from megarl.rewards.sandbox import check_sandbox
 
     memory = psutil.virtual_memory()
@@ -66,8 +66,6 @@ def _findings() -> dict[str, str]:
     except UserError as error:
         found["sandbox"] = f'missing, so reward.kind = "code" cannot run programs: {error}'
     found["triton kernels"] = triton_lacks() or "can be compiled when they run (GPUs)"
-    if torch_needs_triton():
-        found["triton kernels"] += '; torch itself uses it on GPUs, also with [actor] kernels = "torch"'
     for package, remedy in _PACKAGES.items():
         try:
             found[package] = within_range(package, importlib.metadata.version(package))

@@ -19,8 +19,7 @@ import psutil
 from megarl.heartbeats import WAITS, Beat, read_beat
 
 LOST_SECONDS = 1.0  # at most this much counts between two checks; beyond it the watch itself was suspended
-DUMP_SECONDS = 10.0  # at most so long, processes write their Python stacks, which takes milliseconds
-QUIET_SECONDS = 1.0  # a log that has not grown for so long has the whole stack
+DUMP_SECONDS = 3.0  # so long processes may write their Python stacks, which takes milliseconds
 START = Beat(0, "start", "")
 
 
@@ -118,20 +117,8 @@ class Watch:
 
         Stopped processes are continued, since they could not write otherwise: the caller must kill all of them next.
         """
-        running = self._running(ended)
-        sizes = before = _sizes(running)
-        for one in running:
+        for one in self._running(ended):
             for number in (signal.SIGUSR1, signal.SIGCONT):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(one.pid, number)
-        start = grown = time.monotonic()
-        while (now := time.monotonic()) - start < DUMP_SECONDS:
-            if sizes != (sizes := _sizes(running)):
-                grown = now
-            if all(map(int.__gt__, sizes, before)) and now - grown > QUIET_SECONDS:
-                break
-            time.sleep(0.05)
-
-
-def _sizes(running: Sequence[Watched]) -> list[int]:
-    return [one.log.stat().st_size if one.log.exists() else 0 for one in running]
+        time.sleep(DUMP_SECONDS)

@@ -162,20 +162,3 @@ def test_a_stall_is_found_if_all_ranks_of_the_only_node_wait(alone, monkeypatch,
             clock.beat(rank, number, "wait", "a wait for others")
         found = found or clock.after(0.5)
     assert bool(found) == alone  # with several nodes, ranks of the others may be at work
-
-
-def test_the_dump_waits_until_stacks_are_complete(tmp_path, monkeypatch):
-    """They are written line by line, at times of a simulated clock."""
-    log, now, lines = tmp_path / "log", 0.0, [(0.2, "File\n"), (0.9, "File\n"), (1.6, "end\n")]
-    log.touch()
-
-    def sleep(seconds):
-        nonlocal now
-        now += seconds
-        while lines and lines[0][0] <= now:
-            log.write_text(log.read_text() + lines.pop(0)[1])
-
-    monkeypatch.setattr("megarl.workers.watch.os", SimpleNamespace(kill=lambda *_: None))
-    monkeypatch.setattr("megarl.workers.watch.time", SimpleNamespace(monotonic=lambda: now, sleep=sleep))
-    Watch([Watched(0, 1, tmp_path / "beats", log)], 1.0, True, print).dump([])
-    assert log.read_text() == "File\nFile\nend\n" and now < 5

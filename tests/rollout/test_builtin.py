@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from megarl.errors import UserError
-from megarl.rollout.builtin import DRAWS, BuiltinEngine, _Decoder
+from megarl.rollout.builtin import BuiltinEngine, _Decoder
 from megarl.rollout.engine import Request
 from tests.rollout.engines import PROMPTS, by_response, generate, hugging_face, hugging_face_logprobs, sampling, serve
 from tests.rollout.tiny_models import changed, save
@@ -33,8 +33,7 @@ def test_sliding_windows_and_recurrent_states_are_kept_while_decoding(tmp_path, 
 
 
 def test_tokens_are_the_inverse_cdf_at_the_philox_numbers_of_the_seed(moe_dir):
-    """Over more than one block of random numbers."""
-    request = sampling(PROMPTS[:2], samples=2, tokens=DRAWS + 20, seed=5, temperature=0.7)
+    request = sampling(PROMPTS[:2], samples=2, tokens=84, seed=5, temperature=0.7)
     table = generate(BuiltinEngine(moe_dir, 0), PROMPTS[:2], request)
     for (i, k), c in table.items():
         uniforms = np.random.Generator(np.random.Philox(key=request.seeds[2 * i + k])).random(len(c.tokens))
@@ -83,18 +82,6 @@ def test_requests_are_served_one_after_another_with_the_same_results_as_alone(mo
             {k: c.tokens.tobytes() + c.logprobs.tobytes() for k, c in each.items()} for each in (mine, alone)
         )
         assert found == expected
-
-
-def test_a_continuation_in_another_block_of_random_numbers_changes_nothing(moe_dir):
-    engine, length = BuiltinEngine(moe_dir, 0), DRAWS + 20
-    whole = generate(engine, PROMPTS, sampling(PROMPTS, 1, length))
-    begun = generate(engine, PROMPTS, sampling(PROMPTS, 1, length, budget=DRAWS + 9))
-    prefixes = tuple(tuple(begun[key].tokens.tolist()) for key in sorted(begun))
-    assert {len(prefix) for prefix in prefixes} == {DRAWS + 9}
-    for key, rest in generate(engine, PROMPTS, sampling(PROMPTS, 1, length, prefixes=prefixes)).items():
-        assert [*begun[key].tokens, *rest.tokens] == whole[key].tokens.tolist()
-        both = np.concatenate([begun[key].logprobs, rest.logprobs])
-        np.testing.assert_allclose(both, whole[key].logprobs, rtol=0, atol=1e-5)
 
 
 def test_sleep_frees_the_weights(moe_dir):

@@ -3,9 +3,7 @@
 Runs after test_contract.py, because the last test ends the server.
 """
 
-import json
 import os
-import shutil
 import signal
 import time
 from pathlib import Path
@@ -14,7 +12,6 @@ import psutil
 import pytest
 
 from megarl.distributed import become_single_process
-from megarl.errors import UserError
 from megarl.heartbeats import FILE, read_beat
 from megarl.phases.rollout import rollout
 from megarl.rollout.drift import measure_drift
@@ -117,17 +114,6 @@ def test_the_server_requires_a_key_that_no_command_line_shows(engine):
                 server.post(path, {})
     server._key = key
     assert len(generate(engine, [[8]], sampling([[8]]))) == 3
-
-
-def test_a_request_without_a_stop_token_of_the_policy_is_refused(engine, tmp_path):
-    """SGLang would end responses at such a token although the request does not name it."""
-    model, policy = engine.policy_dir, tmp_path / "policy"
-    shutil.copytree(model, policy)
-    (policy / "generation_config.json").write_text(json.dumps({"eos_token_id": [4, 30]}))
-    engine.load_weights(policy, 5)
-    with pytest.raises(UserError, match=r"stop tokens \[30\] do not include \[4\], at which SGLang ends .*policy"):
-        generate(engine, PROMPTS, sampling(PROMPTS, stop=(30,)))
-    engine.load_weights(model, 3)
 
 
 def test_a_directory_that_sglang_cannot_load_leaves_its_weights_unchanged(engine, tmp_path):

@@ -15,12 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data.tokenizer import end_of_sequence
 from megarl.errors import UserError
 from megarl.heartbeats import beat
-from megarl.models import family_of
-from megarl.models.attention import SinkAttention
-from megarl.models.feed_forward import MixtureOfExperts
 from megarl.models.hf_config import read_hf_config
 from megarl.recipe.tables import Recipe
 from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_table, memory_errors
@@ -67,10 +63,8 @@ _memory_errors = functools.partial(
 
 
 def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
-    """Raise `UserError` if the interpreter for SGLang lacks it, or if SGLang cannot serve the recipe.
-
-    Checked are temperatures, tensor parallelism, SGLang's own options, and on a CPU the kinds of layers.
-    """
+    """Raise `UserError` if the interpreter for SGLang lacks it, or if SGLang cannot serve the recipe's temperatures,
+    GPUs or options."""
     settings = Settings.of(recipe, stage)
     python = settings.python
     try:
@@ -84,24 +78,7 @@ def check(recipe: Recipe, stage: int, hf: dict[str, Any]) -> None:
         )
     check_table(recipe, stage, TEMPERATURES)
     own = server_arguments(recipe.model.path, 0, settings) + as_arguments(dict.fromkeys(OWN, 0))
-    if recipe.actor.backend == "cpu" and (layers := _absent_on_cpus(hf)):
-        raise UserError(f"{section(recipe, stage)} engine = 'sglang' on a CPU cannot compute {layers}; use 'builtin'")
     check_options("sglang", settings.options, own, python, _PARSER, server_environment(python, {}))
-
-
-def _absent_on_cpus(hf: dict[str, Any]) -> str | None:
-    """The model's layers for which SGLang 0.5.23 has no CPU kernel, as an error names them; None if there are none."""
-    family = family_of(hf)
-    if isinstance(family.attention, SinkAttention):  # refused by its `model_hook.py`
-        return "attention with sinks"
-    feed_forward = family.feed_forward
-    if (
-        isinstance(feed_forward, MixtureOfExperts) and feed_forward.shared_gate is not None
-    ):  # its `qwen2_moe.py`, which later families use too, has only a Triton kernel for it
-        return "shared experts with a gate"
-    if family.linear_layers(hf):
-        return "gated delta nets"
-    return None
 
 
 def build(recipe: Recipe, stage: int, policy_dir: Path, version: int, routed_experts: bool) -> RolloutEngine:
@@ -120,7 +97,7 @@ class SglangEngine(ContinuousEngine):
         super().__init__(policy_dir, version, settings)
         self._asleep = False
         self._events: queue.Queue[Any] = queue.Queue()  # of the responses that run
-        self._hf, self._own_stops = read_hf_config(self.policy_dir), end_of_sequence(self.policy_dir)
+        self._hf = read_hf_config(self.policy_dir)
         arguments = server_arguments(self.policy_dir, version, settings) + as_arguments(settings.options)
         # holds the key and the store of the server's ranks
         self._folder = tempfile.TemporaryDirectory(prefix="megarl-")
@@ -153,8 +130,7 @@ class SglangEngine(ContinuousEngine):
             if not self._server.alive:
                 raise
             raise EngineFault(f"SGLang cannot load the policy in {policy_dir}: {error}") from error
-        self._hf, self._own_stops = hf, end_of_sequence(policy_dir)
-        self.policy_dir, self.version = Path(policy_dir), version
+        self._hf, self.policy_dir, self.version = hf, Path(policy_dir), version
 
     def checksum(self) -> str | None:
         ranks = self._server.post("/weights_checker", {"action": "checksum"})["ranks"]
@@ -183,12 +159,6 @@ class SglangEngine(ContinuousEngine):
         if self._asleep:
             raise RuntimeError("the engine sleeps: call load_weights() before submit()")
         check_request(request.prompts, request.sampling, self._hf["vocab_size"], self.settings.context)
-        stops = set(request.sampling.stop_token_ids)
-        if stops and (more := self._own_stops - stops):
-            raise UserError(
-                f"the stop tokens {sorted(stops)} do not include {sorted(more)}, at which SGLang ends a response "
-                f"anyway: eos_token_id in config.json or generation_config.json of {self.policy_dir}"
-            )
 
     def _send(self, responses: dict[str, Running], sampling: Sampling) -> None:
         """A response begins when the event of its first token arrives."""
