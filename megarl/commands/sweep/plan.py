@@ -16,7 +16,6 @@ from megarl.recipe.layout import is_layout_setting
 from megarl.recipe.load import load_recipe, recipe_diff
 from megarl.recipe.sweep import BASE, Point, SweepTable, seeds_of
 from megarl.recipe.tables import Recipe
-from megarl.storage.checked_json import read_intact_lines
 from megarl.storage.run_dir import RunDir, Stage
 
 
@@ -46,13 +45,6 @@ class Job:
             return 0
         schedule = self.recipe.schedule
         return schedule.updates_per_stage if self.source else schedule.total_updates
-
-    @property
-    def seconds(self) -> float:
-        """The time that the phases of the run took, without pauses between two starts."""
-        events, _ = read_intact_lines(self.run.events)
-        ends = ("phase_end", "phase_stopped", "phase_failed")
-        return sum(event["seconds"] for event in events if event["event"] in ends)
 
     @property
     def end(self) -> Stage:

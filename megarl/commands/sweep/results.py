@@ -81,25 +81,30 @@ def rows(plan: SweepPlan, finished: Sequence[FinishedRun]) -> list[Row]:
 
 
 def _row(point: Point, suite: str, runs: dict[str, Run], reference: dict[str, Run]) -> Row:
-    last = [_policy(run, suite, -1) for run in runs.values()]
-    both = [(run.begins, _policy(run, suite, 0), after) for run, after in zip(runs.values(), last, strict=True)]
-    with_start = [(first, after) for begins, first, after in both if begins == first[1]["update"] < after[1]["update"]]
-    gain = _differences(with_start) if len(with_start) == len(runs) else None
-    theirs = {name: _policy(run, suite, -1) for name, run in reference.items()}
-    differences = [(theirs[name], ours) for name, ours in zip(runs, last, strict=True) if name in theirs]
-    accuracy = _estimate([event["accuracy"] for _, event in last], _over_prompts(last))
+    last = {name: (run.root, run.suites[suite][-1]) for name, run in runs.items()}
+    first = {name: (run.root, run.suites[suite][0]) for name, run in runs.items()}
+    theirs = {name: (run.root, run.suites[suite][-1]) for name, run in reference.items() if name in runs}
+    has_gain = all(run.begins == first[name][1]["update"] < last[name][1]["update"] for name, run in runs.items())
+    accuracy = _estimate(list(last.values()))
     low, high = accuracy.ci95  # Student's of two replicates is wider than what is possible
     accuracy = Estimate(accuracy.mean, [max(low, 0.0), min(high, 1.0)])
-    return Row(point, suite, len(runs), accuracy, gain, _differences(differences))
+    gain = _estimate(list(last.values()), list(first.values())) if has_gain else None
+    difference = _estimate([last[name] for name in theirs], list(theirs.values())) if theirs else None
+    return Row(point, suite, len(runs), accuracy, gain, difference)
 
 
-def _policy(run: Run, suite: str, number: int) -> _Policy:
-    return run.root, run.suites[suite][number]
+def _estimate(policies: list[_Policy], begins: Sequence[_Policy] = ()) -> Estimate:
+    """The mean accuracy of a policy of each replicate, or the mean difference from the policies ``begins``.
 
-
-def _estimate(values: list[float], over_prompts: Interval) -> Estimate:
-    """The mean over replicates. Its interval covers other replicates, by Student's t, and other prompts, by
-    ``over_prompts``; if that is NaN, since the replicates have different prompts, Student's t covers both."""
+    Its interval covers other prompts and, with several replicates, other replicates too, by Student's t. If the
+    replicates have different prompts, Student's t covers both; that of a single one is then NaN.
+    """
+    values = [event["accuracy"] for _, event in policies]
+    if begins:
+        values = [end - event["accuracy"] for end, (_, event) in zip(values, begins, strict=True)]
+    elif len(policies) == 1:
+        return Estimate(values[0], list(policies[0][1]["ci95"]))
+    over_prompts = _over_prompts(policies, begins)
     if len(values) == 1:
         return Estimate(values[0], over_prompts)
     mean, (low, high) = mean_of_replicates(np.array(values))
@@ -109,33 +114,17 @@ def _estimate(values: list[float], over_prompts: Interval) -> Estimate:
     return Estimate(mean, [mean - math.hypot(mean - low, below), mean + math.hypot(high - mean, above)])
 
 
-def _differences(pairs: list[tuple[_Policy, _Policy]]) -> Estimate | None:
-    """The mean difference over (one policy, another one) of each replicate."""
-    if not pairs:
-        return None
-    values = [second["accuracy"] - first["accuracy"] for (_, first), (_, second) in pairs]
-    return _estimate(values, _difference_over_prompts(pairs))
-
-
-def _over_prompts(policies: list[_Policy]) -> Interval:
-    """The interval over prompts of the mean accuracy of the replicates; NaN if their prompts differ."""
-    if len(policies) == 1:
-        return list(policies[0][1]["ci95"])
+def _over_prompts(policies: list[_Policy], begins: Sequence[_Policy]) -> Interval:
+    """The interval of `_estimate` over prompts alone; NaN if any prompts differ."""
     try:
-        found = scores([(root, event["update"]) for root, event in policies], policies[0][1]["suite"])
+        found = scores([(root, event["update"]) for root, event in (*policies, *begins)], policies[0][1]["suite"])
     except UserError:
         return [math.nan, math.nan]
-    return estimates.interval(np.mean([x.mean(1) for x in found], axis=0), sum(x.shape[1] for x in found))
-
-
-def _difference_over_prompts(pairs: list[tuple[_Policy, _Policy]]) -> Interval:
-    """The paired interval over prompts of the mean difference of the replicates; NaN if any prompts differ."""
-    try:
-        found = scores([(root, event["update"]) for pair in pairs for root, event in pair], pairs[0][0][1]["suite"])
-    except UserError:
-        return [math.nan, math.nan]
-    one, other = (np.mean([x.mean(1) for x in found[side::2]], axis=0) for side in (0, 1))
-    return estimates.paired(one, other).ci95
+    ours, theirs = found[: len(policies)], found[len(policies) :]
+    mean = np.mean([x.mean(1) for x in ours], axis=0)
+    if not theirs:
+        return estimates.interval(mean, sum(x.shape[1] for x in ours))
+    return estimates.paired(np.mean([x.mean(1) for x in theirs], axis=0), mean).ci95
 
 
 # ------------------------------------------------------------------------------------------------------------- files
