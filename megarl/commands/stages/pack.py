@@ -16,7 +16,7 @@ from typing import Any, Self
 from megarl.commands.scratch import open_staged
 from megarl.data.tokenizer import TEMPLATES, files_of
 from megarl.errors import UserError
-from megarl.recipe.names import ENGINE_KEYS
+from megarl.recipe.rollout_table import ENGINE_KEYS
 from megarl.storage.checked_json import decode, write_checked
 from megarl.storage.checkpoints import FileSum
 from megarl.storage.files import atomic_directory, check_new, file_sha256, make_directory

@@ -23,7 +23,7 @@ from megarl.models.hf_config import read_hf_config
 from megarl.own_file import is_own
 from megarl.recipe.layout import TRAINING_TABLES
 from megarl.recipe.load import Overrides, apply_overrides, parse_override, parse_recipe
-from megarl.recipe.names import ENGINE_KEYS
+from megarl.recipe.rollout_table import ENGINE_KEYS
 from megarl.recipe.tables import Recipe
 from megarl.storage.checked_json import write_checked
 from megarl.storage.checkpoints import Damaged, check_files
