@@ -41,9 +41,6 @@ def add_stages(commands: Commands) -> None:
     sub.add_argument("files", type=Path, nargs="+", help="rows of responses; docs/stages.md has the columns")
     sub.add_argument("--run-dir", type=Path, required=True)
     sub.add_argument("--ignore", action="append", default=[], metavar="COLUMN", help="skip a column; may be repeated")
-    sub.add_argument(
-        "--leave-out-heldout", action="store_true", help="skip groups whose prompts are held out for evaluation"
-    )
     settings(sub)
 
 
@@ -66,5 +63,4 @@ def _unpack(options: argparse.Namespace) -> None:
 def _ingest(options: argparse.Namespace) -> None:
     from megarl.commands.stages.ingest import ingest
 
-    leave_out = options.leave_out_heldout
-    print(ingest(options.recipe, options.set, options.files, options.run_dir, options.ignore, leave_out))
+    print(ingest(options.recipe, options.set, options.files, options.run_dir, options.ignore))
