@@ -25,24 +25,14 @@ from megarl.workers.nodes import Nodes
 POLL_SECONDS = 2.0  # how often to look whether rollouts that another sweep generates are ready
 
 
-def describe(path: Path, output: Path, as_json: bool = False) -> str:
-    """What `sweep` would do: every run with its settings and state.
-
-    as_json: only the runs, as a JSON list.
-    """
+def describe(path: Path, output: Path) -> str:
+    """What `sweep` would do: every run with its settings and state."""
     plan = plan_sweep(load_sweep(path), output)
-    if as_json:
-        return json.dumps([_record(job) for job in plan.all])
     lines = [_count(plan)]
     for job in plan.all:
         settings = " ".join(_setting(*setting) for setting in job.point.settings)
         lines.append(f"  {_state(job):5}  {job.name}  {settings}".rstrip())
     return "\n".join(lines)
-
-
-def _record(job: Job) -> dict[str, object]:
-    place = {"run": job.name, "directory": str(job.directory), "replicate": job.replicate}
-    return place | {"state": _state(job), "updates": job.updates, "settings": dict(job.point.settings)}
 
 
 def _state(job: Job) -> str:
