@@ -96,6 +96,11 @@ def test_the_quickstart_is_trained_and_reported(trained: Command, folder: Path) 
     assert "'WHEEL[sql]'" in trained("megarl", "sql", "runs/quickstart", "select 1", code=2).stderr
 
 
+def test_init_writes_a_shipped_recipe_and_names_the_pages(trained: Command, folder: Path) -> None:
+    docs = Path(trained("megarl", "init").stdout.partition("docs    ")[2].splitlines()[0])
+    assert (docs / "stages.md").exists() and docs.is_relative_to(folder) and (folder / "starter.toml").exists()
+
+
 def test_the_doctor_finds_the_kernels_and_runs_a_program_in_the_sandbox(trained: Command, folder: Path) -> None:
     found = json.loads(trained("megarl", "doctor", "--json").stdout)
     assert found["sandbox"] == "can run programs"
