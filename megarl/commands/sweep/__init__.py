@@ -44,11 +44,10 @@ def _setting(name: str, value: object) -> str:
 
 
 def _count(plan: SweepPlan) -> str:
-    updates = sum(job.updates for job in plan.jobs)
     shared = f", on the rollouts of {len(plan.bases)} more" if plan.bases else ""
     done = sum(job.is_done() for job in plan.all)
     points, replicates = len(plan.table.points()), len({job.replicate for job in plan.jobs})
-    runs = f"{len(plan.jobs)} runs ({points} points, {replicates} of each), {updates} updates{shared}"
+    runs = f"{len(plan.jobs)} runs ({points} points, {replicates} of each){shared}"
     return f"{runs}; {done} of {len(plan.all)} are done"
 
 

@@ -46,7 +46,7 @@ def run_of(output, name):
 
 def test_a_dry_run_counts_and_lists_the_runs(swept):
     head, *lines = swept[2].stdout.splitlines()
-    assert head.startswith("4 runs (2 points, 2 of each), 16 updates, on the rollouts of 2 more; 0 of 6 are done")
+    assert head.startswith("4 runs (2 points, 2 of each), on the rollouts of 2 more; 0 of 6 are done")
     assert [line.split()[:3] for line in lines[:2]] == [["to", "do", "base/seed_3"], ["to", "do", "base/seed_4"]]
     assert "grpo/seed_3" in lines[2] and "objective.name=grpo" in lines[2]
 
