@@ -33,7 +33,6 @@ _PART = r"[A-Za-z0-9_][A-Za-z0-9_.+=@-]{0,99}"
 _NAME = re.compile(rf"{ROLLOUTS}/\d+\.parquet|{FILES}/{_PART}|{POLICY}/({TEMPLATES}/)?{_PART}")
 # files that could be executed or unpickled when a model is loaded; megarl needs none of them
 _CODE = (".py", ".pyc", ".so", ".sh", ".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".h5", ".msgpack", ".zip")
-LICENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")  # an identifier of the Hub or of SPDX
 _CARD = """---
 license: {licence}
 pretty_name: {name}
@@ -108,8 +107,6 @@ def pack(run_dir: Path, number: int, output: Path, licence: str, weights: bool) 
     `UserError` for a stage that is not sealed, or is damaged.
     """
     stage = open_staged(run_dir, number)
-    if not LICENCE.fullmatch(licence):
-        raise UserError(f"--license {licence!r}: expected an identifier, such as apache-2.0, cc-by-4.0 or other")
     check_new(output)
     if not stage.is_sealed():
         raise UserError(f"{stage.rollouts} is not sealed: only a complete stage can be packed")
