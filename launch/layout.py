@@ -63,7 +63,7 @@ def missing_here(recipe: Recipe) -> list[str]:
     suites = {f"[eval] suite {suite.name}": suite.data for suite in recipe.suites if suite.own}
     files = {"[model] path": [recipe.model.path], "[model] tokenizer": [recipe.model.tokenizer_path]}
     for setting, table in {"[data] train": recipe.data, **suites}.items():
-        files[setting] = [Path(source.train) for source in table.mixture if source.source == "file"]
+        files[setting] = [Path(file) for file in table.files]
     files["[data] template"] = [Path(file) for file in recipe.template_files()]
     for file, table in recipe.own_files().items():
         files.setdefault(f"[{table}] path", []).append(Path(file))

@@ -65,6 +65,11 @@ class DataTable(Table):
         return (SourceTable.model_validate(own),)
 
     @property
+    def files(self) -> list[str]:
+        """The prompt files among the sources."""
+        return [table.train for table in self.mixture if table.source == "file"]
+
+    @property
     def template_file(self) -> str | None:
         """The path of the chat template; None if ``template`` names no file."""
         return None if self.template in MESSAGES else self.template
