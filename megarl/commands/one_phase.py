@@ -165,12 +165,7 @@ def changed_recipe(source: Stage, overrides: Overrides) -> Recipe:
     """
     before = source.run.recipe
     require_staged(source.run)
-    recipe = override_recipe(before, overrides)
-    batches = recipe.schedule.prompts_per_update, recipe.schedule.passes
-    given = [name for name, _ in map(parse_override, overrides)]
-    if batches != (before.schedule.prompts_per_update, before.schedule.passes) and BATCHES[2] not in given:
-        updates = before.groups_per_stage // batches[0] * batches[1]
-        recipe = override_recipe(before, [*overrides, (BATCHES[2], updates)])
+    recipe = override_recipe(before, [*overrides, *_updates_of_other_batches(before, overrides)])
     changed = [line for line in recipe_diff(before, recipe) if not line.startswith((*TRAINING_TABLES, "reward."))]
     if fixed := [line for line in changed if not line.startswith(BATCHES)]:
         settings = ", ".join((*TRAINING_TABLES, "reward.", *BATCHES))
@@ -194,6 +189,21 @@ def changed_recipe(source: Stage, overrides: Overrides) -> Recipe:
             f'[actor] routing_replay = "engine": rollouts of {source.run.root} have no recorded experts; use "actor"'
         )
     return recipe
+
+
+def _updates_of_other_batches(before: Recipe, overrides: Overrides) -> list[str]:
+    """If the overrides change the batch size or the passes: the override of updates_per_stage that uses all groups."""
+    given = dict(map(parse_override, overrides))
+    schedule = before.schedule.model_dump()
+    try:
+        sizes = {name: int(given.get(f"schedule.{name}", schedule[name])) for name in ("prompts_per_update", "passes")}
+    except (ValueError, TypeError):
+        return []  # the check of the recipe reports the mistake
+    unchanged = all(sizes[name] == schedule[name] for name in sizes)
+    if unchanged or "schedule.updates_per_stage" in given or min(sizes.values()) < 1:
+        return []
+    batches = before.groups_per_stage // sizes["prompts_per_update"]
+    return [f"schedule.updates_per_stage={batches * sizes['passes']}"]
 
 
 def _origins(source: Stage) -> list[Path]:
