@@ -159,7 +159,7 @@ def problem_with_variable(variable: str) -> str | None:
 def agent_arguments(recipe: Recipe, link: ChainJob, options: argparse.Namespace) -> list[str]:
     """The arguments of ``megarl train``, or for an array of ``megarl sweep``, with absolute paths from the recipe."""
     if options.array:
-        return ["sweep", str(options.recipe.resolve()), "--output", str(options.run_dir.resolve()), "--jobs", "1"]
+        return ["sweep", str(options.recipe.resolve()), "--output", str(options.run_dir.resolve())]
     arguments = ["train", str(options.recipe.resolve()), "--run-dir", str(options.run_dir.resolve())]
     settings = [f'model.path="{recipe.model.path}"']
     if recipe.model.tokenizer:

@@ -71,8 +71,7 @@ def tables(header: str, table: type[BaseModel], known: dict[tuple[str, str], tup
             )
             continue
         places = ((owner.__name__, key) for owner in table.__mro__)
-        of_engine = "the interpreter that has it" if key.endswith("_python") else f"options passed through to {key}"
-        shown, comment = next((known[place] for place in places if place in known), (str(field.annotation), of_engine))
+        shown, comment = next(known[place] for place in places if place in known)
         shown = ALIAS.sub(lambda alias: ALIASES[alias[0]], shown)
         default = "" if field.is_required() else f"`{field.default}`"
         cells = [f"`{key}`", f"`{shown}`", default, comment]

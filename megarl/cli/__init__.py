@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import re
 import select
 import signal
 import sys
@@ -71,31 +70,14 @@ def main(arguments: list[str] | None = None) -> None:
             sys.exit(_print_error(error, 2))
         if isinstance(error, PhaseFailed):
             sys.exit(_print_error(error, 1))
-        if isinstance(error, ModuleNotFoundError) and (message := _missing_extra(error)):
-            sys.exit(_print_error(message, 2))
+        if isinstance(error, ModuleNotFoundError) and not (error.name or "megarl").startswith("megarl"):
+            needs = f"this needs the package {error.name}; the extra train of megarl has all that its commands need"
+            sys.exit(_print_error(f"{needs}: {how_to_install('train')}", 2))
         if isinstance(error, BrokenPipeError) and not _stdout_has_reader():
             sys.exit(128 + signal.SIGPIPE)  # the exit code of other programs in `megarl sql ... | head`
         if isinstance(error, OSError) and error.filename is not None:
             sys.exit(_print_error(f"{error.filename}: {error.strerror}", 2 if error.errno in _MISTAKES else 1))
         raise
-
-
-def _missing_extra(error: ModuleNotFoundError) -> str | None:
-    """A message with the extra of megarl's distribution that installs the module; None if none does."""
-    import importlib.metadata
-
-    module = (error.name or "").partition(".")[0]
-    try:
-        requirements = importlib.metadata.requires("megarl-core") or []
-    except importlib.metadata.PackageNotFoundError:  # a clone on PYTHONPATH
-        return None
-    for requirement in requirements:
-        package = re.split(r"[^\w-]", requirement)[0].replace("-", "_")
-        extra = re.search(r"extra == ['\"]([\w-]+)", requirement)
-        if extra and package in (module, f"{module}_core"):
-            remedy = how_to_install(extra[1])
-            return f"this needs the package {module}, which the extra {extra[1]} of megarl installs: {remedy}"
-    return None
 
 
 def _stdout_has_reader() -> bool:

@@ -29,9 +29,8 @@ def add_comparing(commands: Commands) -> None:
     )
     sub.add_argument("sweep", type=Path, help="a TOML file, see docs/comparing.md")
     sub.add_argument("--output", type=Path, help="directory for the runs; default: the file's name without .toml")
-    sub.add_argument("--jobs", type=positive, help="runs at a time; default: 2, on GPUs 1")
     sub.add_argument("--dry-run", action="store_true", help="count and list the runs, but start none")
-    sub.add_argument("--json", action="store_true", help="print the table, or the runs of --dry-run, as a JSON list")
+    sub.add_argument("--json", action="store_true", help="print the table as a JSON list; not with --dry-run")
 
     sub = command(commands, "what-if", _what_if, "compare the gradients of all objectives on stored batches of a stage")
     add_stage(sub)
@@ -68,9 +67,9 @@ def _sweep(options: argparse.Namespace) -> None:
 
     output = options.output or options.sweep.with_suffix("")
     if options.dry_run:
-        print(sweep.describe(options.sweep, output, options.json))
+        print(sweep.describe(options.sweep, output))
     else:
-        print(sweep.sweep(options.sweep, output, options.jobs, options.json))
+        print(sweep.sweep(options.sweep, output, options.json))
 
 
 def _what_if(options: argparse.Namespace) -> None:

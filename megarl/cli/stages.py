@@ -20,15 +20,11 @@ def add_stages(commands: Commands) -> None:
     sub.add_argument(
         "--weights", action="store_true", help="include the policy's weights; always done for stages after the first"
     )
-    sub.add_argument("--no-prompts", action="store_true", help="leave out the prompt files; their checksums stay")
 
     sub = command(among, "unpack", _unpack, "make a run directory from a packed stage, after verifying every file")
     sub.add_argument("packed", type=Path, help="the directory of a packed stage")
     sub.add_argument("run_dir", type=Path, help="the run directory to make")
     sub.add_argument("--model", type=Path, help="the base model, for a stage that was packed without weights")
-    sub.add_argument(
-        "--prompts", type=Path, action="append", default=[], help="a prompt file that was not packed; may be repeated"
-    )
     settings(sub)
 
     sub = command(
@@ -41,30 +37,24 @@ def add_stages(commands: Commands) -> None:
     sub.add_argument("files", type=Path, nargs="+", help="rows of responses; docs/stages.md has the columns")
     sub.add_argument("--run-dir", type=Path, required=True)
     sub.add_argument("--ignore", action="append", default=[], metavar="COLUMN", help="skip a column; may be repeated")
-    sub.add_argument(
-        "--leave-out-heldout", action="store_true", help="skip groups whose prompts are held out for evaluation"
-    )
     settings(sub)
 
 
 def _pack(options: argparse.Namespace) -> None:
     from megarl.commands.stages.pack import pack
 
-    manifest = pack(
-        options.run_dir, options.stage, options.output, options.license, options.weights, not options.no_prompts
-    )
+    manifest = pack(options.run_dir, options.stage, options.output, options.license, options.weights)
     print(f"wrote {options.output}: {len(manifest.files)} files")
 
 
 def _unpack(options: argparse.Namespace) -> None:
     from megarl.commands.stages.unpack import describe_unpacked, unpack
 
-    manifest = unpack(options.packed, options.run_dir, options.model, options.prompts, options.set)
+    manifest = unpack(options.packed, options.run_dir, options.model, options.set)
     print(describe_unpacked(manifest, options.run_dir))
 
 
 def _ingest(options: argparse.Namespace) -> None:
     from megarl.commands.stages.ingest import ingest
 
-    leave_out = options.leave_out_heldout
-    print(ingest(options.recipe, options.set, options.files, options.run_dir, options.ignore, leave_out))
+    print(ingest(options.recipe, options.set, options.files, options.run_dir, options.ignore))

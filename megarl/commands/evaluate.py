@@ -17,7 +17,7 @@ from megarl.recipe.eval_table import SuiteTable, default_name
 from megarl.recipe.load import load_recipe, override_recipe
 from megarl.recipe.tables import Recipe
 from megarl.storage.checkpoints import checkpoints
-from megarl.storage.files import make_directory
+from megarl.storage.files import check_new, make_directory
 from megarl.storage.metrics.trackers import NONE as NO_TRACKERS
 from megarl.storage.policies import INFO_FILE
 from megarl.storage.run_dir import RunDir, Stage, checks
@@ -35,8 +35,7 @@ def export_policy(run_dir: Path, number: int, update: int, output: Path, adapter
     (updates,) = updates_within(stage, [update])
     if adapters:
         _check_has_adapters(stage, updates)
-    if output.exists():
-        raise UserError(f"{output} exists already: give --output a directory that does not exist")
+    check_new(output)
     make_directory(output.resolve().parent)
     run_scratch_phase(stage, "export", update=updates, output=str(output.resolve()), adapters=adapters)
     return f"wrote {output}"

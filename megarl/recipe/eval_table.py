@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -69,10 +68,6 @@ class EvalTable(Table):
                 raise ValueError(f"{where}data.{min(wrong)}: set suite = FILE OR GENERATOR, and source, instead")
             if table.greedy and (table.samples or 1) > 1:
                 raise ValueError(f"{where}greedy = true gives the same response every time: leave out samples")
-            greedy = self.greedy if table.greedy is None else table.greedy
-            given = [name for name in ("samples", "temperature", "top_p") if getattr(table, name) not in (None, 1)]
-            if given and greedy and not (table is self and self.suites):
-                warnings.warn(f"[eval] {where}greedy = true, so {given[0]} is not used", stacklevel=2)
         names = [table.name for table in self.suites]
         if repeated := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"two suites have the name {repeated[0]!r}")

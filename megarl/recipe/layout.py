@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from megarl.errors import UserError
-from megarl.recipe.names import ENGINES
 from megarl.recipe.tables import Recipe
 
 # settings of TransformerConfig that megarl derives itself, and what to set instead
@@ -64,7 +63,7 @@ LAYOUT_SETTINGS = (
     "rollout.tensor_parallel",
     "rollout.memory_fraction",
     "rollout.groups_per_chunk",
-    *(f"rollout.{name}_python" for name, engine in ENGINES.items() if engine.interpreter),
+    "rollout.sglang_python",
     "actor.tokens_per_micro_batch",
     "actor.recompute",
     "actor.checkpoint_every",

@@ -123,7 +123,7 @@ def validate(tables: dict[str, Any], kind: type[AnyTable], name: str) -> AnyTabl
     try:
         return kind.model_validate(tables)
     except ValidationError as error:
-        lines = [_explain(dict(e), kind, name) for e in error.errors()]
+        lines = ["  " + explain(dict(e), kind, name) for e in error.errors()]
         raise UserError(f"the {name} is wrong:\n" + "\n".join(lines)) from error
 
 
@@ -218,16 +218,17 @@ def _apply_override(tables: dict[str, Any], setting: Setting) -> None:
     found[key] = value
 
 
-def _explain(error: dict[str, Any], kind: type[BaseModel], name: str) -> str:
+def explain(error: dict[str, Any], kind: type[BaseModel], name: str) -> str:
+    """An error of pydantic as a line. kind: the model; name: what it describes."""
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "extra_forbidden":
-        return f"  {where}: unknown {_unknown(error['loc'], kind)}"
+        return f"{where}: unknown {_unknown(error['loc'], kind)}"
     if error["type"] == "missing":
-        return f"  {where}: required, but not set"
+        return f"{where}: required, but not set"
     if error["type"] in ("tuple_type", "list_type"):
-        return f"  {where}: expected a list, in brackets (got {_short(error['input'])})"
+        return f"{where}: expected a list, in brackets (got {_short(error['input'])})"
     got = "" if isinstance(error["input"], dict | BaseModel) else f" (got {_short(error['input'])})"
-    return f"  {where or name}: {error['msg'].removeprefix('Value error, ')}{got}"
+    return f"{where or name}: {error['msg'].removeprefix('Value error, ')}{got}"
 
 
 def _short(value: Any) -> str:

@@ -1,6 +1,7 @@
 """The rollout engines and verifiers that a recipe can name, and the module of each.
 
-To add one, write its module and add one line here. Modules are not imported here, because an engine's take seconds.
+To add one, write its module and add one line here; an engine's keys stand in `megarl.recipe.rollout_table`. Modules are
+not imported here, because an engine's take seconds.
 """
 
 from __future__ import annotations
@@ -15,37 +16,27 @@ class Engine:
 
     module: has the functions of `megarl.rollout.engine.EngineModule`.
     title: its name in messages.
-    options: it has a table ``[rollout.NAME]``, which is passed through to it.
-    interpreter: ``[rollout] NAME_python`` names the interpreter in which it is installed; default: megarl's own.
     takes: bytes that it takes of a GPU with so many, if ``rollout.memory_fraction`` is not set.
     share_of_cache: ``rollout.memory_fraction`` is the share of weights and KV cache alone, not of the whole engine.
     """
 
     module: str
     title: str = ""
-    options: bool = True
-    interpreter: bool = False
     takes: Callable[[float], float] = lambda memory: 0.92 * memory  # as vLLM 0.32 does
     share_of_cache: bool = False
 
 
 # [rollout] engine
 ENGINES = {
-    "builtin": Engine("megarl.rollout.builtin", options=False),
+    "builtin": Engine("megarl.rollout.builtin"),
     "vllm": Engine("megarl.rollout.vllm"),
     "sglang": Engine(
         "megarl.rollout.sglang.engine",
         title="SGLang",
-        interpreter=True,
         takes=lambda memory: memory - 10 * 2**30,  # SGLang 0.5.23, on GPUs of more than 60 GiB
         share_of_cache=True,
     ),
 }
-# keys of [rollout] that belong to one engine; they start programs or fit one machine, so packed stages have none
-ENGINE_KEYS = (
-    *(f"{name}_python" for name, engine in ENGINES.items() if engine.interpreter),
-    *(name for name, engine in ENGINES.items() if engine.options),
-)
 
 # [reward] kind: module with the functions of `megarl.rewards.VerifierModule`
 VERIFIERS = {

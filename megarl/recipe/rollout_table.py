@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-from pydantic import Field, create_model
+from pydantic import Field
 
 from megarl.recipe.base import Table, one_of
-from megarl.recipe.names import ENGINE_KEYS, ENGINES
+from megarl.recipe.names import ENGINES
 
 Engine = Annotated[str, one_of(ENGINES)]
+# keys of [rollout] that belong to one engine; they start programs or fit one machine, so packed stages have none
+ENGINE_KEYS = ("sglang_python", "vllm", "sglang")
 
 
 class RolloutTable(Table):
@@ -29,6 +31,9 @@ class RolloutTable(Table):
     memory_fraction: float | None = Field(None, gt=0, le=1)  # share of GPU memory; default: the engine's own
     float32_head: bool = True  # compute logits in float32 from the bf16 head, as the actor does
     response_timeout: float = Field(3600.0, gt=0)  # seconds from a response's start until it is cut off
+    sglang_python: Path | None = Field(None, strict=False)  # the interpreter that has SGLang; default: megarl's own
+    vllm: dict[str, Any] = Field({})  # options passed through to vllm
+    sglang: dict[str, Any] = Field({})  # options passed through to sglang
 
     def options(self, engine: str) -> dict[str, Any]:
         """``[rollout.ENGINE]``, the options that are passed through to an engine."""
@@ -37,19 +42,6 @@ class RolloutTable(Table):
     def interpreter(self, engine: str) -> Path | None:
         """``[rollout] ENGINE_python``; None: megarl's own interpreter."""
         return getattr(self, f"{engine}_python", None)
-
-
-if not TYPE_CHECKING:
-    RolloutTable = create_model(
-        "RolloutTable",
-        __base__=RolloutTable,
-        __module__=__name__,
-        __doc__=RolloutTable.__doc__,
-        **{
-            key: (Path | None, Field(None, strict=False)) if key.endswith("_python") else (dict[str, Any], Field({}))
-            for key in ENGINE_KEYS
-        },
-    )
 
 
 class StageTable(Table):

@@ -48,17 +48,10 @@ class SweepTable(Table):
                     f"{name}: the name of a list must be a setting, in quotes and with its table, as in "
                     '"optimizer.lr" = [1e-4, 3e-4]'
                 )
-            for label, tables in axis.items() if isinstance(axis, dict) else ():
-                if isinstance(tables, list):
+            for label in axis if isinstance(axis, dict) else ():
+                if isinstance(axis[label], list):
                     raise ValueError(f'{name}.{label} is a list: put quotes around the setting, "{name}.{label}" = ...')
-                _check_tables(tables, f"{name}.{label}")
         return axes
-
-    @field_validator("set", mode="before")
-    @classmethod
-    def _settings_are_of_tables(cls, tables: Any) -> Any:
-        _check_tables(tables, "set")
-        return tables
 
     @model_validator(mode="after")
     def _sources_agree(self) -> SweepTable:
@@ -110,17 +103,6 @@ class Point:
 def load_sweep(path: Path) -> SweepTable:
     """Read a sweep file; `UserError` for mistakes, except in settings: these are checked with a whole recipe."""
     return validate(read_tables(path, "sweep"), SweepTable, "sweep")
-
-
-def _check_tables(tables: Any, where: str) -> None:
-    known = list(Recipe.model_fields)
-    if not isinstance(tables, dict):
-        raise ValueError(f'{where}: expected tables of settings, as objective = {{ name = "grpo" }}')
-    for section, keys in tables.items():
-        if section not in known:
-            raise ValueError(f"{where}.{section}: unknown table of a recipe; {did_you_mean(section, known)}")
-        if not isinstance(keys, dict):
-            raise ValueError(f"{where}.{section}: expected a table of settings, as {section} = {{ key = value }}")
 
 
 def _settings(tables: Tables) -> tuple[Setting, ...]:

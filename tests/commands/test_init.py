@@ -1,4 +1,4 @@
-"""`megarl init`, in a clone and from a wheel; tests/wheel has more of wheels."""
+"""`megarl init` in a clone; tests/wheel has it from a wheel."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ import multiprocessing
 import os
 import runpy
 import shutil
-import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -64,17 +62,3 @@ def run_script(script: Path, folder: Path) -> None:
     os.chdir(folder)
     sys.argv, sys.dont_write_bytecode = [str(script), "--steps", "0"], True
     runpy.run_path(str(script), run_name="__main__")
-
-
-def test_the_wheel_has_the_recipes_and_the_pages_that_messages_name(tmp_path: Path) -> None:
-    """Without the compiled kernels, which only the build of the whole package makes."""
-    source = "from scikit_build_core.build import build_wheel\n"
-    source += f"build_wheel({str(tmp_path)!r}, {{'wheel.cmake': False}})"
-    subprocess.run([sys.executable, "-c", source], cwd=ROOT, check=True, capture_output=True)
-    with zipfile.ZipFile(next(tmp_path.glob("*.whl"))) as wheel:
-        wheel.extractall(tmp_path / "site")
-    options = dict(cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")}, text=True)
-    said = subprocess.check_output([sys.executable, "-m", "megarl.cli", "init"], **options)
-    docs = tmp_path / "site/megarl/docs"
-    assert f"docs    {docs}" in said
-    assert (docs / "stages.md").exists() and (tmp_path / "starter.toml").exists()

@@ -174,7 +174,7 @@ def test_a_sweep_is_an_array_of_jobs_of_one_node(launch, sweep_of_qwen):
     ((lines, srun, _),) = scripts(result)
     assert (lines["array"], lines["nodes"], lines["gpus-per-node"]) == ("0-2", "1", "8")
     assert "_%A_%a.out" in lines["output"]
-    agent = f"env --chdir={ROOT} python -P -m megarl.cli sweep {sweep_of_qwen} --output {ROOT}/runs/x --jobs 1"
+    agent = f"env --chdir={ROOT} python -P -m megarl.cli sweep {sweep_of_qwen} --output {ROOT}/runs/x"
     assert srun.endswith(f" {agent}")
     missing = [line for line in result.stderr.splitlines() if "[model] path" in line]
     paths = [f"{ROOT}/models/Qwen3-30B-A3B-Base", f"{ROOT}/elsewhere"]  # of the recipe, and of an axis; each once

@@ -30,7 +30,7 @@ class Paper:
     context: int  # tokens of prompt and response together
     lr: float
     suites: dict[str, int]  # responses to each question
-    objectives: dict[str, dict[str, object]]  # of its rows, with the values that it gives; its own objective first
+    objective: str  # its own; docs/papers_values.toml has the settings of all
     responses: int = 8  # to each prompt
     evaluated_every: int | None = None  # updates; None: the paper does not say
     temperature: float = 1.0  # of evaluations
@@ -38,25 +38,14 @@ class Paper:
     best: str = "first"
 
 
-TOKENS = {"aggregation": "token_mean"}
-GRPO = {"eps_low": 0.2, "eps_high": 0.2, **TOKENS}
 AIME = {"aime24": 16, "aime25": 16}
-TABLE3 = {  # table 3 of MinPRO
-    "minpro": {"eps_low": 1.0, "eps_high": 4.0, **TOKENS},
-    "grpo": {"eps_low": 0.2, "eps_high": 0.28, **TOKENS},
-    "gspo": {"eps_low": 2e-3, "eps_high": 2e-3, "aggregation": "sequence_mean"},
-    "cispo": {"eps_low": 1.0, "eps_high": 4.0, **TOKENS},
-    "m2po": {"m2_threshold": 0.04, **TOKENS},
-}
-BAPO = {"positive_target": 0.4, "low_start": 0.6, "low_end": 0.9, "low_step": 0.02}
-BAPO |= {"high_start": 1.2, "high_end": 3.0, "high_step": 0.05}
 PAPERS = {  # by the beginning of the heading in examples/README.md
     # Section 3.2: four updates per step, so stale-k means lags of k to k + 3. Appendix B: 1000 steps, batch size 256,
     # mini-batches of 512 responses; evaluation every 50 steps on eight suites; the checkpoint with the best average
     "M2PO": Paper(
         *(64, 16384, 1e-6),
         AIME | dict.fromkeys(("amc23", "amc24", "math500", "minerva", "gaokao", "olympiad"), 4),
-        {"m2po": {"m2_threshold": 0.04}, "grpo": GRPO, "decoupled_ppo": {"proximal_updates": 4}},
+        "m2po",
         evaluated_every=200,
         best="mean",
     ),
@@ -64,7 +53,7 @@ PAPERS = {  # by the beginning of the heading in examples/README.md
     "mu-GRPO": Paper(
         *(32, 8192, 1e-6),
         AIME | {"amc23": 4, "amc24": 4, "math500": 4},
-        {"mu_grpo": {"ratio_max": 5.0, "veto_scope": "sequence"}, "grpo": GRPO, "m2po": {"m2_threshold": 0.04}},
+        "mu_grpo",
         evaluated_every=200,
         best="mean",
     ),
@@ -74,7 +63,7 @@ PAPERS = {  # by the beginning of the heading in examples/README.md
         *(32, 2048 + 20480, 1e-6),
         dict.fromkeys(("aime24", "aime25", "amc23"), 128)
         | dict.fromkeys(("math500", "olympiad", "minerva", "gsm8k"), 2),
-        {**TABLE3, "full_prefix": {"eps_low": 1.0, "eps_high": 4.0}, "prefix_filter": {"filter_fraction": 0.01}},
+        "minpro",
         evaluated_every=160,
         top_p=0.7,
         best="mean",
@@ -84,19 +73,17 @@ PAPERS = {  # by the beginning of the heading in examples/README.md
     # a problem agreed: greedy decoding, of which one sample is enough
     "Prefix-Ratio GRPO": Paper(
         *(32, 2048 + 8192, 1e-6, {"aime24": 1}),
-        {"prefix_ratio_grpo": {"eps_low": 0.2, "eps_high": 0.2}, "grpo": GRPO | {"aggregation": "sequence_mean"}},
+        "prefix_ratio_grpo",
         evaluated_every=60,
         temperature=0.0,
     ),
     # Section 5.1. The other numbers are from the example in the authors' code
     "BAPO": Paper(
-        *(64, 1024 + 8192, 2e-6, AIME),
-        {"bapo": BAPO, "grpo": GRPO, "dapo": {"eps_low": 0.2, "eps_high": 0.28, "zero_variance": "drop"}},
+        *(64, 1024 + 8192, 2e-6, AIME, "bapo"),
         responses=16,
         temperature=0.6,
     ),
 }
-FIGURE_13 = BAPO | {"positive_target": 0.45, "low_start": 0.8, "low_end": 0.9, "high_end": 2.0}
 CHANGES = {  # of rows with this in their names or commands
     "the authors' top-p": {"top_p": 0.7},
     "Qwen2.5-Math": {"context": 4096},
@@ -105,7 +92,7 @@ CHANGES = {  # of rows with this in their names or commands
     "14B": {"prompts": 16},
     "32k tokens": {"context": 2**15},  # section 5.3, figure 11
     "deepseek_7b/bapo.toml": {"suites": AIME | {"amc23": 16, "olympiad": 16}},  # table 3 of BAPO
-    "octothinker": {"suites": AIME | {"math500": 16}, "objectives": {"bapo": FIGURE_13, "grpo": GRPO}},  # appendix B
+    "octothinker": {"suites": AIME | {"math500": 16}},  # appendix B
 }
 TITLES = {  # the first of these in the name of a row says what its objective is
     "no TR": "reinforce", "mu-GRPO's setting": "grpo", "decoupled PPO": "decoupled_ppo", "clip-higher": "grpo",
@@ -224,12 +211,7 @@ def check_numbers(recipe, name, command):
     assert (schedule.prompts_per_update, rollout.responses_per_prompt) == (paper.prompts, paper.responses)
     assert recipe.data.max_prompt_tokens + rollout.max_response_tokens == paper.context
     assert recipe.optimizer.lr == paper.lr
-    own = next(iter(paper.objectives))
-    assert recipe.objective.name == next((TITLES[part] for part in TITLES if part in name), own)
-    found, values = recipe.objective.model_dump(), paper.objectives.get(recipe.objective.name, {})
-    assert {key: found[key] for key in values} == {
-        key: found[key] if f"objective.{key}=" in command else value for key, value in values.items()
-    }
+    assert recipe.objective.name == next((TITLES[part] for part in TITLES if part in name), paper.objective)
     if paper.evaluated_every:
         evaluated = [n for n in range(schedule.total_updates) if recipe.is_evaluated(n)]
         assert evaluated == list(range(0, schedule.total_updates, paper.evaluated_every))

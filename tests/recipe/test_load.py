@@ -71,12 +71,6 @@ def test_settings_that_cannot_work_are_refused(recipe, settings, said):
         load_recipe(recipe, settings)
 
 
-@pytest.mark.parametrize("given", [["eval.temperature=0.6"], ['eval.suites=[{name="a", samples=2}]']])
-def test_settings_of_greedy_suites_that_have_no_effect_are_noted(recipe, given):
-    with pytest.warns(UserWarning, match="greedy = true, so (temperature|samples) is not used"):
-        load_recipe(recipe, ["eval.greedy=true", *given])
-
-
 def test_a_chosen_suite_is_read_as_without_the_choice(recipe):
     suites = 'eval.suites=[{name="a", suite="exam.jsonl", source="file"}, {name="b"}]'
     loaded = load_recipe(recipe, [suites, 'eval.data.prompt_template="{prompt}?"'])

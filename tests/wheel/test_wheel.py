@@ -83,7 +83,7 @@ def test_objectives_need_torch_and_numpy_alone(run: Command, folder: Path) -> No
 def test_a_command_without_its_packages_names_the_extra(run: Command, folder: Path) -> None:
     (folder / "recipe.toml").write_text("")
     message = run("megarl", "train", "recipe.toml", "--run-dir", "run", code=2).stderr
-    assert re.fullmatch(r"megarl: this needs the package \w+, which the extra train of megarl installs: .*\n", message)
+    assert re.fullmatch(r"megarl: this needs the package [\w.]+; the extra train .*\[train\].*\n", message)
 
 
 def test_the_quickstart_is_trained_and_reported(trained: Command, folder: Path) -> None:
@@ -94,6 +94,11 @@ def test_the_quickstart_is_trained_and_reported(trained: Command, folder: Path) 
     trained("megarl", "report", "runs/quickstart", "--output", "report.html")
     assert (folder / "report.html").stat().st_size > 10_000
     assert "'WHEEL[sql]'" in trained("megarl", "sql", "runs/quickstart", "select 1", code=2).stderr
+
+
+def test_init_writes_a_shipped_recipe_and_names_the_pages(trained: Command, folder: Path) -> None:
+    docs = Path(trained("megarl", "init").stdout.partition("docs    ")[2].splitlines()[0])
+    assert (docs / "stages.md").exists() and docs.is_relative_to(folder) and (folder / "starter.toml").exists()
 
 
 def test_the_doctor_finds_the_kernels_and_runs_a_program_in_the_sandbox(trained: Command, folder: Path) -> None:

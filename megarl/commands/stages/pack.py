@@ -16,7 +16,7 @@ from typing import Any, Self
 from megarl.commands.scratch import open_staged
 from megarl.data.tokenizer import TEMPLATES, files_of
 from megarl.errors import UserError
-from megarl.recipe.names import ENGINE_KEYS
+from megarl.recipe.rollout_table import ENGINE_KEYS
 from megarl.storage.checked_json import decode, write_checked
 from megarl.storage.checkpoints import FileSum
 from megarl.storage.files import atomic_directory, check_new, file_sha256, make_directory
@@ -28,12 +28,11 @@ from megarl.storage.shards import write_parquet
 
 MANIFEST, CARD = "manifest.json", "README.md"
 POLICY, ROLLOUTS, FILES = "policy", "rollouts", "files"
-FORMAT = 2
+FORMAT = 3
 _PART = r"[A-Za-z0-9_][A-Za-z0-9_.+=@-]{0,99}"
 _NAME = re.compile(rf"{ROLLOUTS}/\d+\.parquet|{FILES}/{_PART}|{POLICY}/({TEMPLATES}/)?{_PART}")
 # files that could be executed or unpickled when a model is loaded; megarl needs none of them
 _CODE = (".py", ".pyc", ".so", ".sh", ".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".h5", ".msgpack", ".zip")
-LICENCE = re.compile(r"[A-Za-z0-9][A-Za-z0-9.+-]*")  # an identifier of the Hub or of SPDX
 _CARD = """---
 license: {licence}
 pretty_name: {name}
@@ -65,7 +64,6 @@ class Manifest:
     external: bool  # whether the recipe's data does not have the prompts of the groups with these numbers
     licence: str
     recipe: dict[str, Any]  # its tables, see `without_machine`
-    prompts: dict[str, str]  # {name below files/: sha256} of the recipe's prompt files and templates, packed or not
     files: dict[str, FileSum]  # by name, without the manifest itself and the card, which only people read
 
     @classmethod
@@ -77,16 +75,19 @@ class Manifest:
                 raise ValueError(f"its format is {found!a:.20}, but this version of megarl reads {FORMAT}")
             files = {name: FileSum(**sums) for name, sums in fields.pop("files").items()}
             manifest = cls(**fields, files=files)
-            for name in (*files, *(f"{FILES}/{name}" for name in manifest.prompts)):
+            for name in files:
                 check_name(name)
-            if not all(isinstance(sha256, str) for sha256 in manifest.prompts.values()):
-                raise ValueError("a checksum is no text")
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{folder / MANIFEST} is not the manifest of a packed stage: {error}") from error
         return manifest
 
     def write(self, folder: Path) -> None:
         write_checked(folder / MANIFEST, {"format": FORMAT} | asdict(self))
+
+    @property
+    def prompts(self) -> dict[str, str]:
+        """{name: sha256} of the recipe's prompt files and templates."""
+        return {name: sums.sha256 for name, sums in self.files.items() if name.startswith(f"{FILES}/")}
 
     @property
     def has_weights(self) -> bool:
@@ -99,16 +100,13 @@ def check_name(name: str) -> None:
         raise ValueError(f"{name!a:.200} is not the name of a file in a packed stage")
 
 
-def pack(run_dir: Path, number: int, output: Path, licence: str, weights: bool, prompts: bool) -> Manifest:
+def pack(run_dir: Path, number: int, output: Path, licence: str, weights: bool) -> Manifest:
     """Pack the groups that stage ``number`` of a run trains as the directory ``output``.
 
     weights: include the policy's weights. Stages after the first always include them, since these exist nowhere else.
-    prompts: include the recipe's prompt files and templates; their checksums are always included.
     `UserError` for a stage that is not sealed, or is damaged.
     """
     stage = open_staged(run_dir, number)
-    if not LICENCE.fullmatch(licence):
-        raise UserError(f"--license {licence!r}: expected an identifier, such as apache-2.0, cc-by-4.0 or other")
     check_new(output)
     if not stage.is_sealed():
         raise UserError(f"{stage.rollouts} is not sealed: only a complete stage can be packed")
@@ -121,10 +119,10 @@ def pack(run_dir: Path, number: int, output: Path, licence: str, weights: bool, 
     for directory in (stage.rollouts, stage.policy):
         checks.check(directory, "Restore it from a copy before it is packed")
     with atomic_directory(output.resolve()) as folder:
-        return _pack(stage, folder, licence, weights or number > 0, prompts)
+        return _pack(stage, folder, licence, weights or number > 0)
 
 
-def _pack(stage: Stage, folder: Path, licence: str, weights: bool, prompts: bool) -> Manifest:
+def _pack(stage: Stage, folder: Path, licence: str, weights: bool) -> Manifest:
     recipe, store = stage.run.recipe, RolloutStore(stage.rollouts)
     copy_policy_files(stage.policy, folder / POLICY, weights)
     make_directory(folder / ROLLOUTS)
@@ -134,9 +132,9 @@ def _pack(stage: Stage, folder: Path, licence: str, weights: bool, prompts: bool
             write_parquet(folder / ROLLOUTS / f"{number:05d}.parquet", groups, entry.weights_hash, entry.logprob_mode)
             responses += sum(len(group.responses) for group in groups)
     names = {name: _packed_name(Path(name)) for name in (*recipe.prompt_files(), *recipe.template_files())}
-    for path, name in names.items() if prompts else ():
-        make_directory(folder / FILES)
-        shutil.copyfile(path, folder / FILES / name)
+    make_directory(folder / FILES)
+    for path, name in names.items():
+        shutil.copyfile(path, folder / name)
     manifest = Manifest(
         stage=stage.number,
         model=re.sub(r"[^A-Za-z0-9_.+-]", "_", recipe.model.path.name),
@@ -144,8 +142,7 @@ def _pack(stage: Stage, folder: Path, licence: str, weights: bool, prompts: bool
         logprob_mode=store.entries[0].logprob_mode,
         external=store.external or stage.number > 0,
         licence=licence,
-        recipe=_portable(stage, {path: f"{FILES}/{name}" for path, name in names.items()}),
-        prompts={name: file_sha256(Path(path)) for path, name in names.items()},
+        recipe=_portable(stage, names),
         files=sums_below(folder),
     )
     (folder / CARD).write_text(_card(manifest, responses, re.sub(r"[^A-Za-z0-9_.-]", "_", stage.run.root.name)))
@@ -184,8 +181,8 @@ def sums_below(folder: Path) -> dict[str, FileSum]:
 
 
 def _packed_name(path: Path) -> str:
-    """A unique name below files/ for a prompt file or template."""
-    return f"{file_sha256(path)[:12]}_{re.sub(r'[^A-Za-z0-9_.-]', '_', path.name)[-60:]}"
+    """A unique name for a prompt file or template."""
+    return f"{FILES}/{file_sha256(path)[:12]}_{re.sub(r'[^A-Za-z0-9_.-]', '_', path.name)[-60:]}"
 
 
 def _card(manifest: Manifest, responses: int, name: str) -> str:

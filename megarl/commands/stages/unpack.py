@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from megarl.models.hf_config import read_hf_config
 from megarl.own_file import is_own
 from megarl.recipe.layout import TRAINING_TABLES
 from megarl.recipe.load import Overrides, apply_overrides, parse_override, parse_recipe
-from megarl.recipe.names import ENGINE_KEYS
+from megarl.recipe.rollout_table import ENGINE_KEYS
 from megarl.recipe.tables import Recipe
 from megarl.storage.checked_json import write_checked
 from megarl.storage.checkpoints import Damaged, check_files
@@ -43,14 +43,10 @@ _NO_NUMBER = (str, list, dict)
 _PASSED_THROUGH = ("megatron", "megatron_ddp", "megatron_optimizer")  # tables of which Megatron-Core imports some texts
 
 
-def unpack(
-    source: Path, target: Path, model: Path | None, prompts: Sequence[Path], overrides: Overrides = ()
-) -> Manifest:
+def unpack(source: Path, target: Path, model: Path | None = None, overrides: Overrides = ()) -> Manifest:
     """Make the run directory ``target``, completely or not at all.
 
-    model: the base model, for a stage that was packed without weights; its weights must be the same to the
-    byte.
-    prompts: the prompt files, if they were not packed; they are recognised by their checksums.
+    model: the base model, for a stage that was packed without weights; its weights must be the same to the byte.
     `UserError`, of one line, for anything that contradicts the manifest, the recipe or the rules of a run directory.
     """
     target = target.resolve()
@@ -59,10 +55,12 @@ def unpack(
     _check_files(source, manifest)
     with atomic_directory(target) as temporary:
         folder = temporary / PACKED
-        _add_prompts(source, manifest, folder, prompts)
+        make_directory(folder / FILES)
+        for name in manifest.prompts:
+            shutil.copyfile(source / name, folder / name)
         recipe = _recipe(manifest, target, overrides)
         run = RunDir.create(temporary, recipe)
-        sums = {str(target / PACKED / FILES / name): manifest.prompts[name] for name in manifest.prompts}
+        sums = {str(target / PACKED / name): sha256 for name, sha256 in manifest.prompts.items()}
         sums |= {name: file_sha256(Path(name)) for name in recipe.own_files() if Path(name).is_file()}
         write_checked(run.prompts, {"files": sums})
         stage = run.stage(0)
@@ -90,18 +88,6 @@ def _check_files(source: Path, manifest: Manifest) -> None:
         check_files(source, manifest.files)
     except Damaged as error:
         raise UserError(f"{source} is damaged: {error}") from error
-
-
-def _add_prompts(source: Path, manifest: Manifest, folder: Path, given: Sequence[Path]) -> None:
-    sums = {file_sha256(path): path for path in given}
-    for name, expected in manifest.prompts.items():
-        path = sums.get(expected, source / FILES / name)
-        if not path.is_file():
-            raise UserError(f"{name} was not packed: give that file with --prompts FILE; its sha256 is {expected!a}")
-        make_directory(folder / FILES)
-        shutil.copyfile(path, folder / FILES / name)
-        if file_sha256(folder / FILES / name) != expected:
-            raise UserError(f"{path} does not match the checksum of {name} in the manifest")
 
 
 def _add_policy(source: Path, manifest: Manifest, policy: Path, model: Path | None) -> None:
@@ -143,7 +129,7 @@ def _add_rollouts(source: Path, manifest: Manifest, rollouts: Path, stage: Stage
 
 def _recipe(manifest: Manifest, root: Path, overrides: Overrides) -> Recipe:
     """The packed recipe with ``overrides``, and with the paths of the run directory ``root``."""
-    names = {f"{FILES}/{name}": str(root / PACKED / FILES / name) for name in manifest.prompts}
+    names = {name: str(root / PACKED / name) for name in manifest.prompts}
     given = {name for name, _ in map(parse_override, overrides)}
     try:
         tables = without_machine(manifest.recipe, str(root / PACKED / POLICY), names)

@@ -16,7 +16,6 @@ from megarl.recipe.layout import is_layout_setting
 from megarl.recipe.load import load_recipe, recipe_diff
 from megarl.recipe.sweep import BASE, Point, SweepTable, seeds_of
 from megarl.recipe.tables import Recipe
-from megarl.storage.checked_json import read_intact_lines
 from megarl.storage.run_dir import RunDir, Stage
 
 
@@ -39,33 +38,14 @@ class Job:
     def run(self) -> RunDir:
         return RunDir(self.directory, self.recipe)
 
-    @property
-    def updates(self) -> int:
-        """The number of updates that the run makes; 0 if it ends with rollouts."""
-        if self.until is not None:
-            return 0
-        schedule = self.recipe.schedule
-        return schedule.updates_per_stage if self.source else schedule.total_updates
-
-    @property
-    def seconds(self) -> float:
-        """The time that the phases of the run took, without pauses between two starts."""
-        events, _ = read_intact_lines(self.run.events)
-        ends = ("phase_end", "phase_stopped", "phase_failed")
-        return sum(event["seconds"] for event in events if event["event"] in ends)
-
-    @property
-    def end(self) -> Stage:
-        """The stage whose policy is the result."""
-        return self.run.stage(self.source.number + 1) if self.source else self.run.end
-
     def is_done(self) -> bool:
         """Whether the run is complete, with its evaluations."""
         if not (self.directory / "recipe.toml").exists():
             return False
         if self.until is not None:
             return self.run.stage(self.until).is_sealed()
-        return self.end.policy.exists() and not self.run.unevaluated(self.end.first_update)
+        end = self.run.stage(self.source.number + 1) if self.source else self.run.end
+        return end.policy.exists() and not self.run.unevaluated(end.first_update)
 
     def is_possible(self) -> bool:
         """Whether the rollouts that the run needs exist."""

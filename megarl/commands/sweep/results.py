@@ -24,6 +24,8 @@ from megarl.views.run_reader import Run, muted_by, read_run
 # metrics of the update before an evaluation that runs.csv contains
 LAST = ("reward/mean", "entropy", "ess", "grad_norm")
 _Policy = tuple[Path, Record]  # the directory of a run, and the evaluation of one of its policies
+# a point, a suite, the number of its replicates, and estimates over them: see `_estimates`
+Row = tuple[Point, str, int, dict[str, "Estimate | None"]]
 
 
 @dataclass(frozen=True)
@@ -35,21 +37,6 @@ class Estimate:
 
     def text(self, sign: str = "") -> str:
         return f"{self.mean:{sign}.3f} [{self.ci95[0]:{sign}.3f}, {self.ci95[1]:{sign}.3f}]"
-
-
-@dataclass(frozen=True)
-class Row:
-    """The results of a point on one suite: estimates over its replicates.
-
-    The intervals cover other prompts and, with several replicates, other replicates too: see `_estimate`.
-    """
-
-    point: Point
-    suite: str
-    replicates: int
-    accuracy: Estimate  # of the runs' results
-    gain: Estimate | None  # of the results over the policies that the runs began with
-    difference: Estimate | None  # from the baseline, over the replicates that both have
 
 
 @dataclass(frozen=True)
@@ -76,30 +63,38 @@ def rows(plan: SweepPlan, finished: Sequence[FinishedRun]) -> list[Row]:
         for point in plan.table.points():
             if point.name in runs:
                 reference = runs.get(plan.table.reference, {}) if point.name != plan.table.reference else {}
-                found.append(_row(point, suite, runs[point.name], reference))
+                found.append((point, suite, len(runs[point.name]), _estimates(suite, runs[point.name], reference)))
     return found
 
 
-def _row(point: Point, suite: str, runs: dict[str, Run], reference: dict[str, Run]) -> Row:
-    last = [_policy(run, suite, -1) for run in runs.values()]
-    both = [(run.begins, _policy(run, suite, 0), after) for run, after in zip(runs.values(), last, strict=True)]
-    with_start = [(first, after) for begins, first, after in both if begins == first[1]["update"] < after[1]["update"]]
-    gain = _differences(with_start) if len(with_start) == len(runs) else None
-    theirs = {name: _policy(run, suite, -1) for name, run in reference.items()}
-    differences = [(theirs[name], ours) for name, ours in zip(runs, last, strict=True) if name in theirs]
-    accuracy = _estimate([event["accuracy"] for _, event in last], _over_prompts(last))
+def _estimates(suite: str, runs: dict[str, Run], reference: dict[str, Run]) -> dict[str, Estimate | None]:
+    """Of the replicates' results: accuracy; gain over the policies that the runs began with; difference from those of
+    the baseline, over the replicates that both have."""
+    last = {name: (run.root, run.suites[suite][-1]) for name, run in runs.items()}
+    first = {name: (run.root, run.suites[suite][0]) for name, run in runs.items()}
+    theirs = {name: (run.root, run.suites[suite][-1]) for name, run in reference.items() if name in runs}
+    has_gain = all(run.begins == first[name][1]["update"] < last[name][1]["update"] for name, run in runs.items())
+    accuracy = _estimate(list(last.values()))
     low, high = accuracy.ci95  # Student's of two replicates is wider than what is possible
-    accuracy = Estimate(accuracy.mean, [max(low, 0.0), min(high, 1.0)])
-    return Row(point, suite, len(runs), accuracy, gain, _differences(differences))
+    return {
+        "accuracy": Estimate(accuracy.mean, [max(low, 0.0), min(high, 1.0)]),
+        "gain": _estimate(list(last.values()), list(first.values())) if has_gain else None,
+        "difference": _estimate([last[name] for name in theirs], list(theirs.values())) if theirs else None,
+    }
 
 
-def _policy(run: Run, suite: str, number: int) -> _Policy:
-    return run.root, run.suites[suite][number]
+def _estimate(policies: list[_Policy], begins: Sequence[_Policy] = ()) -> Estimate:
+    """The mean accuracy of a policy of each replicate, or the mean difference from the policies ``begins``.
 
-
-def _estimate(values: list[float], over_prompts: Interval) -> Estimate:
-    """The mean over replicates. Its interval covers other replicates, by Student's t, and other prompts, by
-    ``over_prompts``; if that is NaN, since the replicates have different prompts, Student's t covers both."""
+    Its interval covers other prompts and, with several replicates, other replicates too, by Student's t. If the
+    replicates have different prompts, Student's t covers both; that of a single one is then NaN.
+    """
+    values = [event["accuracy"] for _, event in policies]
+    if begins:
+        values = [end - event["accuracy"] for end, (_, event) in zip(values, begins, strict=True)]
+    elif len(policies) == 1:
+        return Estimate(values[0], list(policies[0][1]["ci95"]))
+    over_prompts = _over_prompts(policies, begins)
     if len(values) == 1:
         return Estimate(values[0], over_prompts)
     mean, (low, high) = mean_of_replicates(np.array(values))
@@ -109,33 +104,17 @@ def _estimate(values: list[float], over_prompts: Interval) -> Estimate:
     return Estimate(mean, [mean - math.hypot(mean - low, below), mean + math.hypot(high - mean, above)])
 
 
-def _differences(pairs: list[tuple[_Policy, _Policy]]) -> Estimate | None:
-    """The mean difference over (one policy, another one) of each replicate."""
-    if not pairs:
-        return None
-    values = [second["accuracy"] - first["accuracy"] for (_, first), (_, second) in pairs]
-    return _estimate(values, _difference_over_prompts(pairs))
-
-
-def _over_prompts(policies: list[_Policy]) -> Interval:
-    """The interval over prompts of the mean accuracy of the replicates; NaN if their prompts differ."""
-    if len(policies) == 1:
-        return list(policies[0][1]["ci95"])
+def _over_prompts(policies: list[_Policy], begins: Sequence[_Policy]) -> Interval:
+    """The interval of `_estimate` over prompts alone; NaN if any prompts differ."""
     try:
-        found = scores([(root, event["update"]) for root, event in policies], policies[0][1]["suite"])
+        found = scores([(root, event["update"]) for root, event in (*policies, *begins)], policies[0][1]["suite"])
     except UserError:
         return [math.nan, math.nan]
-    return estimates.interval(np.mean([x.mean(1) for x in found], axis=0), sum(x.shape[1] for x in found))
-
-
-def _difference_over_prompts(pairs: list[tuple[_Policy, _Policy]]) -> Interval:
-    """The paired interval over prompts of the mean difference of the replicates; NaN if any prompts differ."""
-    try:
-        found = scores([(root, event["update"]) for pair in pairs for root, event in pair], pairs[0][0][1]["suite"])
-    except UserError:
-        return [math.nan, math.nan]
-    one, other = (np.mean([x.mean(1) for x in found[side::2]], axis=0) for side in (0, 1))
-    return estimates.paired(one, other).ci95
+    ours, theirs = found[: len(policies)], found[len(policies) :]
+    mean = np.mean([x.mean(1) for x in ours], axis=0)
+    if not theirs:
+        return estimates.interval(mean, sum(x.shape[1] for x in ours))
+    return estimates.paired(np.mean([x.mean(1) for x in theirs], axis=0), mean).ci95
 
 
 # ------------------------------------------------------------------------------------------------------------- files
@@ -164,10 +143,9 @@ def runs_csv(plan: SweepPlan, finished: Sequence[FinishedRun]) -> str:
 def as_records(found: Sequence[Row]) -> list[dict[str, Any]]:
     """The table as one object per row; unknown intervals are None."""
     records = []
-    for row in found:
-        record: dict[str, Any] = {**row.point.values, "suite": row.suite, "replicates": row.replicates}
-        for name in ("accuracy", "gain", "difference"):
-            estimate: Estimate | None = getattr(row, name)
+    for point, suite, replicates, estimates_of_row in found:
+        record: dict[str, Any] = {**point.values, "suite": suite, "replicates": replicates}
+        for name, estimate in estimates_of_row.items():
             values = [estimate.mean, *estimate.ci95] if estimate else [math.nan] * 3
             for part, value in zip(("", "_low", "_high"), values, strict=True):
                 record[name + part] = None if math.isnan(value) else round(value, 6)
@@ -177,8 +155,8 @@ def as_records(found: Sequence[Row]) -> list[dict[str, Any]]:
 
 def table_csv(plan: SweepPlan, found: Sequence[Row]) -> str:
     """`as_records` as CSV."""
-    estimates = [name + part for name in ("accuracy", "gain", "difference") for part in ("", "_low", "_high")]
-    return _csv([*plan.table.axes, "suite", "replicates", *estimates], as_records(found))
+    names = [name + part for name in ("accuracy", "gain", "difference") for part in ("", "_low", "_high")]
+    return _csv([*plan.table.axes, "suite", "replicates", *names], as_records(found))
 
 
 def _csv(columns: list[str], lines: list[dict[str, Any]]) -> str:
@@ -193,16 +171,14 @@ def table_text(plan: SweepPlan, found: Sequence[Row]) -> str:
     """The table for a terminal."""
     if not found:
         return "no run with an evaluation is finished"
-    several = max(row.replicates for row in found) > 1
+    several = max(replicates for _, _, replicates, _ in found) > 1
     over = "seeds or runs and over prompts (if n is 1: over prompts)" if several else "prompts"
     lines = [f"95 % intervals over {over}; differences are paired, from {plan.table.reference}"]
-    width = max(len(row.point.name) for row in found)
-    for suite in dict.fromkeys(row.suite for row in found):
-        head = f"{'':{width}}   n  {'accuracy':23}  {'gain':26}  difference"
-        lines += [suite, head]
-        for row in found:
-            if row.suite == suite:
-                gain, difference = (one.text("+") if one else "-" for one in (row.gain, row.difference))
-                text = f"{row.accuracy.text():23}  {gain:26}  {difference}"
-                lines.append(f"{row.point.name:{width}}  {row.replicates:2}  {text}")
+    width = max(len(point.name) for point, *_ in found)
+    for shown in dict.fromkeys(suite for _, suite, _, _ in found):
+        lines += [shown, f"{'':{width}}   n  {'accuracy':23}  {'gain':26}  difference"]
+        for point, suite, replicates, one in found:
+            if suite == shown:
+                texts = [each.text("+" * (name != "accuracy")) if each else "-" for name, each in one.items()]
+                lines.append(f"{point.name:{width}}  {replicates:2}  {texts[0]:23}  {texts[1]:26}  {texts[2]}")
     return "\n".join(lines)

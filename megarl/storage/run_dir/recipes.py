@@ -15,7 +15,6 @@ from pathlib import Path
 from megarl.errors import UserError
 from megarl.foreign import quoted
 from megarl.recipe.load import dump_recipe, load_recipe
-from megarl.recipe.names import ENGINES
 from megarl.recipe.tables import Recipe
 from megarl.storage.checked_json import read_checked, write_checked
 from megarl.storage.files import file_sha256, write_atomic
@@ -24,7 +23,7 @@ _REMEDY = "Delete it and start again: the checksums of the present files are the
 _TABLES = ("objective", "optimizer", "reward", "eval")
 EVALUATION = ("every", "every_updates", "best", "samples", "temperature", "top_p", "greedy", "max_response_tokens")
 # of [rollout]: the engine and the options that are passed through to it
-ENGINE = ("engine:", *(f"{name}." for name, engine in ENGINES.items() if engine.options))
+ENGINE = ("engine:", "vllm.", "sglang.")
 _NAME = re.compile(r"recipe_until_(\d{3,})\.toml")
 
 

@@ -77,7 +77,6 @@ ATTACKS = {
     "a link": (lambda pack: (pack / SHARD).symlink_to((pack / SHARD).rename(pack.parent / "outside")), "is a link"),
     "a pipe": (pipe, "no regular file"),
     "a file too many": (lambda pack: (pack / "policy/a.py").touch(), "'policy/a.py' is not in its manifest"),
-    "no checksum of a prompt file": (lambda pack: agree(pack, prompts={"a.jsonl": []}), "a checksum is no text"),
     "no recipe": (lambda pack: agree(pack, recipe=[]), "has no recipe"),
     "a file of this machine": (with_recipe("data", train="/etc/passwd"), "not part of the packed stage"),
     "a reward of kind judge": (with_recipe("reward", kind="judge"), "are not packed: give yours with --set"),

@@ -39,7 +39,7 @@ def run(recipe, tmp_path_factory):
 @pytest.fixture(scope="module")
 def packed(run, tmp_path_factory):
     folder = tmp_path_factory.mktemp("packed") / "stage"
-    pack(run.root, 0, folder, LICENCE, weights=False, prompts=True)
+    pack(run.root, 0, folder, LICENCE, weights=False)
     return folder
 
 
@@ -56,7 +56,7 @@ def updates(run):
 
 def test_an_unpacked_stage_is_optimized_to_the_same_bytes(run, tmp_path, guessing_model):
     succeed("optimize", run.root, "--stage", 0, "--output", tmp_path / "a", "--set", "objective.name=grpo")
-    assert pack(run.root, 0, tmp_path / "stage", LICENCE, weights=False, prompts=True).has_weights is False
+    assert pack(run.root, 0, tmp_path / "stage", LICENCE, weights=False).has_weights is False
     text = (tmp_path / "stage" / MANIFEST).read_text() + (tmp_path / "stage/README.md").read_text()
     assert str(run.root.parent) not in text and str(run.recipe.model.path) not in text
     (tmp_path / "stage/.gitattributes").write_text("of a download")
@@ -83,11 +83,9 @@ def test_a_later_stage_becomes_the_first_of_a_run(run, tiny_model, tmp_path):
     stage = RunDir.open(root).stage(1)
     copy_policy(tiny_model, tiny_model, stage.policy, version=stage.first_update)
     fill(stage)
-    manifest = pack(root, 1, tmp_path / "packed", LICENCE, weights=False, prompts=False)
-    assert manifest.has_weights and {name.split("/")[0] for name in manifest.files} == {"policy", "rollouts"}
-    refused = succeed("stage", "unpack", tmp_path / "packed", tmp_path / "b", code=2)
-    assert "--prompts FILE" in refused.stderr
-    unpack(tmp_path / "packed", tmp_path / "b", None, [run.root.parent / "my prompts.jsonl"])
+    manifest = pack(root, 1, tmp_path / "packed", LICENCE, weights=False)
+    assert manifest.has_weights
+    unpack(tmp_path / "packed", tmp_path / "b")
     first = RunDir.open(tmp_path / "b").stage(0)
     assert sha(first.policy / "model.safetensors") == sha(stage.policy / "model.safetensors")
     before, after = (RolloutStore(each.rollouts).read(each.groups) for each in (stage, first))
@@ -99,15 +97,15 @@ def test_a_later_stage_becomes_the_first_of_a_run(run, tiny_model, tmp_path):
 
 
 def test_a_stage_without_weights_can_be_read_but_not_optimized(packed, tmp_path):
-    unpack(packed, tmp_path / "b", None, [])
+    unpack(packed, tmp_path / "b")
     assert json.loads(succeed("samples", tmp_path / "b", "--limit", 1, "--json").stdout)["prompt"] == 0
     assert "safetensors" in succeed("optimize", tmp_path / "b", "--stage", 0, code=2).stderr
 
 
 def test_only_the_groups_that_a_stage_trains_are_packed(recipe, tmp_path):
     run = make_run(recipe, tmp_path / "run", "rollout.oversample=2", chosen=[1, 2, 3, 5, 6, 9, 12, 15])
-    pack(run.root, 0, tmp_path / "packed", LICENCE, weights=False, prompts=True)
-    unpack(tmp_path / "packed", tmp_path / "b", None, [])
+    pack(run.root, 0, tmp_path / "packed", LICENCE, weights=False)
+    unpack(tmp_path / "packed", tmp_path / "b")
     ours, theirs = (RolloutStore(each.stage(0).rollouts) for each in (run, RunDir.open(tmp_path / "b")))
     assert theirs.group_ids == list(theirs.chosen) == list(ours.chosen)
     for one, other in zip(ours.read(ours.chosen), theirs.read(ours.chosen), strict=True):
@@ -120,7 +118,7 @@ def test_a_hostile_stage_is_refused_in_one_line(attack, copy, tmp_path):
     make(copy)
     before = set(tmp_path.iterdir())
     with pytest.raises(UserError, match=message) as refused:
-        unpack(copy, tmp_path / "b", None, [])
+        unpack(copy, tmp_path / "b")
     assert "\n" not in str(refused.value).replace("the recipe is wrong:\n", "")
     assert set(tmp_path.iterdir()) == before
 
@@ -130,22 +128,22 @@ def test_settings_that_start_programs_or_call_servers_are_removed(copy, tmp_path
     with_recipe("run", wandb=True, mlflow=True)(copy)
     with_recipe("reward", parts=[{"kind": "python", "weight": 1.0, "path": "/tmp/evil.py:f"}])(copy)
     with_recipe("objective", path="/tmp/evil.py:F")(copy)
-    unpack(copy, tmp_path / "b", None, [])
+    unpack(copy, tmp_path / "b")
     recipe = RunDir.open(tmp_path / "b").recipe
     assert recipe.rollout.sglang_python is None and not recipe.rollout.vllm and not recipe.rollout.sglang
     assert not recipe.run.wandb and not recipe.run.mlflow and not recipe.reward.parts and not recipe.objective.path
 
 
 def test_only_settings_that_leave_the_rollouts_as_they_are_can_be_set(packed, tmp_path):
-    unpack(packed, tmp_path / "b", None, [], ["optimizer.lr=1e-3", "rollout.workers=2", "eval.samples=2"])
+    unpack(packed, tmp_path / "b", None, ["optimizer.lr=1e-3", "rollout.workers=2", "eval.samples=2"])
     recipe = RunDir.open(tmp_path / "b").recipe
     assert (recipe.optimizer.lr, recipe.rollout.workers, recipe.eval.samples) == (1e-3, 2, 2)
     others = ("rollout.temperature=0.5", "schedule.stages=3", "data.train=x", "model.path=/")
     for setting in (*others, "run.seed=7", "eval.prompts=8"):  # the last two change the prompt of a group number
         with pytest.raises(UserError, match="depend on it"):
-            unpack(packed, tmp_path / "c", None, [], [setting])
+            unpack(packed, tmp_path / "c", None, [setting])
     with pytest.raises(UserError, match="score them again"):
-        unpack(packed, tmp_path / "c", None, [], ["reward.require_stop=false"])
+        unpack(packed, tmp_path / "c", None, ["reward.require_stop=false"])
 
 
 def test_a_stage_whose_rollouts_have_held_out_prompts_is_refused(recipe, run, tmp_path):
@@ -156,10 +154,10 @@ def test_a_stage_whose_rollouts_have_held_out_prompts_is_refused(recipe, run, tm
     exam.write_text("".join(json.dumps({"prompt": text, "answer": "a"}) + "\n" for text in ["abcde", *leaked]))
     suite = [f"eval.suite='{exam}'", "eval.prompts=4", "eval.every=1", "data.prompt_template='{prompt}'"]
     make_run(recipe, tmp_path / "run", *suite)
-    pack(tmp_path / "run", 0, tmp_path / "packed", LICENCE, weights=False, prompts=True)
-    unpack(tmp_path / "packed", tmp_path / "a", None, [], ["eval.every=0"])  # nothing is held out
+    pack(tmp_path / "run", 0, tmp_path / "packed", LICENCE, weights=False)
+    unpack(tmp_path / "packed", tmp_path / "a", None, ["eval.every=0"])  # nothing is held out
     with pytest.raises(UserError, match=r"3 of 8 groups have prompts that are held out for evaluation"):
-        unpack(tmp_path / "packed", tmp_path / "b", None, [])
+        unpack(tmp_path / "packed", tmp_path / "b")
     assert not (tmp_path / "b").exists()
 
 
@@ -168,7 +166,7 @@ def test_settings_that_are_refused_can_be_replaced_with_set(copy, tmp_path):
     with_recipe("megatron", fp8_quantizer_factory="os.system")(copy)
     with_recipe("objective", name="theirs.py:Own", theirs=1)(copy)
     given = ["reward.kind=exact", "objective.name=grpo", "megatron.fp8_quantizer_factory=mine.quantizer"]
-    unpack(copy, tmp_path / "b", None, [], given)
+    unpack(copy, tmp_path / "b", None, given)
     recipe = RunDir.open(tmp_path / "b").recipe
     assert (recipe.reward.kind, recipe.megatron["fp8_quantizer_factory"]) == ("exact", "mine.quantizer")
 
@@ -185,14 +183,14 @@ def test_a_damaged_stage_is_not_packed(name, run, tmp_path):
     root = shutil.copytree(run.root, tmp_path / "run")
     flip(next((root / "stages/000").glob(name)))
     with pytest.raises(UserError, match="does not match (the|its) checksum"):
-        pack(root, 0, tmp_path / "stage", LICENCE, weights=True, prompts=True)
+        pack(root, 0, tmp_path / "stage", LICENCE, weights=True)
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_a_stage_with_a_token_budget_is_neither_packed_nor_scored_again(recipe, tmp_path):
     run = make_run(recipe, tmp_path / "run", "rollout.token_budget=2", "rollout.oversample=2")
     with pytest.raises(UserError, match="trains groups that earlier stages began"):
-        pack(run.root, 0, tmp_path / "stage", "apache-2.0", weights=False, prompts=True)
+        pack(run.root, 0, tmp_path / "stage", "apache-2.0", weights=False)
     assert not (tmp_path / "stage").exists()
     with pytest.raises(UserError, match="--set reward: not with rollout.token_budget"):
         changed_recipe(run.stage(0), ["reward.require_stop=false"])

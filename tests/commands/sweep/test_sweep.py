@@ -36,8 +36,8 @@ def swept(recipe):
     dry = succeed("sweep", file, "--dry-run")
     assert not output.exists()
     moment = r"open .*/grpo/seed_3/.*/checkpoints/\.update_000004\..*\.tmp/."
-    kill_command(moment, 1, output, "sweep", file, "--jobs", "1")
-    return file, output, dry, succeed("sweep", file, "--jobs", "2"), succeed("sweep", file, "--json")
+    kill_command(moment, 1, output, "sweep", file)
+    return file, output, dry, succeed("sweep", file), succeed("sweep", file, "--json")
 
 
 def run_of(output, name):
@@ -46,7 +46,7 @@ def run_of(output, name):
 
 def test_a_dry_run_counts_and_lists_the_runs(swept):
     head, *lines = swept[2].stdout.splitlines()
-    assert head.startswith("4 runs (2 points, 2 of each), 16 updates, on the rollouts of 2 more; 0 of 6 are done")
+    assert head.startswith("4 runs (2 points, 2 of each), on the rollouts of 2 more; 0 of 6 are done")
     assert [line.split()[:3] for line in lines[:2]] == [["to", "do", "base/seed_3"], ["to", "do", "base/seed_4"]]
     assert "grpo/seed_3" in lines[2] and "objective.name=grpo" in lines[2]
 
@@ -130,7 +130,7 @@ def test_a_failed_run_does_not_stop_the_others_and_is_still_to_do(swept):
     more.write_text(f"{file.read_text()}\n{points}\n".replace("[3, 4]", "[3]"))
     (output / "new").mkdir()
     (output / "new/seed_3").write_text("in the way")
-    failed = succeed("sweep", more, "--output", output, "--jobs", "1", code=2)
+    failed = succeed("sweep", more, "--output", output, code=2)
     assert "1 runs failed; start the same command again to retry them:" in failed.stderr
     assert f"new/seed_3: {output}/new/seed_3 is a file, not a run directory" in failed.stderr
     assert "newer" in failed.stdout and "mu_grpo" in failed.stdout
@@ -160,7 +160,7 @@ def test_a_mistake_in_the_sweep_file_is_refused_before_a_run_starts(swept, chang
     wrong.write_text(file.read_text().replace(*change))
     before = sorted(output.rglob("*"))
     with pytest.raises(UserError, match=re.escape(message)):
-        sweep(wrong, output, jobs=1)
+        sweep(wrong, output)
     assert sorted(output.rglob("*")) == before
 
 
