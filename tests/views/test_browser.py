@@ -84,7 +84,7 @@ def test_charts_and_numbers_of_one_run_and_no_request(tmp_path, show):
     assert len(titles) == body.count('class="plot js-plotly-plot"') == 20
     for number in range(15):
         assert drawn_curves(body, number), titles[number]
-    assert len(drawn_curves(body, 2)) == 5, "four quantiles and a median"
+    assert len(drawn_curves(body, 3)) == 5, "four quantiles and a median"
     assert len(re.findall(r'class="point[ "]', body)) == 4 + 10, "evaluations, phases"
     for name in ("clip", "veto", "before", "after clip and veto", "rollout", "optimize", "evaluate", "stage 3"):
         assert re.search(rf">{re.escape(name)}</text>", body), name

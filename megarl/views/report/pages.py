@@ -28,13 +28,12 @@ COLOURS = (
 
 @dataclass
 class Chart:
-    """A Plotly chart of a page, with its heading."""
+    """A Plotly chart of a page, with its heading; without traces it is left out."""
 
     title: str
     hint: str  # a sentence below the title: what the chart shows and what to look for
     traces: list[dict[str, Any]] = field(default_factory=list)
     layout: dict[str, Any] = field(default_factory=dict)
-    empty: str = ""  # text shown if there is nothing to draw; "" leaves the chart out
 
 
 def colour(number: int) -> str:
@@ -90,7 +89,7 @@ def page(title: str, notes: str, summary: str, charts: list[Chart], below: str =
 
     for chart in charts:
         chart.traces = _visible(chart)
-    charts = [chart for chart in charts if chart.traces or chart.empty]
+    charts = [chart for chart in charts if chart.traces]
     figures = [{"data": chart.traces, "layout": chart.layout} for chart in charts]
     parts = {
         "title": title,
@@ -119,8 +118,5 @@ def _visible(chart: Chart) -> list[dict[str, Any]]:
 
 
 def _card(number: int, chart: Chart) -> str:
-    body = f'<div class="plot" id="chart-{number}"></div>'
-    if not chart.traces:
-        body = f'<div class="empty" id="chart-{number}">{html.escape(chart.empty)}</div>'
     title, hint = html.escape(chart.title), html.escape(chart.hint)
-    return f'<section class="card"><h2>{title}</h2>{body}<p>{hint}</p></section>'
+    return f'<section class="card"><h2>{title}</h2><div class="plot" id="chart-{number}"></div><p>{hint}</p></section>'
