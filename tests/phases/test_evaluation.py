@@ -185,8 +185,11 @@ def test_compare_gives_means_and_differences(whole):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda lines: lines[:3], "prompt 3, '{question}', is only in"),
-        (lambda lines: [*lines[:3], lines[3] | {"answer": "z"}, *lines[4:]], "with 'z'"),
+        (lambda lines: lines[:3], "/heldout has the answer '{answer}' to '{question}', "),
+        (
+            lambda lines: [*lines[:3], lines[3] | {"answer": "z"}, *lines[4:]],
+            "has the answer 'z' to '{question}': only the same",
+        ),
         (None, "it has those of updates 0, 2, 4, 6, 8"),
     ],
 )
@@ -214,4 +217,3 @@ def test_runs_of_different_lengths_are_compared_after_equal_updates(whole, tmp_p
     assert f"A = {whole.root} (update 4), B = {short} (update 4)" in head
     assert "+0.0000 [+0.0000, +0.0000]" in accuracy
     assert rest[0] == "  evaluated otherwise: temperature = 0.0 in A, 0.5 in B"
-    assert f"  {whole.root} goes on to update 8" in rest
