@@ -73,7 +73,7 @@ def test_several_runs_are_overlaid_and_their_recipes_compared(tmp_path):
     assert short_names([tmp_path / "x/run", tmp_path / "y/run"]) == ["x/run", "y/run"]
     assert short_names([tmp_path / "x/run", tmp_path / "y/walk"]) == ["run", "walk"]
     other = make_recipe(name="grpo", veto_threshold=None, eps_low=0.2)
-    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=1, gain=0.5, recipe=other)
+    a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=1, recipe=other)
     charts = charts_of(a, b)
     assert [t["name"] for t in charts["Held-out accuracy"].traces] == ["a", "b"]
     clipped = charts["Clipped, vetoed and masked tokens"].traces

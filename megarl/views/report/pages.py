@@ -87,8 +87,6 @@ def page(title: str, notes: str, summary: str, charts: list[Chart], below: str =
     """A self-contained page: notes, summary table, charts, and ``below`` at its end. All texts are HTML."""
     from plotly.offline import get_plotlyjs
 
-    for chart in charts:
-        chart.traces = _visible(chart)
     charts = [chart for chart in charts if chart.traces]
     figures = [{"data": chart.traces, "layout": chart.layout} for chart in charts]
     parts = {
@@ -105,16 +103,6 @@ def page(title: str, notes: str, summary: str, charts: list[Chart], below: str =
     text = Path(__file__).with_name("page.html").read_text()
     pieces = text.split("@@")  # text, name, text, name, ..., text; inserted text is not searched for names again
     return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
-
-
-def _visible(chart: Chart) -> list[dict[str, Any]]:
-    """The traces that have something to draw. On a logarithmic axis numbers that are not above 0 are left out, since
-    they would interrupt a line; no such chart has bars."""
-    if chart.layout.get("yaxis", {}).get("type") == "log":
-        for trace in chart.traces:
-            points = [n for n, value in enumerate(trace["y"]) if value > 0]
-            trace.update({name: [trace[name][n] for n in points] for name in ("x", "y")})
-    return [trace for trace in chart.traces if len(trace["y"])]
 
 
 def _card(number: int, chart: Chart) -> str:
