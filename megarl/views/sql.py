@@ -136,7 +136,8 @@ def _dataset(table: str, stores: Iterable[tuple[Path, list[Any]]]) -> ds.Dataset
     """
     columns = [*_PLACES[table], ("shard", pa.string())]
     schema = pa.schema([*columns, *_COLUMNS])
-    paths, conditions = [], []
+    paths: list[str] = []
+    conditions: list[ds.Expression] = []
     for directory, place in stores:
         for entry in RolloutStore(directory, one_policy=False).entries:
             check_size(directory / entry.shard, entry)
