@@ -22,9 +22,8 @@ if TYPE_CHECKING:
     from megarl.views.responses.tokens import Tokens
 
 _HEAT = (None, 194, 190, 220, 208, 196)  # background colours of a 256-colour terminal, from little to much
-_SCALES: dict[
-    str, tuple[tuple[float, ...], tuple[int | None, ...]]
-] = {  # colouring -> steps, and the colours before, between and after them
+# colouring -> steps, and the colours before, between and after them
+_SCALES: dict[str, tuple[tuple[float, ...], tuple[int | None, ...]]] = {
     "ratio": ((-2.0, -0.7, -0.2, -0.05, 0.05, 0.2, 0.7, 2.0), (27, 69, 111, 153, None, 223, 216, 209, 196)),
     "entropy": ((0.1, 0.5, 1.0, 2.0, 3.0), _HEAT),
     "logprob": ((0.1, 0.7, 2.3, 4.6, 9.2), _HEAT),
