@@ -45,7 +45,6 @@ def add_recipes(commands: Commands) -> None:
         data, "check", _check_data, "check every row of the prompt files; exit code 1 if a run would stop at one"
     )
     sub.add_argument("recipe", type=Path)
-    sub.add_argument("--json", action="store_true", help="print one JSON object")
     settings(sub)
 
     sub = command(commands, "init", _init, "write a recipe to begin with into this directory, and list the others")
@@ -128,6 +127,6 @@ def _check_data(options: argparse.Namespace) -> None:
     from megarl.views.prompts import check_prompts
 
     found = check_prompts(load_recipe(options.recipe, options.set))
-    print(found.as_json() if options.json else found.text())
+    print(found.text())
     if found.problems:
         sys.exit(1)

@@ -18,7 +18,7 @@ from megarl.views.responses import COLOURINGS
 def add_runs(commands: Commands) -> None:
     _add_samples(commands)
 
-    sub = command(commands, "sql", _sql, "query a run's responses, ledger, metrics, events and evaluations with SQL")
+    sub = command(commands, "sql", _sql, "query a run's responses, metrics and events with SQL")
     add_run(sub)
     sub.add_argument("query", help="such as 'select stage, avg(reward) from responses group by stage'")
     sub.add_argument("--memory", default="1GB", metavar="SIZE", help="memory that DuckDB may use; default: 1GB")

@@ -17,7 +17,7 @@ from megarl.storage.run_dir import RunDir
 from megarl.storage.run_dir.evaluations import SuiteResponses
 from megarl.storage.run_dir.retention import best_version
 
-SHOWN = 60  # characters of a prompt in a message
+SHOWN = 120  # characters of a prompt in a message
 
 
 @dataclass(frozen=True)
@@ -41,10 +41,6 @@ class Side:
             raise UserError(f"{text}: after the colon write the number of an update, or best")
         return cls(text, run.root, int(place) if place else None)
 
-    def newest(self, suite: str) -> int | None:
-        """Updates of the last policy that was evaluated on a suite; None if there is none."""
-        return max(SuiteResponses.of(self.run, suite).versions(), default=None)
-
     def suites(self) -> list[str]:
         return sorted(path.parent.name for path in self.run.glob("evaluations/*/prompts.jsonl"))
 
@@ -52,7 +48,7 @@ class Side:
         """(updates of the policy, [prompts, samples] of 1 for right and 0); `UserError` without a whole evaluation."""
         answered = SuiteResponses.of(self.run, suite)
         versions = answered.versions()
-        version = self.version if self.version is not None else self.newest(suite)
+        version = max(versions, default=None) if self.version is None else self.version
         if version is None or version not in versions:
             found = f"it has those of updates {', '.join(map(str, versions))}" if versions else "it has none at all"
             raise UserError(f"{self.name} has no complete evaluation of this policy on suite {suite!r}: {found}")
@@ -85,7 +81,6 @@ def _estimates(suite: str, a: Side, b: Side) -> dict[str, Any]:
         what = f"avg@{ours.shape[1]}" if ours.shape[1] == theirs.shape[1] else "avg"
         means = {"a": float(x.mean()), "b": float(y.mean())}
         estimates.append({"name": what if k == 1 else f"pass@{k}"} | means | asdict(paired(x, y)))
-    ends = {side.name: side.newest(suite) for side in (a, b) if side.version is None}
     return {
         "suite": suite,
         "prompts": len(ours),
@@ -93,7 +88,6 @@ def _estimates(suite: str, a: Side, b: Side) -> dict[str, Any]:
         "b": {"name": b.name, "update": second},
         "estimates": estimates,
         "differ": _differing(suite, (a, first), (b, second)),
-        "goes_on_to": {name: end for name, end in ends.items() if first == second < (end or 0)},
     }
 
 
@@ -114,7 +108,7 @@ def _table(found: dict[str, Any]) -> str:
             f"{one['better']} prompts better, {one['worse']} worse, sign test p = {one['p_value']:.3g}"
         )
     lines += [f"  evaluated otherwise: {name} = {x!r} in A, {y!r} in B" for name, (x, y) in found["differ"].items()]
-    return "\n".join([*lines, *(f"  {name} goes on to update {end}" for name, end in found["goes_on_to"].items())])
+    return "\n".join(lines)
 
 
 def at_equal_updates(a: Side, b: Side, suite: str) -> tuple[Side, Side]:
@@ -145,19 +139,13 @@ def scores(policies: Sequence[tuple[Path, int]], suite: str) -> list[np.ndarray]
 def _check_same_prompts(a: SuiteResponses, b: SuiteResponses) -> None:
     """`UserError` with the first prompt that differs in question or answer; the rendering does not matter."""
     ours, theirs = ([_question(line) for line in side.read_prompts()] for side in (a, b))
-    for number, (one, other) in enumerate(zip_longest(ours, theirs)):
-        if one is None or other is None:
-            shorter, longer, question = (a, b, other[0]) if one is None else (b, a, one[0])
-            raise UserError(
-                f"prompt {number}, {question:.{SHOWN}}, is only in {longer.directory}, not in {shorter.directory}: "
-                "only the same prompts can be compared"
-            )
+    for number, (one, other) in enumerate(zip_longest(ours, theirs, fillvalue="none")):
         if one != other:
             raise UserError(
-                f"prompt {number} of {a.directory} is {one[0]:.{SHOWN}} with the answer {one[1]!r:.{SHOWN}}, that of "
-                f"{b.directory} {other[0]:.{SHOWN}} with {other[1]!r:.{SHOWN}}: only the same prompts can be compared"
+                f"prompt {number}: {a.directory} has {one:.{SHOWN}}, {b.directory} has {other:.{SHOWN}}: only the same "
+                "prompts can be compared"
             )
 
 
-def _question(line: dict[str, Any]) -> tuple[str, Any]:
-    return repr(line["question"]), line["answer"]
+def _question(line: dict[str, Any]) -> str:
+    return f"the answer {line['answer']!r} to {line['question']!r}"

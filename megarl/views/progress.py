@@ -111,65 +111,42 @@ def _place(stage: int, phase: str, state: RunState) -> str:
 def describe_state(state: RunState) -> str:
     """One line about the current phase."""
     done, total, unit = state.done
-    waits = {"loading": f": loading weights, {_clock(time.time() - state.phase_since)}", "evaluating": ": evaluating"}
-    parts = [_place(state.stage, state.phase, state) + waits.get(state.doing, "")]
+    parts = [_place(state.stage, state.phase, state) + ": evaluating" * (state.evaluates and state.phase != "evaluate")]
     if total:
         parts.append(f"{done}/{total} {unit}")
-    parts += _facts(state)
-    left = [_left(state.seconds_left)]
-    if run := _left(state.run_seconds_left):
-        left.append(f"{run} of the run")
-    return ", ".join([*parts, *filter(None, left)])
-
-
-def _facts(state: RunState) -> list[str]:
-    facts = []
     if (reward := state.reward) is not None:
-        facts.append(f"reward {reward:.3f}")
-    if state.accuracies:
-        first, (last, half) = state.accuracies[min(state.accuracies)][0], state.accuracies[max(state.accuracies)]
-        facts.append(
-            f"held-out {first:.3f} -> {last:.3f} +- {half:.3f}" if len(state.accuracies) > 1 else f"held-out {last:.3f}"
-        )
-    generates = state.phase in ("rollout", "evaluate")
-    if (rate := state.tokens_per_second) and (generates or find_phase(state.phase).updates):
-        facts.append(f"{rate:,.0f} tokens/s")
-    if generates or state.phase == "live":
-        facts += _responses(state)
-        if over := state.of_replicas("over_limit"):
-            facts.append(f"over the verifier's limits {over:.0f}")
-        if discarded := state.of_replicas("discarded"):
-            facts.append(f"faulty responses generated again {discarded:.0f}")
-    if state.recent and find_phase(state.phase).updates and state.recent[-1].get("stage", state.stage) == state.stage:
-        newest = state.recent[-1]
-        facts += [f"{text} {newest[name]:.3g}" for name, text in SHOWN.items() if newest.get(name) is not None]
-        if state.phase == "live":
-            idle, all_ = (sum(update.get(n, 0.0) for update in state.recent) for n in ("idle_seconds", "seconds"))
-            facts.append(f"trainer idle {idle / max(all_, 1e-3):.0%}")
-    return [*facts, f"elapsed {_clock(time.time() - state.phase_since)}"] if state.phase and not state.doing else facts
+        parts.append(f"reward {reward:.3f}")
+    if rate := state.tokens_per_second:
+        parts.append(f"{rate:,.0f} tokens/s")
+    parts += _responses(state)
+    for newest in state.updates[-1:]:
+        parts += [f"{text} {newest[name]:.3g}" for name, text in SHOWN.items() if newest.get(name) is not None]
+    parts.append(f"elapsed {_clock(time.time() - state.phase_since)}")
+    seconds = state.seconds_left
+    if seconds and round(seconds):  # once the estimate is used up, the rest takes longer than was known
+        parts.append(f"{_clock(seconds)} left")
+    return ", ".join(parts)
 
 
 def _responses(state: RunState) -> list[str]:
-    ended, decoding, complete = (state.of_replicas(name) for name in ("ended", "decoding", "responses"))
+    ended, complete = state.of_replicas("ended"), state.of_replicas("responses")
     facts = []
     if ended:
         facts += [f"responses {ended:,.0f}", f"length {state.of_replicas('tokens') / ended:.0f}"]
     if complete:
         facts.append(f"truncated {state.of_replicas('truncated') / complete:.0%}")
-    if ended or decoding:
-        place = f" at token {inside / decoding:.0f}" if (inside := state.of_replicas("decoding_tokens")) else ""
-        facts.append(f"decoding {decoding:.0f}{place}")
+    if decoding := state.of_replicas("decoding"):
+        facts.append(f"decoding {decoding:.0f}")
+    if over := state.of_replicas("over_limit"):
+        facts.append(f"over the verifier's limits {over:.0f}")
+    if discarded := state.of_replicas("discarded"):
+        facts.append(f"faulty responses generated again {discarded:.0f}")
     return facts
 
 
 def _over(event: dict[str, Any]) -> str:
     over = event.get("over_limit", 0)
     return f", {over:.0f} responses scored 0 because the verifier reached its limits" if over else ""
-
-
-def _left(seconds: float | None) -> str:
-    """Empty without an estimate, and once it is used up: the rest takes longer than was known."""
-    return f"{_clock(seconds)} left" if seconds and round(seconds) else ""
 
 
 def _clock(seconds: float) -> str:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import re
 import warnings
-from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -22,8 +19,7 @@ from megarl.recipe.tables import Recipe
 from megarl.rewards import Score
 from megarl.rewards.parts import build_verifier, check_reward
 
-SHOWN = 5  # rows that are named for each kind of mistake
-VALUES = re.compile(r"\d+|(?<!column )['\"].*")  # of a message; what is before them says what kind of mistake it is
+SHOWN = 20  # mistakes of a file that are named
 
 
 def show_prompts(recipe: Recipe, count: int) -> str:
@@ -44,65 +40,16 @@ def _describe(name: str, prompt: Prompt, tokenizer: Any) -> str:
 
 
 @dataclass
-class File:
-    """What was found in a prompt file."""
-
-    path: str
-    prompts: int
-    repetitions: int  # prompts that equal an earlier one, apart from case and spaces
-    tokens: dict[str, int] | None = None  # lengths with markup: median, 99 % quantile, longest
-    longer: int = 0  # prompts with more than data.max_prompt_tokens
-    same: int = 0  # prompts with the tokens of an earlier one whose row is another
-    hidden: list[str] = field(default_factory=list)  # columns that no template shows to the model
-
-    def lines(self) -> Iterator[str]:
-        """Lines of text for a terminal."""
-        yield f"{self.path}: {self.prompts} prompts, {self.repetitions} of them repetitions of others"
-        if self.tokens:
-            median, high, longest = self.tokens.values()
-            yield f"  tokens: median {median}, 99 % up to {high}, longest {longest}"
-        if self.same:
-            yield f"  {self.same} prompts have the same tokens as an earlier one, but another row"
-        if self.hidden:
-            yield f"  columns that no prompt shows: {', '.join(self.hidden)}"
-
-
-@dataclass
-class Overlap:
-    """Prompts of the training files that equal held-out ones."""
-
-    heldout: int  # number of held-out prompts
-    same: int  # number of those that are held-out prompts themselves, and so not trained on
-    nearly: list[str]  # those that differ only in case or spaces
-
-    def lines(self) -> Iterator[str]:
-        """Lines of text for a terminal."""
-        yield (
-            f"{self.heldout} held-out prompts: of the training files, {self.same} prompts are among them and are not "
-            f"trained on, {len(self.nearly)} differ from one only in case or spaces"
-        )
-        yield from (f"  differs only in case or spaces: {text[:100]!r}" for text in self.nearly[:SHOWN])
-
-
-@dataclass
 class Findings:
-    """Findings of the check: files, notes, overlap with held-out prompts, and problems that would stop a run."""
+    """Findings of the check, as lines of text, and problems that would stop a run."""
 
-    files: list[File] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    overlap: Overlap | None = None
     problems: list[str] = field(default_factory=list)
-    example: str = ""  # a prompt with a response that is made up, and its score
 
     def text(self) -> str:
         """The whole report as text for a terminal."""
-        lines = [line for file in self.files for line in file.lines()] + self.notes
-        lines += self.overlap.lines() if self.overlap else ()
-        lines += [self.example] if self.example else []
-        return "\n".join([*lines, *([f"WRONG: {problem}" for problem in self.problems] or ["no problems found"])])
-
-    def as_json(self) -> str:
-        return json.dumps(asdict(self))
+        wrong = [f"WRONG: {problem}" for problem in self.problems] or ["no problems found"]
+        return "\n".join([*self.notes, *wrong])
 
 
 def check_prompts(recipe: Recipe) -> Findings:
@@ -112,8 +59,8 @@ def check_prompts(recipe: Recipe) -> Findings:
     for data in (recipe.data, *(suite.data for suite in recipe.suites if suite.own)):
         for table in data.mixture:
             if table.source == "file":
-                items, file = _read(report, table, exam=data is not recipe.data)
-                _measure(report, file, table, data, items, tokenizer)
+                items = _read(report, table, exam=data is not recipe.data)
+                _measure(report, table, data, items, tokenizer)
                 train += [_asked(item) for item in items if data is recipe.data]
     if not report.problems:
         _check_start(report, recipe, tokenizer, train)
@@ -125,8 +72,8 @@ def check_prompts(recipe: Recipe) -> Findings:
     return report
 
 
-def _read(report: Findings, table: SourceTable, exam: bool) -> tuple[list[Item], File]:
-    """The valid rows of a file, and a record of it; errors of the other rows, or of the file, go to the report."""
+def _read(report: Findings, table: SourceTable, exam: bool) -> list[Item]:
+    """The valid rows of a file; errors of the other rows, or of the file, go to the report."""
     good: list[Item] = []
     wrong: list[str] = []
     try:
@@ -137,14 +84,12 @@ def _read(report: Findings, table: SourceTable, exam: bool) -> tuple[list[Item],
     if not good and not wrong:
         wrong.append(f"{table.train} holds no prompts")
     _tell(report, wrong, "rows that cannot be used")
-    different = {_normalized(_asked(item)) for item in good}
-    report.files.append(File(str(table.train), len(good), len(good) - len(different)))
-    return good, report.files[-1]
+    repeated = len(good) - len({_normalized(_asked(item)) for item in good})
+    report.notes.append(f"{table.train}: {len(good)} prompts, {repeated} of them repetitions of others")
+    return good
 
 
-def _measure(
-    report: Findings, file: File, table: SourceTable, data: DataTable, items: Sequence[Item], tokenizer: Any
-) -> None:
+def _measure(report: Findings, table: SourceTable, data: DataTable, items: Sequence[Item], tokenizer: Any) -> None:
     """Measure the lengths of a file's prompts with all their markup; those that are too long go to the report."""
     try:
         renderer = Renderer(data, tokenizer)
@@ -153,25 +98,20 @@ def _measure(
         return
     lengths: list[int] = []
     unfit: list[str] = []
-    rows: dict[tuple[int, ...], str] = {}
     for number, item in enumerate(items, 1):
         try:
-            tokens = renderer.whole(item, f"{table.train}, prompt {number}").tokens
+            lengths.append(len(renderer.whole(item, f"{table.train}, prompt {number}").tokens))
         except UserError as error:
             unfit.append(str(error))
-            continue
-        lengths.append(len(tokens))
-        row = json.dumps(item, sort_keys=True, default=str)
-        file.same += rows.setdefault(tokens, row) != row
-    file.hidden = list(dict.fromkeys(name for item in items for name in item["metadata"] if name not in renderer.shown))
     _tell(report, unfit, "prompts that do not fit the template")
     if lengths:
         median, high = np.percentile(lengths, [50, 99])
-        file.tokens = {"median": round(median), "high": round(high), "longest": max(lengths)}
-    file.longer = sum(length > data.max_prompt_tokens for length in lengths)
-    if file.longer:
+        report.notes.append(f"  tokens: median {median:.0f}, 99 % up to {high:.0f}, longest {max(lengths)}")
+    if hidden := dict.fromkeys(name for item in items for name in item["metadata"] if name not in renderer.shown):
+        report.notes.append(f"  columns that no prompt shows: {', '.join(hidden)}")
+    if longer := sum(length > data.max_prompt_tokens for length in lengths):
         fate = {"error": "the run would stop", "drop": "they are left out", "truncate": "they are cut"}[data.overlong]
-        line = f"{file.longer} prompts of {table.train} have more than data.max_prompt_tokens = "
+        line = f"{longer} prompts of {table.train} have more than data.max_prompt_tokens = "
         line += f"{data.max_prompt_tokens}: {fate}"
         (report.problems if data.overlong == "error" else report.notes).append(line)
 
@@ -188,13 +128,17 @@ def _check_start(report: Findings, recipe: Recipe, tokenizer: Any, train: list[s
             report.problems.append(str(error))
             return
     report.notes += sorted({str(warning.message) for warning in said if warning.category is Note})
-    report.example = _example(recipe, prompts)
     heldout = prompts.heldout()
     if heldout and train:
         asked = {_asked(prompt.entry) for prompt in heldout}
         plain = set(map(_normalized, asked))
         nearly = [text for text in train if text not in asked and _normalized(text) in plain]
-        report.overlap = Overlap(len(heldout), sum(text in asked for text in train), nearly)
+        report.notes.append(
+            f"{len(heldout)} held-out prompts: of the training files, {sum(text in asked for text in train)} prompts "
+            f"are among them and are not trained on, {len(nearly)} differ from one only in case or spaces"
+        )
+        report.notes += (f"  differs only in case or spaces: {text[:100]!r}" for text in nearly[:SHOWN])
+    report.notes.append(_example(recipe, prompts))
 
 
 def _example(recipe: Recipe, prompts: PromptSource) -> str:
@@ -212,15 +156,10 @@ def _example(recipe: Recipe, prompts: PromptSource) -> str:
 
 
 def _tell(report: Findings, wrong: list[str], what: str) -> None:
-    """Add the first errors of each kind to the report, and the number of the others, which are called ``what``."""
-    kinds: Counter[str] = Counter()
-    for error in wrong:
-        kind = VALUES.sub("", error)
-        kinds[kind] += 1
-        if kinds[kind] <= SHOWN:
-            report.problems.append(error)
-    if more := sum(max(0, count - SHOWN) for count in kinds.values()):
-        report.problems.append(f"and {more} more {what}")
+    """Add the first errors to the report, and the number of the others, which are called ``what``."""
+    report.problems += wrong[:SHOWN]
+    if len(wrong) > SHOWN:
+        report.problems.append(f"and {len(wrong) - SHOWN} more {what}")
 
 
 def _asked(item: Item) -> str:

@@ -42,11 +42,6 @@ class Run:
         return self.own_stages.stop * self.updates_per_stage
 
     @property
-    def is_evaluated(self) -> bool:
-        """Whether its recipe has evaluations."""
-        return bool(self.settings.get("eval.every") or self.settings.get("eval.every_updates"))
-
-    @property
     def updates_per_stage(self) -> int:
         return self.settings["schedule.updates_per_stage"]
 
@@ -125,8 +120,6 @@ def read_run(root: Path, name: str) -> Run:
             causes.setdefault(str(e.get("kind")), text)
     run.notes += causes.values()
     run.notes += dict.fromkeys(str(event["warning"]) for event in run.events if event.get("warning"))
-    if not run.evaluations and run.is_evaluated:
-        run.notes.append("no evaluation has been made yet")
     if len(run.updates) < total:
         run.notes.append(f"not finished: {len(run.updates)} of {total} updates")
     return run

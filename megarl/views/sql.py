@@ -13,8 +13,7 @@ import itertools
 import json
 import operator
 import tempfile
-from collections.abc import Iterator
-from dataclasses import asdict, fields
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +24,7 @@ import pyarrow.fs as fs
 from megarl.errors import UserError, how_to_install
 from megarl.foreign import escape
 from megarl.storage.checked_json import Record
-from megarl.storage.ledger import LedgerEntry, check_size
+from megarl.storage.ledger import check_size
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir.evaluations import SuiteResponses
 from megarl.storage.shards import OPTIONAL, ROW, ROW_TYPE, SCHEMA
@@ -40,35 +39,20 @@ MEMORY = "1GB"  # limit of DuckDB's memory, which does not count pages of mapped
 SHOWN_ROWS, SHOWN_CHARACTERS = 100, 60  # in a terminal: rows of a table, characters of a cell
 _BATCH = 1024  # rows that are fetched at a time
 _COLUMNS = [*SCHEMA, *OPTIONAL, (ROW, ROW_TYPE)]
-_PLACES = {  # columns that each table of shards gets in addition, which say where a row comes from
-    "shards": [("stage", pa.int32()), ("shard", pa.string())],
-    "unfinished_shards": [("stage", pa.int32()), ("shard", pa.string())],  # cut at the token budget of their stage
-    "evaluation_shards": [("suite", pa.string()), ("update", pa.int64()), ("shard", pa.string())],
+_PLACES = {  # by table: columns that are put before those of the shards, and say where a row comes from
+    "responses": [("stage", pa.int32())],
+    "evaluation_responses": [("suite", pa.string()), ("update", pa.int64())],
 }
-_TYPES = {"str": pa.string(), "int": pa.int64(), "float": pa.float64(), "tuple[int, ...]": pa.list_(pa.int64())}
-_LEDGER = pa.schema([("stage", pa.int32()), *((f.name, _TYPES[str(f.type)]) for f in fields(LedgerEntry))])
 _EVENTS = {"time": pa.float64(), "event": pa.string(), "stage": pa.int32(), "phase": pa.string()}
-_EVALUATIONS = {
-    "suite": pa.string(),
-    "update": pa.int64(),
-    "accuracy": pa.float64(),
-    "ci95_low": pa.float64(),
-    "ci95_high": pa.float64(),
-    "prompts": pa.int64(),
-    "samples": pa.int64(),
-}
-_Shard = tuple[Path, LedgerEntry, dict[str, Any]]  # the last is its place, by the columns of `_PLACES`
 # the tables that queries see; a column that a shard leaves out is null
 _VIEW = """
 create view {name} as select
     {places}, group_id as prompt, sample, reward, coalesce(correct, reward) as correct, finish_reason,
     len(response_tokens)::int as length, policy_version, answer, prompt_tokens, response_tokens, rollout_logprobs,
-    loss_mask, policy_versions, weights_hash::varchar as weights_hash, logprob_mode::varchar as logprob_mode, shard,
-    prompt_row::varchar as prompt_row {of_rows}
-from {table}
+    loss_mask, policy_versions, discarded, weights_hash::varchar as weights_hash, logprob_mode::varchar as logprob_mode,
+    shard, prompt_row::json as prompt_row
+from {name}_shards
 """
-# the SQL type of a column of the prompts' rows by the types of its values; of others: text
-_KINDS = (({bool}, "boolean"), ({int}, "bigint"), ({int, float}, "double"))
 
 
 def query(root: Path, text: str, memory: str = MEMORY) -> Iterator[Record]:
@@ -103,64 +87,24 @@ def _duckdb() -> Any:
 def _open(root: Path, spill: str, memory: str) -> duckdb.DuckDBPyConnection:
     """A database with all tables of the run, whose configuration is locked."""
     duckdb = _duckdb()
-    config = {
-        "memory_limit": memory,
-        "temp_directory": spill,
-        "autoinstall_known_extensions": "false",
-        "autoload_known_extensions": "false",
-        "allow_community_extensions": "false",
-    }
-    connection = duckdb.connect(":memory:", config=config)
-    tables = _tables(root)
-    for name, table in tables.items():
+    connection = duckdb.connect(":memory:", config={"memory_limit": memory, "temp_directory": spill})
+    for name, table in _tables(root).items():
         connection.register(name, table)
-    views = {"shards": "responses", "unfinished_shards": "unfinished", "evaluation_shards": "evaluation_responses"}
-    for table, name in views.items():
-        places = ", ".join(place for place, _ in _PLACES[table][:-1])
-        of_rows = _row_columns(tables[table])
-        connection.execute(_VIEW.format(name=name, table=table, places=places, of_rows=of_rows))
+    for name, places in _PLACES.items():
+        connection.execute(_VIEW.format(name=name, places=", ".join(column for column, _ in places)))
     _register_decode(connection, root)
     connection.execute("set enable_external_access = false")
     connection.execute("set lock_configuration = true")
     return connection
 
 
-def _row_columns(shards: ds.Dataset) -> str:
-    """The columns of the prompts' rows, for `_VIEW`: each is read from the JSON text only if a query names it.
-
-    A name that another column has is left out; ``prompt_row`` has all.
-    """
-    kinds: dict[str, set[type]] = {}
-    for batch in shards.to_batches(columns=[ROW]):
-        for text in batch.column(0).dictionary.to_pylist():
-            for name, value in json.loads(text).items():
-                kinds.setdefault(name, set()).add(type(value))
-    taken = {*shards.schema.names, "prompt", "length"}
-    found = []
-    for name, types in kinds.items():
-        if name.casefold() in taken:
-            continue
-        taken.add(name.casefold())
-        kind = next((kind for of, kind in _KINDS if types <= of), "varchar")
-        path = "/" + name.replace("~", "~0").replace("/", "~1").replace("'", "''")
-        column = name.replace('"', '""')
-        found.append(f", try_cast(json_extract_string(prompt_row, '{path}') as {kind}) as \"{column}\"")
-    return "".join(found)
-
-
 def _tables(root: Path) -> dict[str, Any]:
-    run, stored = read_run(root, ""), _stored(root)
-    evaluations = [
-        event | dict(zip(("ci95_low", "ci95_high"), event["ci95"], strict=True))
-        for events in run.suites.values()
-        for event in events
-    ]
+    run = read_run(root, "")
     return {
-        "ledger": pa.Table.from_pylist([asdict(entry) | place for _, entry, place in stored["shards"]], _LEDGER),
         "metrics": _metrics(run.updates),
         "events": _table(run.events, _EVENTS),
-        "evaluations": _table(evaluations, _EVALUATIONS),
-        **{name: _dataset(name, shards) for name, shards in stored.items()},
+        "responses_shards": _dataset("responses", ((place, [stage]) for stage, place in stages(root).items())),
+        "evaluation_responses_shards": _dataset("evaluation_responses", _evaluations(root)),
     }
 
 
@@ -177,38 +121,33 @@ def _register_decode(connection: Any, root: Path) -> None:
     connection.create_function("decode", texts, [kind], connection.type("VARCHAR"), type="arrow")
 
 
-def _stored(root: Path) -> dict[str, list[_Shard]]:
-    """{table: every shard that a ledger names}."""
-    folders: list[tuple[str, Path, dict[str, Any]]] = []
-    for stage, directory in stages(root).items():
-        folders.append(("shards", directory, {"stage": stage}))
-        if (directory / "unfinished").is_dir():
-            folders.append(("unfinished_shards", directory / "unfinished", {"stage": stage}))
-    for suite in sorted(prompts.parent.name for prompts in root.glob("evaluations/*/prompts.jsonl")):
-        answered = SuiteResponses.of(root, suite)
-        folders += (
-            ("evaluation_shards", answered.responses(update), {"suite": suite, "update": update})
-            for update in answered.versions()
-        )
-    found: dict[str, list[_Shard]] = {name: [] for name in _PLACES}
-    for table, directory, place in folders:
+def _evaluations(root: Path) -> Iterator[tuple[Path, list[Any]]]:
+    """(rollout store, [suite, update]) of each complete evaluation."""
+    for prompts in sorted(root.glob("evaluations/*/prompts.jsonl")):
+        suite = SuiteResponses(prompts.parent)
+        for update in suite.versions():
+            yield suite.responses(update), [prompts.parent.name, update]
+
+
+def _dataset(table: str, stores: Iterable[tuple[Path, list[Any]]]) -> ds.Dataset:
+    """The mapped shards that the ledgers of ``stores`` name, with the columns of `_PLACES` and their file's name.
+
+    stores: (directory, the values of `_PLACES`) of each.
+    """
+    columns = [*_PLACES[table], ("shard", pa.string())]
+    schema = pa.schema([*columns, *_COLUMNS])
+    paths: list[str] = []
+    conditions: list[ds.Expression] = []
+    for directory, place in stores:
         for entry in RolloutStore(directory, one_policy=False).entries:
             check_size(directory / entry.shard, entry)
-            found[table].append((directory / entry.shard, entry, place | {"shard": entry.shard}))
-    return found
-
-
-def _dataset(name: str, shards: list[_Shard]) -> ds.Dataset:
-    """Mapped shards with the columns of `_PLACES`; an empty table if there are no shards."""
-    schema = pa.schema([*_PLACES[name], *_COLUMNS])
-    if not shards:
+            paths.append(str((directory / entry.shard).resolve()))
+            values = zip(columns, [*place, entry.shard], strict=True)
+            conditions.append(functools.reduce(operator.and_, (ds.field(name) == value for (name, _), value in values)))
+    if not paths:
         return ds.dataset(schema.empty_table())
-    conditions = [
-        functools.reduce(operator.and_, (ds.field(column) == value for column, value in place.items()))
-        for *_, place in shards
-    ]
     return ds.FileSystemDataset.from_paths(
-        [str(path.resolve()) for path, *_ in shards],
+        paths,
         schema=schema,
         format=ds.IpcFileFormat(),
         filesystem=fs.LocalFileSystem(use_mmap=True),
@@ -217,16 +156,11 @@ def _dataset(name: str, shards: list[_Shard]) -> ds.Dataset:
 
 
 def _metrics(records: list[Record]) -> pa.Table:
-    """A column for each metric; as JSON if its values have several types, or are tables such as histograms."""
+    """A column for each metric; as JSON if its values are tables such as histograms."""
     columns: dict[str, pa.Array] = {"update": pa.array([], pa.int64())}
     for name in dict.fromkeys(name for record in records for name in record):
-        values = [record.get(name) for record in records]
-        try:
-            if any(isinstance(value, dict) for value in values):
-                raise TypeError  # each row may have other keys
-            columns[name] = pa.array(values)
-        except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError):
-            columns[name] = pa.array([None if value is None else json.dumps(value) for value in values])
+        values = (record.get(name) for record in records)
+        columns[name] = pa.array([json.dumps(value) if isinstance(value, dict) else value for value in values])
     return pa.table(columns)
 
 

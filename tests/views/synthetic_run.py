@@ -16,10 +16,12 @@ from tokenizers import Tokenizer, decoders, models
 from megarl.recipe.load import dump_recipe
 from megarl.recipe.tables import Recipe
 from megarl.storage.rollouts import Group, Response, RolloutWriter, seal
+from megarl.views.report.curves import CURVES
 from tests.helpers import read_lines
 
 START = 1_700_000_000.0
 ACCURACY = (0.281, 0.613, 0.815, 0.902)
+EXPERTS = ("experts/", "router/", "routing/")  # metrics of models with experts
 HOSTILE = (
     "\x1b[2J\x1b]0;owned\x07",  # clears a terminal and names its window
     "\x9b31m",  # the same kind of sequence in one character
@@ -48,59 +50,24 @@ def make_recipe(schedule: dict[str, int] | None = None, **objective: Any) -> Rec
 
 def update_record(number: int, size: int, noise: random.Random) -> dict[str, Any]:
     stage, staleness = divmod(number - 1, size)
-    age, progress = staleness / size, number / (3 * size)  # the share of a stage, and of the run
-    spread = 0.02 + 0.5 * age
-    reward = 0.28 + 0.62 * (1 - math.exp(-stage)) + noise.gauss(0, 0.03)
-    square_mean = 1 + spread**2
-    detail = {  # as metrics.detail = 48 adds it
-        "prefix_occupancy/q01": math.exp(-12 * age),
-        "prefix_occupancy/q50": math.exp(-age),
-        "prefix/reverse_chi2": math.exp(6 * age),
-        "entropy_by_ratio": {"counts": [[round(1000 * age), 2], [3, 4]]},
-    }
-    return {
+    age = staleness / size  # the share of a stage
+    curves = {name: 0.1 + age for _, _, metrics, _ in CURVES for name in metrics if not name.startswith(EXPERTS)}
+    if number % 48 == 0:  # as metrics.detail = 48 adds it
+        curves["entropy_by_ratio"] = {"counts": [[round(1000 * age), 2], [3, 4]]}
+    return curves | {
         "stage": stage,
         "update": number,
         "staleness": staleness,
-        "reward/mean": reward,
-        "correct/mean": 0.9 * reward,
-        "kl/k1": 0.1 * age,
-        "kl/k3": 0.11 * age,
-        "zero_variance_fraction": 0.1 + 0.4 * progress,
-        "response_tokens/mean": 7.2 + noise.gauss(0, 0.1),
-        "truncated_fraction": 0.01,
+        "reward/mean": 0.28 + 0.62 * (1 - math.exp(-stage)) + noise.gauss(0, 0.03),
         "loss": noise.gauss(-0.02, 0.02),
-        **{
-            f"ratio/q{q}": math.exp(spread * z)
-            for q, z in (("01", -2.3), ("05", -1.6), ("50", 0), ("95", 1.6), ("99", 2.3))
-        },
-        "ratio/mean": 1.0,
-        "ratio/square_mean": square_mean,
-        "ess": 1 / square_mean,
+        "ess": 1 / (1 + (0.02 + 0.5 * age) ** 2),
         "clip_fraction": 0.004 * age,
         "clip_fraction/positive": 0.004 * age,
         "veto_fraction": 0.05 * age**2,
         "veto_fraction/negative": 0.1 * age**2,
-        "ratio/mean/positive": 1 + 0.1 * age,
-        "ratio/mean/negative": 1 - 0.4 * age,
-        "positive_share/tokens": 0.3 + 0.3 * progress,
-        "positive_share/loss": 0.4 + 0.1 * progress,
-        "bapo/ratio_min": 0.9 - 0.3 * age,
-        "bapo/ratio_max": 1.2 + 1.8 * age,
-        "dampen/prefix/good_prefix": 0.02 + 0.2 * age,
-        "dampen/prefix/bad_prefix": 0.05 + 0.9 * age,
-        "response_tokens/positive": 6.5,
-        "response_tokens/negative": 7.8,
-        **(detail if number % 48 == 0 else {}),
-        "m2/before": spread**2,
-        "m2/after": 0.7 * spread**2,
-        "entropy": 0.9 - 0.6 * progress + noise.gauss(0, 0.01),
-        "grad_norm": 0.3 + 0.3 * noise.random(),
-        "lr": 1e-4 * min(1, number / 15),
         "tokens": 2000,
         "trained_tokens": 1000,
         "seconds": 0.1,
-        "tokens_per_second": 20000.0,
     }
 
 
@@ -113,7 +80,7 @@ def change_lines(path: Path, change: Callable[[dict[str, Any]], dict[str, Any]])
     write_lines(path, list(map(change, read_lines(path))))
 
 
-def make_events(recipe: Recipe, gain: float = 1.0) -> list[dict[str, Any]]:
+def make_events(recipe: Recipe) -> list[dict[str, Any]]:
     events, now = [], START
 
     def phase(name: str, stage: int, seconds: float) -> None:
@@ -121,7 +88,7 @@ def make_events(recipe: Recipe, gain: float = 1.0) -> list[dict[str, Any]]:
         events.append({"time": now, "event": "phase_start", "phase": name, "stage": stage, "processes": 1})
         now += seconds
         if name == "evaluate":
-            accuracy = ACCURACY[0] + gain * (ACCURACY[min(stage, 3)] - ACCURACY[0])
+            accuracy = ACCURACY[min(stage, 3)]
             half = 1.96 * math.sqrt(accuracy * (1 - accuracy) / 1024)
             interval = [accuracy - half, accuracy + half]
             events.append(
@@ -139,14 +106,14 @@ def make_events(recipe: Recipe, gain: float = 1.0) -> list[dict[str, Any]]:
     return events
 
 
-def make_run(root: Path, *, seed: int = 0, gain: float = 1.0, recipe: Recipe | None = None) -> Path:
+def make_run(root: Path, *, seed: int = 0, recipe: Recipe | None = None) -> Path:
     recipe = recipe or make_recipe()
     root.mkdir(parents=True)
     noise, size = random.Random(seed), recipe.schedule.updates_per_stage
     (root / "recipe.toml").write_text(dump_recipe(recipe))
     updates = [update_record(n, size, noise) for n in range(1, recipe.schedule.total_updates + 1)]
     write_lines(root / "metrics.jsonl", updates)
-    write_lines(root / "events.jsonl", make_events(recipe, gain))
+    write_lines(root / "events.jsonl", make_events(recipe))
     return root
 
 

@@ -14,7 +14,7 @@ def check(tmp_path, capsys):
     """A function that checks a prompt file of given rows and returns the exit code and the output."""
     char_tokenizer(tmp_path / "model")
 
-    def run(rows, *changes, exam=None, kind="math", options=()):
+    def run(rows, *changes, exam=None, kind="math"):
         lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
         (tmp_path / "p.jsonl").write_text("\n".join(lines) + "\n")
         suite = "" if exam is None else f'suite = "{write(tmp_path / "exam.jsonl", exam)}"\n'
@@ -25,7 +25,7 @@ def check(tmp_path, capsys):
         )
         code = 0
         try:
-            cli.main(["data", "check", str(path), *options, *settings(*changes)])
+            cli.main(["data", "check", str(path), *settings(*changes)])
         except SystemExit as end:
             code = end.code
         return code, capsys.readouterr().out
@@ -38,15 +38,13 @@ def rows(count):
 
 
 def test_good_rows_have_no_problems(check):
-    """Repeated rows are counted, rows that only their answers tell apart, and columns that no prompt shows."""
+    """Repeated rows are counted, and columns that no prompt shows are named."""
     code, said = check([*rows(20), *rows(3)])
     assert code == 0 and said.endswith("no problems found\n")
     assert "p.jsonl: 23 prompts, 3 of them repetitions of others" in said
     assert "tokens: median 9, 99 % up to 10, longest 10" in said
-    more = [{"prompt": "0 + 1 = ?", "answer": 7}, {"prompt": "1 + 1 = ?", "answer": 2, "image": "a.png"}, rows(1)[0]]
-    code, said = check([*rows(9), *more], 'reward.kind="exact"')
-    assert code == 0 and "2 prompts have the same tokens as an earlier one, but another row" in said
-    assert "columns that no prompt shows: image" in said
+    code, said = check([*rows(20), {"prompt": "1 + 1 = ?", "answer": 2, "image": "a.png"}])
+    assert code == 0 and "columns that no prompt shows: image" in said
 
 
 def test_ten_kinds_of_faults_in_one_file_are_all_named(check):
@@ -100,10 +98,10 @@ def test_overlong_prompts_are_counted_with_what_the_run_would_do(check, overlong
 
 
 def test_prompts_that_do_not_fit_the_template_are_counted(check):
-    mixed = [{**row, "hint": "h"} for row in rows(4)] + rows(9)
+    mixed = [{**row, "hint": "h"} for row in rows(4)] + rows(25)
     code, said = check(mixed, "data.prompt_template={hint} {prompt}")
-    assert code == 1 and said.count("does not fit") == 5
-    assert "WRONG: and 4 more prompts that do not fit the template" in said
+    assert code == 1 and said.count("does not fit") == 20
+    assert "WRONG: and 5 more prompts that do not fit the template" in said
 
 
 def test_overlap_with_heldout_prompts_is_counted(check):
@@ -116,14 +114,3 @@ def test_overlap_with_heldout_prompts_is_counted(check):
         "2 held-out prompts: of the training files, 1 prompts are among them and are not trained on, 1 differ from "
         "one only in case or spaces\n  differs only in case or spaces: 'Two plus  two'\n"
     ) in said
-
-
-def test_json_has_the_first_bad_rows_of_each_kind(check):
-    code, said = check([*rows(20), *rows(2), *[{"prompt": "x"}, {"answer": 1}] * 6], options=("--json",))
-    found = json.loads(said)
-    *problems, rest = found["problems"]
-    assert code == 1 and "line 23: no column 'answer'" in problems[0] and found["overlap"] is None
-    assert said.count("no column 'answer'") == said.count("no column 'prompt'") == 5
-    assert rest == "and 2 more rows that cannot be used"
-    (file,) = found["files"]
-    assert (file["prompts"], file["repetitions"], file["tokens"]["longest"]) == (22, 2, 10)

@@ -12,7 +12,6 @@ from megarl.storage.files import write_atomic
 from megarl.views.comparison import difference
 from megarl.views.report.charts import make_charts
 from megarl.views.report.pages import colour, page, table
-from megarl.views.report.pairs import pair_chart, pair_columns, why_no_differences
 from megarl.views.run_reader import Run, half_width, read_run
 
 
@@ -38,27 +37,23 @@ def short_names(run_dirs: list[Path]) -> list[str]:
 
 def render(runs: list[Run]) -> str:
     """The page as HTML text."""
-    first, *others = make_charts(runs)
-    names, pair = ", ".join(run.name for run in runs), pair_chart(runs)
     notes = [(run.name, note) for run in runs for note in run.notes]
-    if len(runs) > 1 and not pair.traces:
-        notes.append((names, why_no_differences(runs)))
     recipes = "".join(
         f"<details{' open' * (len(runs) == 1)}><summary>{html.escape(run.name)}/recipe.toml</summary>"
         f"<pre>{html.escape(run.recipe)}</pre></details>"
         for run in runs
     )
     return page(
-        title=html.escape(names),
+        title=html.escape(", ".join(run.name for run in runs)),
         notes="".join(f"<li><b>{html.escape(name)}</b>: {html.escape(note)}</li>" for name, note in notes),
         summary=_summary_table(runs),
-        charts=[first, pair, *others],
+        charts=make_charts(runs),
         below=f"<h3>Recipe</h3>\n{_settings_table(runs)}\n{recipes}",
     )
 
 
 def _summary_table(runs: list[Run]) -> str:
-    rows = [summary(run, cells) for run, cells in zip(runs, pair_columns(runs), strict=True)]
+    rows = [summary(run) for run in runs]
     columns = list(dict.fromkeys(name for row in rows for name in row))
     cells = [[html.escape(row.get(name, "-")) for name in columns] for row in rows]
     if len(runs) > 1:
@@ -85,8 +80,8 @@ def _settings_table(runs: list[Run]) -> str:
     )
 
 
-def summary(run: Run, pair: dict[str, str] | None = None) -> dict[str, str]:
-    """The cells of a run's row in the table at the top. pair: the cells of `pair_columns`."""
+def summary(run: Run) -> dict[str, str]:
+    """The cells of a run's row in the table at the top."""
     evaluations = run.evaluations
     base = evaluations[0] if evaluations and evaluations[0]["update"] == run.begins else None
     final = evaluations[-1] if len(evaluations) > 1 else None
@@ -106,14 +101,12 @@ def summary(run: Run, pair: dict[str, str] | None = None) -> dict[str, str]:
         "Base accuracy": _estimate(base),
         "Final accuracy": _estimate(final),
         "Gain (95 %)": gain,
-        **(pair or {}),
         **_best(evaluations),
         "Updates": f"{len(run.updates):,} / {run.last - run.begins:,}",
         "Largest staleness": f"{max(ages):,.0f}" if ages else "-",
         "Time in phases": _clock(seconds) if seconds else "-",
         "Tokens trained on": f"{tokens:,.0f}" if tokens else "-",
         **({"Faulty responses generated again": f"{discarded:,.0f}"} if discarded else {}),
-        **_idle_shares(run),
     }
 
 
@@ -121,21 +114,6 @@ def _objective(run: Run) -> str:
     """The name of the objective, or its file and class without the folders."""
     path = run.settings.get("objective.path")
     return Path(path).name if path else str(run.settings.get("objective.name", "-"))
-
-
-def _idle_shares(run: Run) -> dict[str, str]:
-    """Cells for a live run: mean staleness of a token, and the share of time that trainers and engines waited."""
-    if not run.column("idle_seconds")[1]:
-        return {}
-    waited, seconds = (sum(run.column(name)[1]) for name in ("idle_seconds", "seconds"))
-    ages = run.column("staleness/mean")[1]
-    engines = [e for e in run.events if e.get("event") == "idle" and e.get("role") == "rollout" and e.get("seconds")]
-    idle, working = (sum(float(e.get(name, 0.0)) for e in engines) for name in ("idle_seconds", "seconds"))
-    return {
-        "Mean staleness": f"{sum(ages) / len(ages):,.1f}" if ages else "-",
-        "Trainers idle": f"{waited / seconds:.1%}" if seconds else "-",
-        "Engines idle": f"{idle / working:.1%}" if working else "-",
-    }
 
 
 def _best(evaluations: list[Record]) -> dict[str, str]:

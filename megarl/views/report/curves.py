@@ -8,25 +8,26 @@ PERCENT = ".3~p"  # as many digits as the ticks need: ".0%" labels .1 % and .3 %
 # With up to 3 ticks asked for, Plotly draws 1, 2 and 5 of each decade if there are about two decades, and powers of ten
 # if there are more; with more ticks, it draws all of 1 to 9, which overlap
 LOGARITHMIC: dict[str, Any] = {"type": "log", "exponentformat": "power", "nticks": 3}
-BY_COLUMN: dict[str, tuple[str, str, dict[str, Any]]] = {  # quantity -> title, hint, y axis
-    "accuracy": (
-        "Training accuracy",
-        "Share of right responses to the prompts with each value of the column, averaged over 5 updates.",
-        {"rangemode": "tozero", "tickformat": PERCENT},
-    ),
-    "reward": ("Training reward", "Mean reward, averaged over 5 updates.", {"rangemode": "tozero"}),
-    "response_tokens": (
-        "Response length",
-        "Mean tokens of a response, averaged over 5 updates.",
-        {"rangemode": "tozero"},
-    ),
-    "muted_fraction": (
-        "Tokens without gradient",
-        "Share of the trained tokens that lose their gradient to clip, veto or mask, averaged over 5 updates.",
-        {"rangemode": "tozero", "tickformat": PERCENT},
-    ),
+BY_COLUMN = {  # quantity -> title
+    "accuracy": "Training accuracy",
+    "reward": "Training reward",
+    "response_tokens": "Response length",
+    "muted_fraction": "Tokens without gradient",
 }
 CURVES: tuple[tuple[str, str, dict[str, tuple[str, str]], dict[str, Any]], ...] = (
+    (
+        "Importance ratio quantiles",
+        "Probability of the trained tokens now, over that when they were generated, logarithmic. Staleness opens the "
+        "fan, which closes at a stage boundary; if it gets wider from stage to stage, that is drift.",
+        {
+            "ratio/q99": ("q99", "dot"),
+            "ratio/q95": ("q95", "dash"),
+            "ratio/q50": ("median", "solid"),
+            "ratio/q05": ("q05", "dash"),
+            "ratio/q01": ("q01", "dot"),
+        },
+        LOGARITHMIC,
+    ),
     (
         "Solve rate",
         "Share of right responses, for rewards that are not just 1 or 0 for right or wrong. In a staged run one policy "

@@ -28,13 +28,12 @@ COLOURS = (
 
 @dataclass
 class Chart:
-    """A Plotly chart of a page, with its heading."""
+    """A Plotly chart of a page, with its heading; without traces it is left out."""
 
     title: str
     hint: str  # a sentence below the title: what the chart shows and what to look for
     traces: list[dict[str, Any]] = field(default_factory=list)
     layout: dict[str, Any] = field(default_factory=dict)
-    empty: str = ""  # text shown if there is nothing to draw; "" leaves the chart out
 
 
 def colour(number: int) -> str:
@@ -88,9 +87,7 @@ def page(title: str, notes: str, summary: str, charts: list[Chart], below: str =
     """A self-contained page: notes, summary table, charts, and ``below`` at its end. All texts are HTML."""
     from plotly.offline import get_plotlyjs
 
-    for chart in charts:
-        chart.traces = _visible(chart)
-    charts = [chart for chart in charts if chart.traces or chart.empty]
+    charts = [chart for chart in charts if chart.traces]
     figures = [{"data": chart.traces, "layout": chart.layout} for chart in charts]
     parts = {
         "title": title,
@@ -108,19 +105,6 @@ def page(title: str, notes: str, summary: str, charts: list[Chart], below: str =
     return "".join(parts[piece] if number % 2 else piece for number, piece in enumerate(pieces))
 
 
-def _visible(chart: Chart) -> list[dict[str, Any]]:
-    """The traces that have something to draw. On a logarithmic axis numbers that are not above 0 are left out, since
-    they would interrupt a line; no such chart has bars."""
-    if chart.layout.get("yaxis", {}).get("type") == "log":
-        for trace in chart.traces:
-            points = [n for n, value in enumerate(trace["y"]) if value > 0]
-            trace.update({name: [trace[name][n] for n in points] for name in ("x", "y")})
-    return [trace for trace in chart.traces if len(trace["y"])]
-
-
 def _card(number: int, chart: Chart) -> str:
-    body = f'<div class="plot" id="chart-{number}"></div>'
-    if not chart.traces:
-        body = f'<div class="empty" id="chart-{number}">{html.escape(chart.empty)}</div>'
     title, hint = html.escape(chart.title), html.escape(chart.hint)
-    return f'<section class="card"><h2>{title}</h2>{body}<p>{hint}</p></section>'
+    return f'<section class="card"><h2>{title}</h2><div class="plot" id="chart-{number}"></div><p>{hint}</p></section>'

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.columns import Columns
-from rich.console import Console, Group, RenderableType
-from rich.panel import Panel
+import numpy as np
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -23,20 +21,18 @@ from megarl.views.responses.text import shorten
 if TYPE_CHECKING:
     from megarl.views.responses.tokens import Tokens
 
-PANEL = 36  # columns of the terminal that each of several responses side by side gets, at least
-# background colours of a 256-colour terminal, from little to much
-_BELOW = (None, 153, 111, 69, 27)  # of ratios below 1, by their distance from 1 (_RATIO_STEPS)
-_ABOVE = (None, 223, 216, 209, 196)
-_HEAT = (None, 194, 190, 220, 208, 196)
-_RATIO_STEPS = (0.05, 0.2, 0.7, 2.0)  # |log ratio|, nats
-_ENTROPY_STEPS = (0.1, 0.5, 1.0, 2.0, 3.0)  # nats
-_LOGPROB_STEPS = (0.1, 0.7, 2.3, 4.6, 9.2)  # -log p, nats: p of .9, .5, .1, .01, 1e-4
+_HEAT = (None, 194, 190, 220, 208, 196)  # background colours of a 256-colour terminal, from little to much
+# colouring -> steps, and the colours before, between and after them
+_SCALES: dict[str, tuple[tuple[float, ...], tuple[int | None, ...]]] = {
+    "ratio": ((-2.0, -0.7, -0.2, -0.05, 0.05, 0.2, 0.7, 2.0), (27, 69, 111, 153, None, 223, 216, 209, 196)),
+    "entropy": ((0.1, 0.5, 1.0, 2.0, 3.0), _HEAT),
+    "logprob": ((0.1, 0.7, 2.3, 4.6, 9.2), _HEAT),
+}
 _LEGENDS = {
-    "ratio": "policy / rollout: blue below 1, red above; steps at a factor of "
-    + ", ".join(f"{math.exp(step):.2f}" for step in _RATIO_STEPS),
+    "ratio": "log of policy / rollout: blue below 0, red above; steps at .05, .2, .7 and 2 nats",
     "kept": "red: no gradient, with the reason in brackets at the first token; yellow: bounded, but keeps a gradient",
-    "entropy": f"of the policy, nats; steps at {', '.join(map(str, _ENTROPY_STEPS))}",
-    "logprob": f"of the policy, -log p in nats; steps at {', '.join(map(str, _LOGPROB_STEPS))}",
+    "entropy": "of the policy; steps at .1, .5, 1, 2 and 3 nats",
+    "logprob": "of the policy, -log p; steps at .1, .7, 2.3, 4.6 and 9.2 nats",
 }
 
 
@@ -52,7 +48,7 @@ def show_samples(
     overrides: list[str] | None = None,
     console: Console | None = None,
 ) -> None:
-    """Print the first ``limit`` responses that meet ``wanted``; with ``wanted.prompt`` side by side.
+    """Print the first ``limit`` responses that meet ``wanted``.
 
     Args:
         whole: print long texts uncut.
@@ -78,11 +74,17 @@ def show_samples(
             print(json.dumps(as_record(one, decode, tokens)))
         return
     console = console or Console(highlight=False, markup=False, emoji=False)
-    texts = (
-        (one, _text(decode(one.prompt_tokens), whole), _body(one, tokens, decode, whole, colouring))
-        for one, tokens in pairs
-    )
-    count = (_print_group if wanted.prompt is not None and wanted.sample is None else _print_list)(console, texts)
+    count = 0
+    for one, tokens in pairs:
+        count += 1
+        place = f"stage {one.stage} · prompt {one.prompt} · sample {one.sample} · "
+        console.print(Text(f"{place}{title(one)} · policy {one.response.policy_version}", style="bold"))
+        # text of a model never begins a line, so that it cannot be taken for output of megarl
+        table = Table.grid(padding=(0, 1))
+        table.add_row(Text("  prompt", style="dim"), _text(decode(one.prompt_tokens), whole))
+        table.add_row(Text("response", style="dim"), _body(one, tokens, decode, whole, colouring))
+        console.print(table)
+        console.print()
     if colouring is not None and count:
         console.print(Text(f"{colouring}: {_LEGENDS[colouring]}", style="dim"))
     if count == limit:
@@ -128,44 +130,6 @@ def as_record(one: StoredResponse, decode: Decode, tokens: Tokens | None = None)
     return record
 
 
-def _print_list(console: Console, texts: Iterator[tuple[StoredResponse, Text, Text]]) -> int:
-    """Print responses, each with its prompt; returns their number."""
-    count = 0
-    for one, prompt, body in texts:
-        count += 1
-        place = f"stage {one.stage} · prompt {one.prompt} · sample {one.sample} · "
-        console.print(Text(f"{place}{title(one)} · policy {one.response.policy_version}", style="bold"))
-        # text of a model never begins a line, so that it cannot be taken for output of megarl
-        table = Table.grid(padding=(0, 1))
-        table.add_row(Text("  prompt", style="dim"), prompt)
-        table.add_row(Text("response", style="dim"), body)
-        console.print(table)
-        console.print()
-    return count
-
-
-def _print_group(console: Console, texts: Iterator[tuple[StoredResponse, Text, Text]]) -> int:
-    """Print the responses to one prompt, side by side; returns their number."""
-    group = list(texts)
-    if not group:
-        return 0
-    first, text, _ = group[0]
-    header = Text(f"stage {first.stage} · prompt {first.prompt}", style="bold")
-    prompt = Panel(text, title=header, title_align="left")
-    beside = max(1, min(len(group), console.width // PANEL))
-    panels: list[RenderableType] = [
-        Panel(
-            body,
-            title=Text(f"{one.sample} · {title(one)}"),
-            title_align="left",
-            border_style="green" if one.response.correctness == 1 else "red",
-        )
-        for one, _, body in group
-    ]
-    console.print(Group(prompt, Columns(panels, width=console.width // beside - 1, padding=(0, 0))))
-    return len(group)
-
-
 def _text(text: str, whole: bool) -> Text:
     return Text(escape(text if whole else shorten(text)), overflow="fold")
 
@@ -186,18 +150,8 @@ def _styles(tokens: Tokens, colouring: str) -> Iterator[str]:
     if colouring == "kept":
         for kept, cause in zip(tokens.kept.tolist(), tokens.causes, strict=True):
             yield "black on color(203)" if not kept else "black on color(228)" if cause else ""
-    elif colouring == "ratio":
-        for ratio in tokens.ratios.tolist():
-            distance = abs(math.log(ratio)) if ratio > 0 else math.inf
-            yield _style(distance, _RATIO_STEPS, _BELOW if ratio < 1 else _ABOVE)
-    elif colouring == "entropy":
-        for nats in tokens.entropy.tolist():
-            yield _style(nats, _ENTROPY_STEPS, _HEAT)
-    else:
-        for logprob in tokens.logprobs.tolist():
-            yield _style(-logprob, _LOGPROB_STEPS, _HEAT)
-
-
-def _style(value: float, steps: tuple[float, ...], colours: tuple[int | None, ...]) -> str:
-    colour = colours[sum(value >= step for step in steps)]
-    return "" if colour is None else f"black on color({colour})"
+        return
+    (steps, colours), log_ratio = _SCALES[colouring], tokens.logprobs - tokens.rollout_logprobs
+    values = {"ratio": log_ratio, "entropy": tokens.entropy, "logprob": -tokens.logprobs}[colouring]
+    for place in np.digitize(values, steps):
+        yield "" if colours[place] is None else f"black on color({colours[place]})"

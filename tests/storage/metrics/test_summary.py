@@ -61,7 +61,10 @@ def test_metrics_of_a_run_agree_with_its_responses(recipe, tmp_path):
     for line in read_lines(root / "metrics.jsonl"):
         last = 4 * line["update"]  # prompts
         text = f"from responses where prompt >= {last - 4} and prompt < {last}"
-        levels = list(query(root, f"select level, avg(correct) a, avg(length) n, sum(length) t {text} group by level"))
+        level = "prompt_row->>'level' as level"
+        levels = list(
+            query(root, f"select {level}, avg(correct) a, avg(length) n, sum(length) t {text} group by level")
+        )
         names = {name.split("/")[2] for name in line if name.startswith("by/level/")}
         assert names == {row["level"] for row in levels}
         for row in levels:
