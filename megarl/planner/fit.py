@@ -12,7 +12,7 @@ from megarl.errors import UserError
 from megarl.models.hf_config import read_hf_config
 from megarl.models.lora import check_lora
 from megarl.models.settings import check_layers
-from megarl.planner.assumptions import GIB, WITHIN, Assumptions
+from megarl.planner.assumptions import WITHIN, Assumptions
 from megarl.planner.parameter_counts import ParameterCounter, StageParameters
 from megarl.planner.plan import Plan
 from megarl.planner.sizes import GPUS
