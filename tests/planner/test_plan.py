@@ -1,4 +1,4 @@
-"""`megarl plan`: parameters as Megatron counts them, plans of all examples, and layouts instead of what does not fit."""
+"""`megarl plan`: parameters as Megatron counts them, plans of all examples, and layouts that fit instead."""
 
 import json
 import re
