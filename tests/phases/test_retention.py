@@ -16,7 +16,6 @@ pytestmark = pytest.mark.crash
 
 SMALL = ("schedule.stages=5", "schedule.updates_per_stage=2", "actor.checkpoint_every=1", "eval.prompts=4")
 KEEP = ("actor.keep_policies=1", "actor.keep_stages=3")
-WEIGHTS = "model.safetensors"
 
 
 @pytest.fixture(scope="module")
