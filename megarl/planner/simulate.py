@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -98,6 +98,16 @@ class Simulation:
         )
 
     @cached_property
+    def beside_trainers(self) -> Simulation:
+        """The same with engines in the memory that trainers leave; with those of the plan if none fits there."""
+        plan, table = self.plan, self.plan.recipe.rollout
+        # an engine whose memory_fraction is the share of the whole of it
+        share = min(plan.engine_share, plan.left_to_engines) / plan.device.memory
+        small = table.model_copy(update={"memory_fraction": share, "engine": "builtin"})
+        beside = replace(plan, recipe=plan.recipe.model_copy(update={"rollout": small}))
+        return self if beside.rollout_misfit() is not None else replace(self, plan=beside)
+
+    @cached_property
     def step(self) -> np.ndarray:
         """Seconds of a decoding step, by the number of responses that a replica decodes together."""
         plan = self.plan
@@ -132,18 +142,20 @@ class Simulation:
         stages = self.scenario.updates // size
         exchange = self.export * (1 + self.plan.replicas)
         storage = stages * (self.plan.assume.engine_start + exchange + math.ceil(size / every) * self.checkpoint)
-        return self._in_turns(size, storage)
+        return self._in_turns(size, self.decode_seconds(size, self.plan.replicas), storage)
 
     def lockstep(self) -> Run:
         """Turns of ``scenario.sync_every`` updates. Engines stay in memory beside the trainers."""
         scenario, every = self.scenario, self.plan.recipe.actor.checkpoint_every
         exchange = self.export * (1 + self.plan.replicas) if scenario.handover is None else scenario.handover
         storage = scenario.updates // scenario.sync_every * exchange
-        return self._in_turns(scenario.sync_every, storage + math.ceil(scenario.updates / every) * self.checkpoint)
+        storage += math.ceil(scenario.updates / every) * self.checkpoint
+        generating = self.beside_trainers.decode_seconds(scenario.sync_every, self.plan.replicas)
+        return self._in_turns(scenario.sync_every, generating, storage)
 
-    def _in_turns(self, size: int, storage: float) -> Run:
-        """Turns of ``size`` updates, each after its generation."""
-        generating = self.scenario.updates // size * self.decode_seconds(size, self.plan.replicas)
+    def _in_turns(self, size: int, generating: float, storage: float) -> Run:
+        """Turns of ``size`` updates, each after its generation of ``generating`` seconds."""
+        generating *= self.scenario.updates // size
         training = self.scenario.updates * self.plan.update_seconds()
         return Run(generating, training, storage, generating + training + storage)
 

@@ -32,7 +32,7 @@ def test_decoding_equals_a_simulation_token_by_token():
     lengths = (longest * ((np.arange(2 * each) + 0.5) / (2 * each)) ** (1 / 0.3 - 1)).round()
     assert 2 * each < slots and lengths.mean() == pytest.approx(0.3 * longest, rel=1e-3)
     seconds = sum(found.step[(lengths > token).sum()] for token in range(longest))
-    assert found.decode_seconds(2, 1) == pytest.approx(seconds, rel=1e-3)
+    assert found.decode_seconds(2, 1) == pytest.approx(seconds, rel=2e-3)  # lengths of the test are rounded
     more = found.decode_seconds(12, 1) - found.decode_seconds(8, 1)
     assert 8 * each > slots and more == pytest.approx(4 * each * 0.3 * longest / slots * found.step[slots])
 

@@ -119,7 +119,8 @@ def test_the_pipeline_stage_with_the_most_layers_sets_the_pace():
     """61 layers are divided into stages of 6, six times 8, and 7; 64 layers into eight of 8."""
     eight, seconds, one = replace(LAYOUT, ranks=256, pipeline_parallel=8), [], []
     for layers, layout in ((64, eight), (61, replace(eight, first_layers=6, last_layers=7))):
-        each = plan(hf=HF | {"num_hidden_layers": layers}, layout=layout)
+        recipe = override_recipe(RECIPE, ["actor.layers=transformer_engine"])  # every response has its prompt
+        each = plan(recipe, hf=HF | {"num_hidden_layers": layers}, layout=layout)
         seconds.append(each.update_seconds())
         one.append(sizes.forward_flops(each.hf, each.active_parameters, each.mean_sequence))
     assert seconds[1] / seconds[0] == pytest.approx(one[1] / one[0] * 8 * 8 / 61)
