@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -17,6 +17,9 @@ from megarl.objectives.parts.histograms import histogram
 from megarl.objectives.parts.metrics import Metric, loss_metric, mean_metric, token_metrics
 from megarl.objectives.parts.prefix_min import prefix_min_log_ratio
 from megarl.objectives.parts.ratios import log_ratio
+
+if TYPE_CHECKING:
+    from megarl.objectives.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -56,18 +59,8 @@ def require(batch: TokenBatch, name: str, who: str) -> torch.Tensor:
     return tensor
 
 
-class Settings(Protocol):
-    """The settings of an objective that `make_terms` reads."""
-
-    @property
-    def aggregation(self) -> str: ...
-
-    @property
-    def dampened_below(self) -> float: ...
-
-
 def make_terms(
-    settings: Settings,
+    settings: Objective,
     batch: TokenBatch,
     loss: torch.Tensor,  # [T], any value where loss_mask is False
     kept: torch.Tensor,  # [T] bool
@@ -166,7 +159,7 @@ def sequences_of(rule: Rule, l: torch.Tensor, batch: TokenBatch) -> Sequence:
     return Sequence(None if s.value is None else s.value.to(l.dtype), s.index)
 
 
-def rule_terms(settings: Settings, rule: Rule, batch: TokenBatch) -> Terms:
+def rule_terms(settings: Objective, rule: Rule, batch: TokenBatch) -> Terms:
     """`Terms` of the objective with this rule, evaluated in torch."""
     if not isinstance(rule, Rule) or not isinstance(rule.function, RuleFunction):
         raise TypeError("the method rule must return Rule(FUNCTION, (PARAMETERS...)) with a function that has @rule()")
@@ -199,7 +192,7 @@ class _Loss(torch.autograd.Function):
 
 
 def outcome_terms(
-    settings: Settings,
+    settings: Objective,
     batch: TokenBatch,
     t: Token,
     log_m: torch.Tensor,
