@@ -35,10 +35,9 @@ def show_prompts(recipe: Recipe, count: int) -> str:
 
 
 def _describe(name: str, prompt: Prompt, tokenizer: Any) -> str:
-    cut = ", cut" if prompt.truncated else ""
     tokens = " ".join(f"{token} {tokenizer.decode([token])!r}" for token in prompt.tokens)
     return (
-        f"--- {name}: {len(prompt.tokens)} tokens{cut}, answer {prompt.answer!r}\n{prompt.text}\n"
+        f"--- {name}: {len(prompt.tokens)} tokens, answer {prompt.answer!r}\n{prompt.text}\n"
         f"--- its tokens\n{tokens}"
     )
 
@@ -156,7 +155,7 @@ def _measure(
     rows: dict[tuple[int, ...], str] = {}
     for number, item in enumerate(items, 1):
         try:
-            tokens = renderer.whole(item, f"{table.train}, prompt {number}").tokens
+            _, tokens = renderer.whole(item, f"{table.train}, prompt {number}")
         except UserError as error:
             unfit.append(str(error))
             continue
@@ -170,7 +169,7 @@ def _measure(
         file.tokens = {"median": round(median), "high": round(high), "longest": max(lengths)}
     file.longer = sum(length > data.max_prompt_tokens for length in lengths)
     if file.longer:
-        fate = {"error": "the run would stop", "drop": "they are left out", "truncate": "they are cut"}[data.overlong]
+        fate = {"error": "the run would stop", "drop": "they are left out"}[data.overlong]
         line = f"{file.longer} prompts of {table.train} have more than data.max_prompt_tokens = "
         line += f"{data.max_prompt_tokens}: {fate}"
         (report.problems if data.overlong == "error" else report.notes).append(line)
