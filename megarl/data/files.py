@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import itertools
 import json
 import math
 import re
@@ -20,7 +19,7 @@ from megarl.recipe.data_table import FILES, SourceTable
 
 _REST = "(without a column)"
 _SMALL = {"halffloat": "float16", "float": "float32"}  # Arrow's names of types of numbers, and NumPy's
-MAX_LINE = 16 << 20  # most bytes of a line of a .jsonl file; a longer one means that the file is not JSON lines
+LONGEST_CELL = 16 << 20  # characters of a .csv file
 # {"question": str | chat messages, "answer": str, "metadata": dict}, reasoning-gym's form; of the file of a suite also
 # "exam": True, and then the answer may be ""
 Item = dict[str, Any]
@@ -70,20 +69,13 @@ def scan_rows(table: SourceTable, exam: bool = False) -> Iterator[tuple[str, Ite
 
 def _read_jsonl(path: Path, form: Format | None) -> Rows:
     with open(path, "rb") as file:
-        for number in itertools.count(1):
-            line = file.readline(MAX_LINE + 1)
-            if not line:
-                return
+        for number, line in enumerate(file, 1):
             where = f"{path}, line {number}"
-            if len(line) > MAX_LINE:
-                yield where, UserError(f"{where} is longer than {MAX_LINE >> 20} MB")
-                while line and not line.endswith(b"\n"):
-                    line = file.readline(MAX_LINE)
-            elif line.strip():
-                try:
+            try:
+                if line.strip():
                     yield where, parse(line)
-                except ValueError as error:
-                    yield where, UserError(f"{where} is not JSON: {error}")
+            except ValueError as error:
+                yield where, UserError(f"{where} is not JSON: {error}")
 
 
 def _read_json(path: Path, form: Format | None) -> Rows:
@@ -97,7 +89,7 @@ def _read_json(path: Path, form: Format | None) -> Rows:
 
 
 def _read_csv(path: Path, form: Format | None) -> Rows:
-    csv.field_size_limit(MAX_LINE)
+    csv.field_size_limit(LONGEST_CELL)
     try:
         with open(path, newline="", encoding="utf-8-sig") as file:
             reader = csv.DictReader(file, restkey=_REST, strict=True)
@@ -124,21 +116,23 @@ def _read_parquet(path: Path, form: Format | None) -> Rows:
         labels = _labels(table.schema.metadata)
     except (pyarrow.ArrowException, OSError, ValueError, LookupError, AttributeError) as error:
         raise UserError(f"cannot read {path}: {error}") from error
-    rows = (row for batch in table.to_batches(64) for row in _rows_of(batch))
-    for number, row in enumerate(rows, 1):
-        where = f"{path}, row {number}"
-        if isinstance(row, Exception):
-            yield where, UserError(f"{where}: {row}")
-            continue
-        for field in table.schema:
-            value = row[field.name]
-            if field.name in labels:
-                row[field.name] = dict(enumerate(labels[field.name])).get(value)
-            elif field.name == "tools":
-                row[field.name] = without_null(value)
-            elif "float" in str(field.type):
-                row[field.name] = _as_written(value, field.type)
-        yield where, row
+    first = 1
+    for batch in table.to_batches(64):
+        try:
+            rows = batch.to_pylist()
+        except (ValueError, OverflowError) as error:  # such as text that is no UTF-8
+            raise UserError(f"cannot read {path}, row {first} or one of those after it: {error}") from error
+        for number, row in enumerate(rows, first):
+            for field in table.schema:
+                value = row[field.name]
+                if field.name in labels:
+                    row[field.name] = dict(enumerate(labels[field.name])).get(value)
+                elif field.name == "tools":
+                    row[field.name] = without_null(value)
+                elif "float" in str(field.type):
+                    row[field.name] = _as_written(value, field.type)
+            yield f"{path}, row {number}", row
+        first += len(rows)
 
 
 def _labels(written: dict[bytes, bytes] | None) -> dict[str, list[str]]:
@@ -146,15 +140,6 @@ def _labels(written: dict[bytes, bytes] | None) -> dict[str, list[str]]:
     features = json.loads((written or {}).get(b"huggingface", b"{}")).get("info", {}).get("features", {})
     found = {name: own for name, own in features.items() if isinstance(own, dict) and own.get("_type") == "ClassLabel"}
     return {name: own["names"] for name, own in found.items()}
-
-
-def _rows_of(batch: Any) -> list[Any]:
-    """The rows of a batch; an exception in place of one that has no values in Python, such as text that is no UTF-8."""
-    try:
-        return list(batch.to_pylist())
-    except (ValueError, OverflowError) as error:
-        each = (batch.slice(at, 1) for at in range(batch.num_rows))
-        return [error] if batch.num_rows == 1 else [row for one in each for row in _rows_of(one)]
 
 
 def _as_written(value: Any, kind: Any) -> Any:

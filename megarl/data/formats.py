@@ -222,10 +222,7 @@ def _user_text(messages: list[dict[str, Any]]) -> str:
     """The text of a chat that is a single user message."""
     if len(messages) != 1 or messages[0]["role"] != "user":
         raise ValueError("the prompt is not a single message of the user")
-    content = cast(list[Row], prompt_of(messages))[0]["content"]
-    if not isinstance(content, str):
-        raise ValueError("the prompt is not all text")
-    return content
+    return str(cast(list[Row], prompt_of(messages))[0]["content"])
 
 
 def _list(value: Any) -> list[Any]:

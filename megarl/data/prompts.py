@@ -41,7 +41,7 @@ def check_data(recipe: Recipe, hf: dict[str, Any]) -> None:
     the model's configuration, from `read_hf_config`.
     """
     tokenizer = load_tokenizer(recipe.model.tokenizer_path)
-    check_tokenizer_fits(tokenizer, recipe.model.path)
+    check_tokenizer_fits(tokenizer, recipe.model.path, hf["vocab_size"])
     build_prompts(recipe, tokenizer).check(recipe.prompts_needed, recipe.metrics.by)
     rollouts = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
     lengths = [("data.max_prompt_tokens + rollout.max_response_tokens", rollouts)]
@@ -62,7 +62,6 @@ class Prompt:
     tokens: tuple[int, ...]
     answer: str  # "" if the generator gives no single right answer, or the row has only tests
     entry: dict[str, Any]  # for the verifier: the item of the data set; for a generator's also its name
-    truncated: bool = False  # whether it was cut to data.max_prompt_tokens
 
     @property
     def row(self) -> str:
@@ -111,17 +110,8 @@ class PromptSource:
         )
 
     def check(self, count: int, columns: Sequence[str] = ()) -> None:
-        """Build the prompts of `first_epoch` and all held-out ones: `UserError` for an unusable one, and a warning with
-        the number of those that are truncated. columns: those of ``metrics.by``, checked too."""
-        training = list(self.first_epoch(count))
-        _check_columns(columns, training)
-        for name, prompts in (("training", training), ("held-out", self.heldout())):
-            if truncated := sum(prompt.truncated for prompt in prompts):
-                warnings.warn(
-                    f"{truncated} of {len(prompts)} {name} prompts are cut to data.max_prompt_tokens",
-                    category=Note,
-                    stacklevel=2,
-                )
+        """`UserError` for an unusable prompt of `first_epoch`, or if these are no ``columns`` for ``metrics.by``."""
+        _check_columns(columns, list(self.first_epoch(count)))
 
     def first_epoch(self, count: int) -> Iterator[Prompt]:
         """Among the first ``count`` training prompts: each row of a file once, and one prompt of each generator."""
@@ -185,22 +175,16 @@ def build_prompts(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> PromptS
 
 
 def _builder(data: DataTable, tokenizer: PreTrainedTokenizerBase) -> tuple[Renderer, Build]:
-    renderer, unknown = Renderer(data, tokenizer), tokenizer.unk_token_id
+    renderer = Renderer(data, tokenizer)
 
     def build(index: int, item: Item, where: str) -> Prompt | None:
         try:
-            rendered = renderer.render(item, where)
+            text, tokens = renderer.render(item, where)
         except Overlong:
             if data.overlong == "drop":
                 return None
             raise
-        if unknown is not None and unknown in rendered.tokens:
-            warnings.warn(
-                "the tokenizer does not know some characters of the prompts, so the model will not see them",
-                category=Note,
-                stacklevel=2,
-            )
-        return Prompt(index, rendered.text, rendered.tokens, item["answer"] or "", item, rendered.truncated)
+        return Prompt(index, text, tokens, item["answer"] or "", item)
 
     return renderer, build
 

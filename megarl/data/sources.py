@@ -64,8 +64,6 @@ def _gym_dataset(name: str, options: dict[str, Any], seed: int) -> Any:
 
     if name not in DATASETS:
         raise UserError(f"reasoning-gym has no generator {name!r}; {did_you_mean(name, sorted(DATASETS))}")
-    if reserved := {"seed", "size"} & options.keys():
-        raise UserError(f"data.options: {sorted(reserved)[0]!r} is set by megarl, from run.seed: leave it out")
     if name in HASH_DEPENDENT and not os.environ.get("PYTHONHASHSEED", "random").isdigit():
         raise UserError(
             f"items of reasoning-gym's {name!r} depend on Python's string hashes, which change with each process, so a "

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import datetime
 import functools
 import itertools
 import re
 import string
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -30,15 +28,6 @@ TODAY = datetime.datetime(2024, 7, 26)
 
 class Overlong(UserError):
     """A prompt of more than `data.max_prompt_tokens` tokens."""
-
-
-@dataclass(frozen=True)
-class Rendered:
-    """A prompt as the model sees it."""
-
-    text: str
-    tokens: tuple[int, ...]
-    truncated: bool = False
 
 
 _TURN = "\ufdd0turn\ufdd1"  # stands for a turn of the model, of which `Renderer.chat` wants only what follows
@@ -104,20 +93,16 @@ class Renderer:
             )
         return self._prompt(question, item["metadata"], where)
 
-    def render(self, item: Item, where: str) -> Rendered:
-        """The prompt. If it is longer than `data.max_prompt_tokens`, it is truncated or `Overlong` is raised, as
-        ``data.overlong`` says."""
-        rendered, limit = self.whole(item, where), self._table.max_prompt_tokens
-        if not rendered.tokens:
-            raise UserError(f"{where} has no tokens: {rendered.text!r}")
-        if len(rendered.tokens) <= limit:
-            return rendered
-        if self._table.overlong == "truncate":
-            return self._cut(item, rendered, where)
-        raise Overlong(
-            f"{where} has {len(rendered.tokens)} tokens, more than data.max_prompt_tokens = {limit}: "
-            f"{rendered.text[:80]!r}"
-        )
+    def render(self, item: Item, where: str) -> tuple[str, tuple[int, ...]]:
+        """The prompt's text and tokens; `Overlong` if it is longer than `data.max_prompt_tokens`."""
+        text, tokens = self.whole(item, where)
+        if not tokens:
+            raise UserError(f"{where} has no tokens: {text!r}")
+        if len(tokens) > (limit := self._table.max_prompt_tokens):
+            raise Overlong(
+                f"{where} has {len(tokens)} tokens, more than data.max_prompt_tokens = {limit}: {text[:80]!r}"
+            )
+        return text, tokens
 
     def chat(self, messages: list[dict[str, Any]], tools: list[Any] | None, after: int | None, where: str) -> list[int]:
         """The tokens of a conversation up to the beginning of the model's next turn; ``tools``: those of an agent.
@@ -137,42 +122,19 @@ class Renderer:
             text = text.partition(_TURN)[2]
         return self._encode(text, {placeholder: token for token, placeholder in hidden.items()})
 
-    def whole(self, item: Item, where: str) -> Rendered:
-        """The prompt before it is truncated."""
+    def whole(self, item: Item, where: str) -> tuple[str, tuple[int, ...]]:
+        """As `render`, however long the prompt is."""
         # only the columns that the template uses: others may hold megabytes of tests
         used = {name: value for name, value in item["metadata"].items() if name in self.shown}
         hidden = self._placeholders([item["question"], used])
         question, metadata = _replaced([item["question"], used], hidden)
         text = self.text({**item, "question": question, "metadata": {**item["metadata"], **metadata}}, where)
         shown = {placeholder: token for token, placeholder in hidden.items()}
-        return Rendered(_replaced(text, shown), tuple(self._encode(text, shown)))
-
-    def _cut(self, item: Item, whole: Rendered, where: str) -> Rendered:
-        """The prompt with as many characters of the user's text as fit into `data.max_prompt_tokens`."""
-        limit = self._table.max_prompt_tokens
-
-        def attempt(kept: int) -> Rendered:
-            return self.whole({**item, "question": _shortened(item["question"], kept)}, where)
-
-        kept = bisect.bisect_right(range(len(whole.text)), limit, key=lambda n: len(attempt(n).tokens)) - 1
-        while kept > 0:  # the search is not exact: a longer text may have fewer tokens than a shorter one
-            rendered = attempt(kept)
-            if len(rendered.tokens) <= limit:
-                return Rendered(rendered.text, rendered.tokens, truncated=True)
-            kept -= 1
-        raise Overlong(
-            f"{where} has more than data.max_prompt_tokens = {limit} tokens even without the text that may be cut"
-        )
+        return _replaced(text, shown), tuple(self._encode(text, shown))
 
     def _prompt(self, messages: list[dict[str, Any]], row: dict[str, Any], where: str) -> str:
         """The text of a conversation with the columns that the template understands; a last turn of the model is left
         open. `UserError` unless the text of every message stands in it."""
-        for message in messages:
-            if not isinstance(message["content"], str):
-                part = next(
-                    part for part in message["content"] if part.get("type", "text") != "text" or "text" not in part
-                )
-                raise UserError(f"{where} has a part that is no text, and only text can reach the model: {part!r:.60}")
         names = (name for name in self.shown - self._fields - {"tools"} if row.get(name) not in (None, "", [], {}))
         columns = {name: without_null(row[name]) for name in names}
         if twice := columns.keys() & self._table.template_arguments:
@@ -318,13 +280,3 @@ def _replaced(value: Any, new: dict[str, str]) -> Any:
     if isinstance(value, dict):
         return {key: _replaced(part, new) for key, part in value.items()}
     return [_replaced(part, new) for part in value] if isinstance(value, list) else value
-
-
-def _shortened(question: Any, kept: int) -> Any:
-    """The question cut to ``kept`` characters; of a chat, its last user message is cut."""
-    if isinstance(question, str):
-        return question[:kept]
-    for number, message in reversed(list(enumerate(question))):
-        if message["role"] == "user" and isinstance(message["content"], str):
-            return [*question[:number], {**message, "content": message["content"][:kept]}, *question[number + 1 :]]
-    return question

@@ -85,13 +85,9 @@ def load_decoder(path: Path) -> Callable[[Sequence[int]], str]:
     return lambda ids: fast.decode(list(ids), skip_special_tokens=False)
 
 
-def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, model_dir: Path) -> None:
+def check_tokenizer_fits(tokenizer: PreTrainedTokenizerBase, model_dir: Path, vocab_size: int) -> None:
     """Raise `UserError` unless every token id is a row of the model's embedding and a response can end."""
-    largest = max(tokenizer.get_vocab().values())
-    vocab_size = language_settings(read_settings(Path(model_dir) / "config.json")).get("vocab_size")
-    if not isinstance(vocab_size, int):
-        raise UserError(f"{model_dir}/config.json: vocab_size is {vocab_size!r}, expected an integer")
-    if largest >= vocab_size:
+    if (largest := max(tokenizer.get_vocab().values())) >= vocab_size:
         raise UserError(
             f"the tokenizer does not fit the model: its largest token id is {largest}, but {model_dir}/config.json has "
             f"vocab_size = {vocab_size}; set model.tokenizer to the tokenizer that the model was trained with"

@@ -86,23 +86,21 @@ def prompt_of(value: Any) -> str | list[dict[str, Any]]:
 
 
 def _message(given: dict[str, Any], what: str) -> dict[str, Any]:
-    """A message without null fields, which Parquet adds, with its parts as one text and parsed arguments of calls.
-
-    Parts that are no text, such as images, stay: the templates refuse them, but a verifier of one's own may read them.
-    """
+    """A message without null fields, which Parquet adds, with its parts as one text and parsed arguments of calls."""
     role, content, calls = given["role"], given["content"], given.get("tool_calls") or []
     if not isinstance(role, str) or not role:
         raise ValueError(f"{what} has the role {role!r:.60}, expected a text")
     if given.get("function_call"):
         raise ValueError(f"{what} has a function_call, which templates leave out: write it as tool_calls")
     if isinstance(content, list):
-        if not all(isinstance(part, dict) for part in content):
-            raise ValueError(f"{what} must have a text as content, or a list of parts, got {content!r:.60}")
-        if all(part.get("type", "text") == "text" and isinstance(part.get("text"), str) for part in content):
-            content = "".join(part["text"] for part in content)
+        for part in content:
+            text = part.get("text") if isinstance(part, dict) and part.get("type", "text") == "text" else None
+            if not isinstance(text, str):
+                raise ValueError(f"{what} has a part that is no text, and only text can reach the model: {part!r:.60}")
+        content = "".join(part["text"] for part in content)
     if content is None and calls:
         content = ""
-    if not isinstance(content, str | list) or (role == "user" and not (content and str(content).strip())):
+    if not isinstance(content, str) or (role == "user" and not content.strip()):
         raise ValueError(f"{what} must have a text as content, got {given['content']!r:.60}")
     message = {name: part for name, part in given.items() if part is not None} | {"content": content}
     return message | {"tool_calls": [_call(call, what) for call in calls]} if calls else message

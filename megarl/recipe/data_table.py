@@ -53,7 +53,7 @@ class DataTable(Table):
     system: str | None = Field(None, min_length=1, max_length=1_000_000)  # system message of chats that have none
     allow_special: bool = False  # true: special tokens spelled out in a prompt are encoded as such, not as plain text
     max_prompt_tokens: int = Field(1024, ge=1, le=10**9)  # tokens, all markup included
-    overlong: Literal["error", "drop", "truncate"] = "error"  # what to do with longer prompts
+    overlong: Literal["error", "drop"] = "error"  # what to do with longer prompts
 
     @property
     def mixture(self) -> tuple[SourceTable, ...]:

@@ -12,6 +12,7 @@ libraries, such as pebble's, limit wall time and fork workers from a process wit
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import logging
@@ -19,14 +20,12 @@ import os
 import pickle
 import random
 import resource
-import select
 import signal
 import socket
 import struct
 import sys
 import time
 import traceback
-from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from multiprocessing.connection import Connection
@@ -47,6 +46,8 @@ RAISED: dict[str, type[Exception]] = {"mistake": UserError, "unavailable": Verif
 POLL_SECONDS = 0.5  # between two checks of workers that send nothing
 SLOWER = 10  # how many times as long as its processor time a response may take on a busy machine
 ATTEMPTS = 2  # times that a response is scored if its worker is killed from outside
+# numbers of the responses, the pickled prompt, and the response, or all responses of a group
+Question = tuple[range, bytes, str | tuple[str, ...]]
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Limits:
     # a worker that scores but neither gets CPU time nor waits for it for so many seconds is replaced: it was stopped
     patience: float = 60.0
     workers: int = 4  # the most workers; one is forked only when a response would have to wait for the others
-    # for so many seconds a response that is being scored counts as progress, so that its phase does not seem to stall
+    # for so many seconds after the last verdict scoring counts as progress, so that its phase does not seem to stall
     progress: float = 0.0
 
     @classmethod
@@ -76,50 +77,6 @@ class Limits:
         return cls(workers=workers, patience=min(cls.patience, stall_seconds / 4), progress=progress)
 
 
-class Channel:
-    """Sends and receives messages over a socket without ever blocking."""
-
-    def __init__(self, end: socket.socket) -> None:
-        self.socket = end
-        self.socket.setblocking(False)
-        self.unsent, self._received = bytearray(), bytearray()
-        self.closed = False  # whether the other end has closed the connection
-
-    def queue(self, message: bytes) -> None:
-        """Have a message sent by the next `send` or `flush`."""
-        self.unsent += LENGTH.pack(len(message)) + message
-
-    def send(self, message: bytes) -> None:
-        self.queue(message)
-        self.flush()
-
-    def flush(self) -> None:
-        """Send as much of ``unsent`` as the socket accepts now."""
-        with contextlib.suppress(BlockingIOError, BrokenPipeError, ConnectionResetError):
-            while self.unsent:
-                del self.unsent[: self.socket.send(self.unsent)]
-
-    def receive(self) -> list[bytes]:
-        """All messages that have arrived whole."""
-        try:
-            while data := self.socket.recv(1 << 20):
-                self._received += data
-            self.closed = True
-        except BlockingIOError:
-            pass
-        except ConnectionResetError:
-            self.closed = True
-        messages, begin = [], LENGTH.size
-        while begin <= len(self._received):
-            end = begin + LENGTH.unpack_from(self._received, begin - LENGTH.size)[0]
-            if end > len(self._received):
-                break
-            messages.append(bytes(self._received[begin:end]))
-            begin = end + LENGTH.size
-        del self._received[: begin - LENGTH.size]
-        return messages
-
-
 class VerifierPool:
     """The client's side. Construct it before the process starts threads or initialises CUDA, since it forks.
 
@@ -130,10 +87,12 @@ class VerifierPool:
         ours, theirs = socket.socketpair()
         self._pid = fork()
         if not self._pid:
-            _in_fork(theirs, lambda: _Supervisor(theirs, build, limits).serve())
+            _in_fork(theirs, lambda: _supervise(theirs, build, limits))
         theirs.close()
-        self._supervisor = Channel(ours)
+        self._supervisor = Connection(ours.detach())
+        self._unsent: list[Question] = []
         self._asked = self._answered = 0  # responses submitted and scored
+        self._progress, self._latest = limits.progress, 0.0  # latest: when questions or verdicts were last sent
         self._prompt: tuple[Prompt, bytes] | None = None  # the last prompt submitted, and its pickled form
 
     def ask(self, prompt: Prompt, responses: str | tuple[str, ...]) -> range:
@@ -147,7 +106,7 @@ class VerifierPool:
             self._prompt = prompt, pickle.dumps(replace(prompt, tokens=()))
         numbers = range(self._asked, self._asked + (1 if isinstance(responses, str) else len(responses)))
         self._asked = numbers.stop
-        self._supervisor.queue(pickle.dumps((numbers, self._prompt[1], responses)))
+        self._unsent.append((numbers, self._prompt[1], responses))
         return numbers
 
     def verdicts(self, wait: bool = False, unless: Callable[[], bool] = lambda: False) -> list[tuple[int, Score]]:
@@ -155,172 +114,151 @@ class VerifierPool:
 
         A response that exceeded a limit of the pool has the score 0 and names it: "time", "memory", "stuck" or "died".
         wait: if responses are still being scored, wait until there is a verdict or ``unless()`` is true, and show
-        heartbeats meanwhile (`Limits.progress`).
+        heartbeats meanwhile, until `Limits.progress`.
         """
         if self._asked == self._answered:
             return []
-        while not (answers := self._receive(wait)) and wait and not unless():
-            unsent = [self._supervisor.socket] if self._supervisor.unsent else []
-            select.select([self._supervisor.socket], unsent, [], POLL_SECONDS)
-        self._answered += len(answers)
+        if self._unsent:
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # why it has ended can still be read
+                self._supervisor.send(self._unsent)
+            self._unsent, self._latest = [], time.monotonic()
+        while not (answers := self._receive()) and wait and not unless():
+            self._supervisor.poll(POLL_SECONDS)
+            if time.monotonic() - self._latest < self._progress:
+                beat("scoring")
+        if answers:
+            self._answered, self._latest = self._answered + len(answers), time.monotonic()
+            if wait:
+                beat("scoring")
         return answers
 
-    def _receive(self, beats: bool) -> list[tuple[int, Score]]:
-        self._supervisor.flush()
-        answers, messages = [], self._supervisor.receive()
-        if beats and messages:
-            beat("scoring")
-        for number, answer in [item for message in messages for item in json.loads(message)]:
-            for kind in answer.keys() & RAISED:
-                raise RAISED[kind](answer[kind])
-            answers.append((number, Score(**answer)))
-        if self._supervisor.closed:
+    def _receive(self) -> list[tuple[int, Score]]:
+        answers: list[tuple[int, Score]] = []
+        try:
+            while self._supervisor.poll():
+                for number, answer in json.loads(self._supervisor.recv_bytes()):
+                    for kind in answer.keys() & RAISED:
+                        raise RAISED[kind](answer[kind])
+                    answers.append((number, Score(**answer)))
+        except (EOFError, ConnectionResetError):
             raise RuntimeError(
                 "the process that supervises the verifiers ended; if it printed an error, it is above in this log"
-            )
+            ) from None
         return answers
 
     def close(self) -> None:
         """End all processes of the pool, and wait for them."""
         if self._pid:
-            self._supervisor.socket.close()
+            self._supervisor.close()
             os.waitpid(self._pid, 0)
             self._pid = 0
 
 
+def _supervise(end: socket.socket, build: Callable[[], Verifier], limits: Limits) -> None:
+    """In the supervisor: run until the client closes its socket or ends, or tell it why there is no verifier."""
+    os.nice(19)  # score only with CPU time that the generation leaves, and with all of it once that has ended
+    try:
+        verifier = build()
+    except UserError as error:
+        failed = {"mistake": str(error)}
+    except BaseException:
+        failed = {"error": f"the verifier failed:\n{traceback.format_exc()}"}
+    else:
+        asyncio.run(_distribute(end, verifier, limits))
+        return
+    Connection(end.detach()).send_bytes(_answers(range(1), [failed]))
+
+
+async def _distribute(end: socket.socket, verifier: Verifier, limits: Limits) -> None:
+    """Pass the client's questions on to workers."""
+    reader, client = await asyncio.open_connection(sock=end)
+    waiting: asyncio.Queue[Question] = asyncio.Queue()
+    async with asyncio.TaskGroup() as group:
+        workers = [_Worker(verifier, limits, waiting, client) for _ in range(limits.workers)]
+        tasks = [group.create_task(worker.run()) for worker in workers]
+        while (message := await _receive(reader)) is not None:
+            for question in pickle.loads(message):
+                waiting.put_nowait(question)
+        for task in tasks:
+            task.cancel()
+
+
+async def _receive(reader: asyncio.StreamReader) -> bytes | None:
+    """The next message that a `Connection` sent; None once it is closed."""
+    try:
+        return await reader.readexactly(*LENGTH.unpack(await reader.readexactly(LENGTH.size)))
+    except (asyncio.IncompleteReadError, ConnectionError):
+        return None
+
+
+def _send(writer: asyncio.StreamWriter, message: bytes) -> None:
+    """Send a message to a `Connection`, once that reads it."""
+    writer.write(LENGTH.pack(len(message)) + message)
+
+
 @dataclass
-class _Question:
-    """A response, or a group of responses, to be scored."""
-
-    numbers: range
-    message: bytes  # as it is sent to a worker
-    attempts: int = 0  # times that its worker ended while scoring it
-
-
-@dataclass(eq=False)
 class _Worker:
-    """The supervisor's view of a worker process."""
+    """The supervisor's view of a worker process, forked for its first question, and of those that replace it."""
 
-    pid: int
-    channel: Channel
-    question: _Question | None = None  # that it is scoring
-    leaves: bool = False  # whether it has said that it takes no more questions
-    ran: int = 0  # nanoseconds of CPU time when it was last seen to run
-    seen: float = 0.0  # when that was, by `time.monotonic`
-    since: float = 0.0  # when it got its question
+    verifier: Verifier
+    limits: Limits
+    waiting: asyncio.Queue[Question]
+    client: asyncio.StreamWriter
+    pid: int = 0  # 0: there is no process
 
-    def begin(self, question: _Question) -> None:
-        self.question = question
-        self.ran, self.seen, self.since = self._processor_time(), time.monotonic(), time.monotonic()
-        self.channel.send(question.message)
+    async def run(self) -> None:
+        """Send the verdicts on one waiting question after another to the client."""
+        try:
+            while True:
+                _send(self.client, await self._score(await self.waiting.get()))
+        finally:
+            if self.pid:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
 
-    def is_stuck(self, patience: float) -> bool:
-        """Whether it has a question but has got no CPU time for ``patience`` seconds, and does not wait for a CPU."""
-        if not self.question or time.monotonic() - self.seen <= patience:
-            return False
-        if (ran := self._processor_time()) == self.ran and state_of(self.pid) != "R":
-            return True
-        self.ran, self.seen = ran, time.monotonic()
-        return False
+    async def _score(self, question: Question) -> bytes:
+        """The answers to a question, which is asked again if the process left before it or was killed: by a person, the
+        kernel or `_ask`."""
+        for _ in range(ATTEMPTS):
+            if not self.pid:
+                await self._fork()
+            answers, stuck = await self._ask(question)
+            if answers is not None:
+                return answers
+            self.writer.close()
+            code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+            self.pid = 0
+            if code not in (0, -signal.SIGKILL):
+                break  # for example C code without memory or stack
+        over = "stuck" if stuck else "time" if code == -signal.SIGPROF else "died"
+        return _answers(question[0], [asdict(Score(0.0, over))])
+
+    async def _ask(self, question: Question) -> tuple[bytes | None, bool]:
+        """The process's answers, None if it has ended; and whether it was killed because it was stuck."""
+        ran, seen, stuck = self._processor_time(), time.monotonic(), False  # seen: when it was last known to run
+        _send(self.writer, pickle.dumps(question))
+        answers = asyncio.ensure_future(_receive(self.reader))
+        while not (await asyncio.wait([answers], timeout=POLL_SECONDS))[0]:
+            now, before = time.monotonic(), ran
+            if now - seen > self.limits.patience and not stuck:
+                ran, seen = self._processor_time(), now
+                if stuck := ran == before and state_of(self.pid) != "R":  # nor does it wait for a CPU
+                    os.kill(self.pid, signal.SIGKILL)
+        return answers.result(), stuck
 
     def _processor_time(self) -> int:
+        """Nanoseconds for which the process ran; 0 once it has ended."""
         with contextlib.suppress(OSError), open(f"/proc/{self.pid}/schedstat") as file:
             return int(file.read().split()[0])
-        return self.ran  # it has just ended
+        return 0
 
-
-class _Supervisor:
-    """Distributes the client's questions to workers, and forwards their verdicts to the client."""
-
-    def __init__(self, client: socket.socket, build: Callable[[], Verifier], limits: Limits) -> None:
-        self.client, self.limits = Channel(client), limits
-        self.waiting: deque[_Question] = deque()
-        self.workers: list[_Worker] = []
-        self.reported = 0.0  # when `_report` last told the client something
-        os.nice(19)  # score only with CPU time that the generation leaves, and with all of it once that has ended
-        try:
-            self.verifier = build()
-        except UserError as error:
-            self._end({"mistake": str(error)})
-        except BaseException:
-            self._end({"error": f"the verifier failed:\n{traceback.format_exc()}"})
-
-    def serve(self) -> None:
-        """Run until the client closes its socket or ends."""
-        while not self.client.closed:
-            self._select()
-            for message in self.client.receive():
-                self.waiting.append(_Question(pickle.loads(message)[0], message))
-            self.workers = [worker for worker in self.workers if not self._ended(worker)]
-            self._dispatch()
-            self._report()
-        for worker in self.workers:
-            os.kill(worker.pid, signal.SIGKILL)
-            os.waitpid(worker.pid, 0)
-
-    def _select(self) -> None:
-        """Wait until a socket can be read, or written if it has unsent data; no longer than a poll if workers score."""
-        channels = [self.client, *(worker.channel for worker in self.workers)]
-        unsent = [channel.socket for channel in channels if channel.unsent]
-        busy = any(worker.question for worker in self.workers)
-        select.select([channel.socket for channel in channels], unsent, [], POLL_SECONDS if busy else None)
-        for channel in channels:
-            channel.flush()
-
-    def _report(self) -> None:
-        """Tell the client now and then, by a message without answers, that a response is being scored."""
-        now = time.monotonic()
-        if now - self.reported < POLL_SECONDS or self.client.unsent:
-            return
-        if any(worker.question and now - worker.since < self.limits.progress for worker in self.workers):
-            self.client.send(b"[]")
-            self.reported = now
-
-    def _ended(self, worker: _Worker) -> bool:
-        """Forward a worker's verdicts. If it has ended, or is stuck and is killed, requeue or answer its question."""
-        for message in worker.channel.receive():
-            if message:
-                self.client.send(message)
-                worker.question = None
-            else:
-                worker.leaves = True
-        stuck = worker.is_stuck(self.limits.patience)
-        if stuck:
-            os.kill(worker.pid, signal.SIGKILL)
-        elif not worker.channel.closed:
-            return False
-        _, status = os.waitpid(worker.pid, 0)
-        worker.channel.socket.close()
-        if question := worker.question:
-            code = os.waitstatus_to_exitcode(status)
-            question.attempts += 1
-            if code == -signal.SIGKILL and question.attempts < ATTEMPTS:  # killed by a person, the kernel or above
-                self.waiting.appendleft(question)
-            else:  # died: for example C code without memory or stack, or `os._exit(0)` in the code of a reward
-                over = "stuck" if stuck else "time" if code == -signal.SIGPROF else "died"
-                self.client.send(_answers(question.numbers, [asdict(Score(0.0, over))]))
-        return True
-
-    def _dispatch(self) -> None:
-        """Send waiting questions to idle workers, and fork new workers up to the limit."""
-        idle = [worker for worker in self.workers if not worker.question and not worker.leaves]
-        while self.waiting and (idle or len(self.workers) < self.limits.workers):
-            (idle.pop() if idle else self._fork()).begin(self.waiting.popleft())
-
-    def _fork(self) -> _Worker:
+    async def _fork(self) -> None:
         ours, theirs = socket.socketpair()
-        pid = fork()
-        if not pid:
+        self.pid = fork()
+        if not self.pid:
             _in_fork(theirs, lambda: _work(theirs, self.verifier, self.limits))
         theirs.close()
-        self.workers.append(_Worker(pid, Channel(ours)))
-        return self.workers[-1]
-
-    def _end(self, answer: dict[str, str]) -> NoReturn:
-        """Tell the client why there is no verifier, and exit."""
-        self.client.socket.setblocking(True)
-        self.client.send(_answers(range(1), [answer]))
-        sys.exit(1)
+        self.reader, self.writer = await asyncio.open_connection(sock=ours)
 
 
 def _answers(numbers: range, found: list[dict[str, Any]]) -> bytes:
@@ -370,8 +308,6 @@ def _work(end: socket.socket, verifier: Verifier, limits: Limits) -> None:
             signal.setitimer(signal.ITIMER_PROF, 0)
             # memory that this response left in use must not count against the next one
             worn = found[0].get("over") == "memory" or process.memory_info().vms - begin > limits.memory // 8
-            if worn:
-                supervisor.send_bytes(b"")  # it takes no more questions
             supervisor.send_bytes(_answers(numbers, found))
 
 

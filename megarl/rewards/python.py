@@ -5,8 +5,7 @@ It runs in the processes of `megarl.rewards.pool`, within their limits, and gets
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import cycle, islice
 from typing import Any
 
@@ -29,7 +28,6 @@ OVER = {
     "stuck": f"waits for more than {PATIENCE:g} s without using the CPU",
     "died": "ends its process",
 }
-Function = Callable[[str, Any, dict[str, Any]], Any]
 
 
 def check(recipe: Recipe) -> None:
@@ -75,7 +73,7 @@ class Python:
     """Scores with the function at ``path``, FILE.py:FUNCTION. scores: as for `read_score`."""
 
     def __init__(self, path: str, scores: tuple[float, float] | None = None) -> None:
-        self.path, self._scores, self._function = path, scores, load_function(path)
+        self.path, self._scores, self._function = path, scores, load(path, "reward.path")
 
     def score(self, prompt: Prompt, response: str) -> Score:
         """The function returns the score, or {"score": ...} with an optional "reward" to train on instead."""
@@ -100,16 +98,3 @@ class Python:
             raise UserError(
                 f"{self.path} failed on prompt {prompt.text[:60]!r} with {given}: {describe(error, file_of(self.path))}"
             ) from error
-
-
-def load_function(path: str) -> Function:
-    """Load the function at ``path``, FILE.py:FUNCTION; `UserError` unless it takes (prompt, response, row)."""
-    function = load(path, "reward.path")
-    name = path.rpartition(":")[2]
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        raise UserError(f"reward.path = {path!r}: {name} is not a function, or one with async")
-    try:
-        inspect.signature(function).bind("prompt", "response", {})
-    except TypeError as error:
-        raise UserError(f"reward.path = {path!r}: {name} must take (prompt, response, row): {error}") from None
-    return function

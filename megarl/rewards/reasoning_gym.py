@@ -44,14 +44,9 @@ NUMBERS = re.compile(r"-?\d+(?:\.\d+)?")
 
 def check(recipe: Recipe) -> None:
     """Raise `UserError` if prompts come from a file, which has no scorer."""
-    if recipe.data.files:
-        raise UserError('reward.kind = "reasoning_gym" needs data.source = "reasoning_gym"')
-    for suite in recipe.suites:
-        if suite.data.source == "file":
-            raise UserError(
-                'reward.kind = "reasoning_gym" cannot score eval.source = "file": '
-                f'{suite.data.train}; use "exact" or "math"'
-            )
+    for table in recipe.prompt_sources():
+        if table.source == "file":
+            raise UserError(f'reward.kind = "reasoning_gym" cannot score a file: {table.train}; use "exact" or "math"')
 
 
 def build(table: RewardTable, prompts: PromptSource) -> Verifier:

@@ -31,10 +31,9 @@ def show_prompts(recipe: Recipe, count: int) -> str:
 
 
 def _describe(name: str, prompt: Prompt, tokenizer: Any) -> str:
-    cut = ", cut" if prompt.truncated else ""
     tokens = " ".join(f"{token} {tokenizer.decode([token])!r}" for token in prompt.tokens)
     return (
-        f"--- {name}: {len(prompt.tokens)} tokens{cut}, answer {prompt.answer!r}\n{prompt.text}\n"
+        f"--- {name}: {len(prompt.tokens)} tokens, answer {prompt.answer!r}\n{prompt.text}\n"
         f"--- its tokens\n{tokens}"
     )
 
@@ -100,7 +99,7 @@ def _measure(report: Findings, table: SourceTable, data: DataTable, items: Seque
     unfit: list[str] = []
     for number, item in enumerate(items, 1):
         try:
-            lengths.append(len(renderer.whole(item, f"{table.train}, prompt {number}").tokens))
+            lengths.append(len(renderer.whole(item, f"{table.train}, prompt {number}")[1]))
         except UserError as error:
             unfit.append(str(error))
     _tell(report, unfit, "prompts that do not fit the template")
@@ -110,7 +109,7 @@ def _measure(report: Findings, table: SourceTable, data: DataTable, items: Seque
     if hidden := dict.fromkeys(name for item in items for name in item["metadata"] if name not in renderer.shown):
         report.notes.append(f"  columns that no prompt shows: {', '.join(hidden)}")
     if longer := sum(length > data.max_prompt_tokens for length in lengths):
-        fate = {"error": "the run would stop", "drop": "they are left out", "truncate": "they are cut"}[data.overlong]
+        fate = {"error": "the run would stop", "drop": "they are left out"}[data.overlong]
         line = f"{longer} prompts of {table.train} have more than data.max_prompt_tokens = "
         line += f"{data.max_prompt_tokens}: {fate}"
         (report.problems if data.overlong == "error" else report.notes).append(line)

@@ -30,7 +30,7 @@ def test_columns_that_the_template_understands_reach_it(tmp_path, name):
     other = {"prompt": [user("ho")], "answer": "4", "tools": None, "documents": None, "effort": None, "system": "S"}
     renderer = Renderer(table(template="chat", max_prompt_tokens=500), bpe(chat_template=COLUMNS))
     items = read(tmp_path / name, [row | {"system": None}, other])
-    first, second = (renderer.render(item, "row").text for item in items)
+    first, second = (renderer.render(item, "row")[0] for item in items)
     assert first == json.dumps(TOOLS) + "[paper]effort high<|start|>user\nhi<|end|>\n<|start|>assistant\n"
     assert second == "<|start|>system\nS<|end|>\n<|start|>user\nho<|end|>\n<|start|>assistant\n"
     assert renderer.shown >= {"tools", "documents", "effort", "system", "prompt"} and "answer" not in renderer.shown
@@ -236,10 +236,10 @@ def test_a_prompt_says_what_its_row_says_or_the_row_is_refused(tmp_path, rows, t
     settings, tokenizer = ({"template": "chat"} if template else {}) | settings, bpe(chat_template=template)
     with unless_refused(text):
         (item,) = read(file_of(tmp_path, rows), rows)
-        shown = Renderer(table(**settings), tokenizer).render(item, "line 1")
-        assert shown.text == text
+        shown, tokens = Renderer(table(**settings), tokenizer).render(item, "line 1")
+        assert shown == text
         spelled = "<|end|>" in str(rows)  # a special token of the row's own, which is text
-        assert (shown.tokens == tuple(tokenizer(text)["input_ids"])) != spelled
+        assert (tokens == tuple(tokenizer(text)["input_ids"])) != spelled
 
 
 def test_a_mark_of_the_byte_order_reaches_no_prompt(tmp_path):
@@ -247,4 +247,4 @@ def test_a_mark_of_the_byte_order_reaches_no_prompt(tmp_path):
     (tmp_path / "t.jinja").write_bytes(b"\xef\xbb\xbf{{ messages[0].content }}")
     for name, text in (("p.jsonl", '\ufeff{"prompt": "p", "answer": 4}'), ("p.csv", "\ufeffprompt,answer\np,4\n")):
         (item,) = read(tmp_path / name, text)
-        assert Renderer(table(template=str(tmp_path / "t.jinja")), bpe()).render(item, "row 1").text == "p"
+        assert Renderer(table(template=str(tmp_path / "t.jinja")), bpe()).render(item, "row 1")[0] == "p"

@@ -1,6 +1,6 @@
 """How an item becomes text and tokens: special tokens, prompts that are too long, a changed template."""
 
-import re
+from types import SimpleNamespace
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -52,7 +52,8 @@ def table(**settings):
 
 def render(tokenizer, question, /, *, columns=None, **settings):
     item = {"question": question, "answer": "6", "metadata": columns or {}}
-    return Renderer(table(**settings), tokenizer).render(item, "row 1")
+    text, tokens = Renderer(table(**settings), tokenizer).render(item, "row 1")
+    return SimpleNamespace(text=text, tokens=tokens)
 
 
 def speaker(role):
@@ -96,40 +97,6 @@ def test_special_tokens_in_columns_and_messages_are_text_and_those_in_templates_
     asked = render(tokenizer, turns, template="chat")
     assert asked.tokens.count(tokenizer.eos_token_id) == 3
     assert tokenizer.decode(asked.tokens) == asked.text and "\ufdd0" in asked.text
-
-
-@pytest.mark.parametrize("spelled", ["", "<|end|>"])
-def test_truncation_keeps_the_text_of_the_templates(tokenizer, spelled):
-    settings = {"template": "chat", "prompt_template": "Q: {prompt}\n\nIn a box.", "overlong": "truncate"}
-    words = f"{spelled} the numbers are many. " * 100
-    whole = render(tokenizer, "the sum", **settings)
-    assert not whole.truncated
-    for limit in range(len(whole.tokens) + 2, 120, 20):
-        cut = render(tokenizer, words, max_prompt_tokens=limit, **settings)
-        assert cut.truncated and limit - 8 < len(cut.tokens) <= limit
-        kept = re.fullmatch(r"<\|start\|>user\nQ: (.*)\n\nIn a box.<\|end\|>\n<\|start\|>assistant\n", cut.text, re.S)
-        assert words.startswith(kept[1])
-    turns = [user("the numbers"), assistant("are"), user("1, 2 and 3. " * 50)]
-    cut = render(tokenizer, turns, template="chat", overlong="truncate", max_prompt_tokens=60)
-    begun = render(tokenizer, turns[:2], template="chat").text
-    assert cut.text.startswith(f"{begun}<|end|>\n<|start|>user\n1, 2 and 3. 1,")
-    markup = len(render(tokenizer, "a", **settings).tokens)
-    with pytest.raises(UserError, match="row 1 has more than .* even without the text that may be cut"):
-        render(tokenizer, words, max_prompt_tokens=markup - 1, **settings)
-
-
-def test_a_warning_counts_truncated_prompts(tokenizer, tmp_path):
-    rows = [{"prompt": f"{i} " * (1 + 20 * (i % 4 == 0)), "answer": "1"} for i in range(40)]
-    settings = {"file": write(tmp_path / "p.jsonl", rows), "max_prompt_tokens": 10, "overlong": "truncate"}
-    prompts = build_prompts(recipe(heldout=8, **settings), tokenizer)
-    heldout = sum(prompt.truncated for prompt in prompts.heldout())
-    assert 0 < heldout < 8
-    with pytest.warns(UserWarning, match="are cut to") as said:
-        prompts.check(1000)
-    assert [str(w.message) for w in said] == [
-        f"{10 - heldout} of 32 training prompts are cut to data.max_prompt_tokens",
-        f"{heldout} of 8 held-out prompts are cut to data.max_prompt_tokens",
-    ]
 
 
 def test_dropped_prompts_are_counted_and_never_used(tokenizer, tmp_path):

@@ -32,10 +32,10 @@ def own(tmp_path):
 FILES = {  # the whole file: what is said before the run begins
     "no file": (None, "there is no file"),
     "no function": ("def scores(prompt, response, row): return 1", "has no 'score'"),
-    "arguments": ("def score(response): return 1", "must take (prompt, response, row)"),
-    "not a function": ("score = 3", "score is not a function"),
+    "arguments": ("def score(response): return 1", "score() takes 1 positional argument but 3 were given"),
+    "not a function": ("score = 3", "'int' object is not callable"),
     "exit": ("raise SystemExit(3)", "SystemExit: 3 (mine.py, line 1)"),
-    "async": (f"async {RIGHT}", "score is not a function, or one with async"),
+    "async": (f"async {RIGHT}", "coroutine object score at"),
 }
 BODIES = {  # or the function's body
     "column": ('return float(response == row["gold"])', "KeyError: 'gold' (mine.py, line 2)"),

@@ -106,8 +106,7 @@ def test_answers_of_a_suite_that_cannot_be_read_are_warned_of(tmp_path):
 def test_only_generators_have_a_reasoning_gym_scorer(tmp_path):
     file = write(tmp_path / "p.jsonl", [{"prompt": "?", "answer": "1"}])
     suite = {"source": "file", "suite": str(file)}
-    with pytest.raises(UserError, match='cannot score eval.source = "file"'):
-        check_reward(recipe("chain_sum", heldout=1, evaluation=suite))
-    with pytest.raises(UserError, match='reward.kind = "reasoning_gym" needs data.source = "reasoning_gym"'):
-        check_reward(recipe(file=file, kind="reasoning_gym"))
+    for made in (recipe("chain_sum", heldout=1, evaluation=suite), recipe(file=file, kind="reasoning_gym")):
+        with pytest.raises(UserError, match=r'"reasoning_gym" cannot score a file: .*p\.jsonl'):
+            check_reward(made)
     check_reward(recipe("chain_sum", evaluation=suite | {"every": 0}))

@@ -86,9 +86,7 @@ def test_answers_are_judged_by_the_recipes_verifier(check):
     assert code == 1 and "line 9: prompt 'f' has no answer to compare with" in said
 
 
-@pytest.mark.parametrize(
-    ("overlong", "code", "fate"), [("error", 1, "the run would stop"), ("drop", 0, "left out"), ("truncate", 0, "cut")]
-)
+@pytest.mark.parametrize(("overlong", "code", "fate"), [("error", 1, "the run would stop"), ("drop", 0, "left out")])
 def test_overlong_prompts_are_counted_with_what_the_run_would_do(check, overlong, code, fate):
     long = [{"prompt": "1 " * 300, "answer": "1"}] * 2
     found, said = check([*rows(20), *long], f"data.overlong={overlong}")
