@@ -68,11 +68,6 @@ class ContextShard:
             for start, length in zip(starts, chunk_lengths, strict=True)
         ]
 
-    def held_part(self, x: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        """This rank's two chunks of x; dimension ``dim`` of x is one whole sequence."""
-        chunks = x.chunk(self.chunks, dim)
-        return torch.cat([chunks[i] for i in self.held], dim)
-
     def chunk_boundaries(self, cu_seqlens: torch.Tensor) -> torch.Tensor:
         """[S + 1] boundaries of this rank's tokens by sequence -> [2 S + 1] boundaries by chunk, same dtype."""
         middle = cu_seqlens[:-1] + cu_seqlens.diff() // 2

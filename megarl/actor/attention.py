@@ -30,7 +30,6 @@ from megarl.actor.flash import FlashAttention, Rows, SelectRows
 from megarl.actor.sinks import causal_window, with_sink
 from megarl.actor.transfer import to_device
 from megarl.batch import ContextShard
-from megarl.errors import UserError
 from megarl.kernels.rms_norm import rms_norm
 from megarl.kernels.short_attention import short_attention
 
@@ -160,16 +159,6 @@ class PackedAttention(MegatronModule):
             heads = config.num_attention_heads // config.tensor_model_parallel_size
             self.softmax_offset = torch.nn.Parameter(torch.zeros(heads, dtype=config.params_dtype))
             set_tensor_model_parallel_attributes(self.softmax_offset, True, 0, 1)
-        if config.rotary_interleaved:
-            raise UserError(
-                '[megatron] rotary_interleaved = true: the attention of layers = "torch" pairs dimensions of the two '
-                "halves of a head, not neighbours; remove the key"
-            )
-        if config.bf16 and (config.kv_channels % 8 or config.kv_channels > 256):
-            raise UserError(
-                f"the model's attention heads have {config.kv_channels} dimensions; torch's flash attention takes "
-                "multiples of 8 up to 256"
-            )
 
     def forward(
         self,

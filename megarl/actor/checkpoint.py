@@ -12,7 +12,6 @@ import io
 import pickle
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core import parallel_state as mpu
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader, Metadata
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, StorageMeta
 
@@ -31,10 +27,8 @@ from megarl.actor import lora
 from megarl.actor.optimizer import gather_parameters
 from megarl.actor.optimizer_state import adam_step, set_adam_step, sharded_adam_state
 from megarl.actor.step import Actor
-from megarl.actor.writers import ForkedResults
 from megarl.errors import UserError
 from megarl.heartbeats import beat
-from megarl.recipe.layout import Layout
 from megarl.storage.checkpoints import (
     METRICS,
     Damaged,
@@ -75,33 +69,26 @@ _DATA_TYPES = {
 
 
 _COMMON = "common.pt"  # what all ranks have in common, under the name by which every Megatron-Core looks for it
-_NO_DATA = "contains a type that no checkpoint of megarl contains and that may run code: it was not loaded"
 _UNREAD = "common_state/shard_0_1"  # a pickle that 0.19 writes, and loads only from a checkpoint without common.pt
 
 
 class _DataUnpickler(pickle.Unpickler):
-    """Unpickles objects of `_DATA_TYPES`, which only hold data; `UserError` for any other type."""
+    """Unpickles objects of `_DATA_TYPES`, which only hold data; `pickle.UnpicklingError` for any other type."""
 
     def find_class(self, module: str, name: str) -> Any:
         if name not in _DATA_TYPES.get(module, ()):
-            raise UserError(
-                f"refers to {module}.{name}, which no checkpoint of megarl contains and which may run code: "
-                "it was not loaded"
-            )
+            raise pickle.UnpicklingError(f"{module}.{name}")
         return super().find_class(module, name)
 
 
 def _read_metadata(path: Path) -> Metadata:
-    """The checkpoint's .metadata, which torch's own reader would unpickle without a check. `UserError` if it contains
-    anything but data, or makes torch unpickle a tensor's bytes."""
-    try:
-        with open(path / ".metadata", "rb") as file:
-            metadata: Metadata = _DataUnpickler(file).load()
-    except UserError as error:
-        raise UserError(f"{path / '.metadata'} {error}") from error
+    """The checkpoint's .metadata, which torch's own reader would unpickle without a check. `pickle.UnpicklingError` if
+    it contains anything but data, or makes torch unpickle a tensor's bytes."""
+    with open(path / ".metadata", "rb") as file:
+        metadata: Metadata = _DataUnpickler(file).load()
     pickled = {key for key, entry in metadata.state_dict_metadata.items() if isinstance(entry, BytesStorageMetadata)}
     if pickled - {_UNREAD}:
-        raise UserError(f"{path / '.metadata'} says that {min(pickled - {_UNREAD})} is a pickle: it was not loaded")
+        raise pickle.UnpicklingError(min(pickled - {_UNREAD}))
     metadata.storage_meta = metadata.storage_meta or StorageMeta()
     return metadata
 
@@ -118,17 +105,14 @@ def save(
 ) -> Path:
     """Write ``directory/update_XXXXXX`` under a temporary name and rename it; keep the newest ``keep``. Collective.
 
-    wait: False returns once the state is copied to host memory; forked processes then write the files, and a later
-    `finish` renames. metrics: on the rank that writes metrics, their writer: the checkpoint gets a copy of the stage's
+    wait: False returns once the state is copied in host memory; a thread then writes the files, and a later `finish`
+    renames. metrics: on the rank that writes metrics, their writer: the checkpoint gets a copy of the stage's
     lines; None on other ranks.
     """
     finish(actor)
     target = checkpoint_path(directory, update)
     beat("checkpoint", target.name)
     gather_parameters(actor.replicas)
-    # new for each checkpoint and in this process: ranks may be forks of a process that has imported this module, and
-    # would share its queue
-    filesystem_async._results_queue = ForkedResults()
     with contextlib.ExitStack() as stack:
         temporary = None
         if dist.get_rank() == 0:
@@ -145,7 +129,7 @@ def save(
         # which rank writes what is the same in each checkpoint of a process: the ranks compare it at the first one, and
         # from the third on exchange no plans
         request = dist_checkpointing.save(
-            _sharded_state(actor) | {"random": _random_state()},
+            _sharded_state(actor),
             str(path),
             actor.saving.strategy,
             async_sharded_save=True,
@@ -167,7 +151,6 @@ def _write_common(actor: Actor, update: int, path: Path) -> None:
         "update": update,
         "adam_step": adam_step(actor.optimizer),
         "skipped_updates": actor.skipped_updates,
-        "layout": _layout(actor),
         "lora": _adapters(actor),
     }
     if dist.get_rank() == 0:
@@ -186,10 +169,10 @@ def finish(actor: Actor, wait: bool = True) -> None:
 def _complete(actor: Actor, path: Path, update: int, position: Position | None) -> None:
     """Write the manifest, now that all other files are there. Collective."""
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, (actor.saving.sums(), position))
+    dist.all_gather_object(everyone, (actor.saving.sums, position))
     if dist.get_rank() == 0:
         files = {name: entry for written, _ in everyone for name, entry in written.items()}
-        for file in path.iterdir():  # *.distcp files have their sums from the forked writers, the others are small
+        for file in path.iterdir():  # *.distcp files have their sums from the writers, the others are small
             if file.suffix != ".distcp":
                 files[file.name] = FileSum.of(file)
             elif file.name not in files:
@@ -223,10 +206,9 @@ def verify(path: Path) -> str | None:
 
 
 def load(actor: Actor, path: Path) -> int:
-    """Restore model, optimizer and random state in place; returns the stage's update after which it was saved.
+    """Restore model and optimizer in place; returns the stage's update after which the checkpoint was saved.
 
-    The checkpoint may come from another layout. Then the random state, which belongs to a rank, is not restored; this
-    changes nothing, since updates draw no random numbers. `UserError` if the checkpoint does not fit the model.
+    It may come from another layout. `UserError` if it does not fit the model.
     """
     common, state = _load_data(actor, path)
     for index, model in enumerate(actor.models):
@@ -238,32 +220,27 @@ def load(actor: Actor, path: Path) -> int:
         if result.unexpected_keys:
             raise UserError(f"{path} does not fit the model, which has no {result.unexpected_keys[0]}")
     set_adam_step(actor.optimizer, common["adam_step"])
-    if "random" in state:
-        _restore_random_state(state["random"])
     actor.skipped_updates = common["skipped_updates"]
     return common["update"]
 
 
 def _load_data(actor: Actor, path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The state common to all ranks, and this rank's. `UserError` for a file that contains anything but data."""
-    metadata, before = _read_metadata(path), FileSystemReader.read_metadata
+    before = FileSystemReader.read_metadata
     try:
-        common = torch.load(path / _COMMON, weights_only=True)
+        metadata, common = _read_metadata(path), torch.load(path / _COMMON, weights_only=True)
+        _check_adapters(actor, common, path)
+        FileSystemReader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
+        return common, dist_checkpointing.load(_sharded_state(actor), str(path))
     except FileNotFoundError as error:
-        raise UserError(f"{path} has no {_COMMON}: remove it to continue from the checkpoint before it") from error
-    except pickle.UnpicklingError as error:
-        raise UserError(f"{path / _COMMON} {_NO_DATA}") from error
-    _check_adapters(actor, common, path)
-    state = _sharded_state(actor)
-    if common["layout"] == _layout(actor):
-        state["random"] = _random_state()
-    FileSystemReader.read_metadata = lambda *_, **__: metadata  # type: ignore[method-assign]
-    try:
-        return common, dist_checkpointing.load(state, str(path))
-    except CheckpointException as error:
-        if any(isinstance(cause, pickle.UnpicklingError) for cause, _ in error.failures.values()):
-            raise UserError(f"{path} {_NO_DATA}") from error
-        raise
+        raise UserError(f"{error.filename} is missing: remove {path} to continue from the one before it") from error
+    except (pickle.UnpicklingError, CheckpointException) as error:
+        causes = [cause for cause, _ in getattr(error, "failures", {}).values()] or [error]
+        if not any(isinstance(cause, pickle.UnpicklingError) for cause in causes):
+            raise
+        raise UserError(
+            f"{path} contains a type that no checkpoint of megarl contains and that may run code: it was not loaded"
+        ) from error
     finally:
         FileSystemReader.read_metadata = before  # type: ignore[method-assign]
 
@@ -306,29 +283,3 @@ def _sharded_state(actor: Actor) -> dict[str, Any]:
 
 def _is_extra(key: str) -> bool:
     return "_extra_state" in key
-
-
-def _layout(actor: Actor) -> dict[str, int]:
-    """Everything that determines which rank holds which part of the state."""
-    return asdict(Layout.of(actor.recipe, dist.get_world_size()))
-
-
-def _random_state() -> dict[str, ShardedTensor]:
-    """The states of this rank's random generators, each as this rank's row of a tensor [ranks, state]."""
-    states = {f"tracker.{name}": state for name, state in get_cuda_rng_tracker().get_states().items()}
-    states["cpu"] = torch.get_rng_state()
-    if torch.cuda.is_available():
-        states["cuda"] = torch.cuda.get_rng_state()
-    offset = (0, dist.get_rank(), dist.get_world_size())
-    return {
-        name: ShardedTensor.from_rank_offsets(f"random.{name}", state.cpu().clone(), offset, prepend_axis_num=1)
-        for name, state in states.items()
-    }
-
-
-def _restore_random_state(state: dict[str, torch.Tensor]) -> None:
-    torch.set_rng_state(state["cpu"])
-    tracked = {name.removeprefix("tracker."): value for name, value in state.items() if name.startswith("tracker.")}
-    get_cuda_rng_tracker().set_states(tracked)
-    if "cuda" in state:
-        torch.cuda.set_rng_state(state["cuda"])

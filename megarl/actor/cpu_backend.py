@@ -17,14 +17,12 @@ from typing import Any
 
 import torch
 
-from megarl.batch import ContextShard
-
 _CPU = torch.device("cpu")
 _FACTORIES = ("arange", "tensor", "zeros")  # which Megatron calls for device "cuda" on the ways that megarl takes
 # Megatron imports these lazily; they must be loaded before the name `torch` in them can be rebound.
 _LAZY_MODULES = (
     "models.gpt", "optimizer", "optimizer.distrib_optimizer", "distributed", "pipeline_parallel",
-    "tensor_parallel.random", "transformer.moe.moe_utils", "models.common.embeddings.rope_utils",
+    "tensor_parallel.random", "transformer.moe.moe_utils",
     "dist_checkpointing.strategies.torch", "dist_checkpointing.strategies.fully_parallel",
     "dist_checkpointing.strategies.state_dict_saver", "dist_checkpointing.strategies.async_utils",
     "dist_checkpointing.strategies.filesystem_async", "dist_checkpointing.exchange_utils",
@@ -56,7 +54,6 @@ def install(device: torch.device = _CPU) -> None:
         if getattr(module, "torch", None) is torch:
             module.__dict__["torch"] = proxy
     _patch_random_state()
-    _patch_moe_and_rope()
     _patch_tied_embeddings()
     _patch_optimizer()
 
@@ -73,15 +70,6 @@ def _undo_compilation() -> None:
             for name, value in list(vars(owner).items()):
                 if isinstance(value, types.FunctionType) and value.__module__.startswith("megatron.core."):
                     setattr(owner, name, vars(value).get("_torchdynamo_orig_callable", value))
-
-
-def _replace_everywhere(old: Any, new: Any) -> None:
-    """Rebind a function in every module of Megatron and of `megarl.actor` that imported it by name."""
-    ours = [module for name, module in list(sys.modules.items()) if name.startswith("megarl.actor.")]
-    for module in _megatron_modules() + ours:
-        for name, value in list(vars(module).items()):
-            if value is old:
-                setattr(module, name, new)
 
 
 class _NullStream(torch.cpu.Stream, torch.cpu.Event):
@@ -138,22 +126,6 @@ def _patch_random_state() -> None:
 
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
-
-
-def _patch_moe_and_rope() -> None:
-    from megatron.core.models.common.embeddings import rope_utils
-    from megatron.core.transformer.moe import moe_utils
-
-    def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        # maybe_move_tensor_to_cpu converts only CUDA tensors, but all_to_all_single needs lists or arrays
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
-
-    def position_embedding(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
-        # the original pins memory and calls Tensor.cuda()
-        return ContextShard(cp_group, cp_group.rank(), cp_group.size()).held_part(pos_emb, seq_dim)
-
-    _replace_everywhere(moe_utils.maybe_move_tensor_to_cpu, to_host)
-    _replace_everywhere(rope_utils.get_pos_emb_on_this_cp_rank, position_embedding)
 
 
 def _patch_tied_embeddings() -> None:

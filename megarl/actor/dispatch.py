@@ -163,15 +163,14 @@ def chunk_order(chunks: torch.Tensor, rows: int) -> torch.Tensor:
 
 
 class RoutedExperts(MoELayer):
-    """Megatron's MoE layer with `IndexDispatcher`, unless settings in ``[megatron]`` need one of Megatron's own."""
+    """Megatron's MoE layer, with `IndexDispatcher` unless Transformer Engine permutes the rows."""
 
-    def __init__(self, config: TransformerConfig, submodules: MoESubmodules) -> None:
+    parts: MoESubmodules
+
+    def __init__(self, config: TransformerConfig, **_: Any) -> None:  # 0.19 also passes groups: the default ones
         groups = get_default_pg_collection()
-        super().__init__(config, submodules, pg_collection=groups)
-        drops = config.moe_expert_capacity_factor is not None or config.moe_router_padding_for_quantization
-        alltoall = config.moe_token_dispatcher_type == "alltoall" and not config.moe_permute_fusion
-        alltoall &= not config.moe_shared_expert_overlap  # Megatron's dispatchers then compute the shared experts
-        if alltoall and not drops and config.cuda_graph_impl == "none":
+        super().__init__(config, self.parts, pg_collection=groups)
+        if not config.moe_permute_fusion:
             self.token_dispatcher = IndexDispatcher(self.local_expert_indices, config, groups)
 
 
@@ -181,8 +180,4 @@ def routed_experts(submodules: MoESubmodules) -> type[RoutedExperts]:
     Given a ModuleSpec instead, Megatron-Core 0.16.1 expects one of its own classes and warns once a layer.
     """
 
-    class Layer(RoutedExperts):
-        def __init__(self, config: TransformerConfig, **_: Any) -> None:  # 0.19 also passes groups: the default ones
-            super().__init__(config, submodules)
-
-    return Layer
+    return type("Layer", (RoutedExperts,), {"parts": submodules})

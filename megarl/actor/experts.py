@@ -16,7 +16,6 @@ from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megarl.errors import UserError
 from megarl.kernels.weight_gradient import add_group_products, added, main_grad
 from megarl.kernels.weighted_glu import Glu, weighted_glu
 
@@ -25,10 +24,6 @@ _ALIGNMENT = 16  # bytes; `grouped_mm` needs rows whose size is a multiple of th
 # from this compute capability on, torch 2.13 leaves the weight gradient of a group without rows unwritten
 # (pytorch#172439, #193633)
 _UNWRITTEN_FROM = (10, 0)
-# settings of Megatron's own experts that `GroupedExperts` does not implement
-_UNSUPPORTED = (
-    "moe_apply_probs_on_input", "moe_latent_size", "fp8", "fp4",
-)  # fmt: skip
 
 
 class GroupedExperts(MegatronModule):
@@ -44,18 +39,10 @@ class GroupedExperts(MegatronModule):
         self, num_local_experts: int, config: TransformerConfig, pg_collection: ProcessGroupCollection, **_: Any
     ) -> None:
         super().__init__(config=config)
-        for name in _UNSUPPORTED:
-            if getattr(config, name):
-                raise UserError(f'[megatron] {name}: the experts of layers = "torch" do not support it; remove the key')
         self.groups, self.backend = pg_collection, "torch"  # of the experts' kernels; `build_model` chooses it
         sharpness = QUICK_GELU if config.activation_func is quick_gelu else 1.0
         self.glu = Glu(sharpness, config.activation_func_clamp_value, config.glu_linear_offset)
         shards: int = pg_collection.expt_tp.size()
-        if config.moe_ffn_hidden_size % shards:
-            raise UserError(
-                f"actor.expert_tensor_parallel = {shards} does not divide the experts' width, "
-                f"{config.moe_ffn_hidden_size}"
-            )
         width = config.moe_ffn_hidden_size // shards
         on_default = config.use_cpu_initialization or config.init_model_with_meta_device
         parameters: list[tuple[str, tuple[int, ...], int, Any]] = [

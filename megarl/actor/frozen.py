@@ -36,8 +36,7 @@ class FrozenPolicy:
         load_hf(models, policy_dir)
         for model in models:
             model.requires_grad_(False).eval()
-        if "routed_experts" in fields or ("old_logprobs" in fields and recipe.actor.trains_recorded_experts):
-            routing.install(models, replays=True)
+        routing.install(models)
         return cls(fields, models)
 
     def annotate(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:

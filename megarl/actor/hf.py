@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
 
-from megarl.actor.hf_names import HfTensor, expert_number, hf_tensors, missing_names, name_on_this_rank
+from megarl.actor.hf_names import HfTensor, expert_number, hf_tensors, name_on_this_rank
 from megarl.actor.lora import round_stochastically
 from megarl.actor.model import PolicyModel
 from megarl.errors import UserError
@@ -81,8 +81,7 @@ def _sharing_group(tensor: HfTensor) -> dist.ProcessGroup:
 def _refuse_unknown(source: TensorFiles, models: list[PolicyModel], model_dir: Path) -> None:
     """`UserError` if the files have weights that Megatron's model would not use: it would compute another function."""
     hf = models[0].hf
-    names = family_of(hf).tensor_names(hf) - missing_names(models)
-    known = {source.stored_name(name) for name in names}
+    known = {source.stored_name(name) for name in family_of(hf).tensor_names(hf)}
     if models[0].share_embeddings_and_output_weights:
         known.add(LM_HEAD)  # some files store it although it equals the embedding
     unknown = sorted(name for name in set(source.regions) - known if not family_of(hf).copies(hf, name))

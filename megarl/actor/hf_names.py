@@ -169,17 +169,3 @@ def name_on_this_rank(tensor: HfTensor, model: PolicyModel) -> str:
         return tensor.name
     rank = mpu.get_expert_model_parallel_rank()
     return tensor.name.format(expert_number(tensor.local_expert, rank, model.config))
-
-
-def missing_names(models: list[PolicyModel]) -> set[str]:
-    """Hugging Face tensors of this rank's layers for which Megatron has no parameter, because a setting of
-    ``[megatron]`` removed it."""
-    built = {tensor.name for tensor in hf_tensors(models)}
-    wanted = {
-        f"{family_of(model.hf).prefix}layers.{layer}.{name}"
-        for model in models
-        for layer in (_layer(model, local) for local in range(len(model.decoder.layers)))
-        for tensors in family_of(model.hf).layer_tensors(model.hf, layer).values()
-        for name in tensors.names
-    }
-    return wanted - built

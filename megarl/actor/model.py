@@ -29,7 +29,6 @@ from megarl.actor.attention import PackedAttention, PackedSequences, RMSNorm, ro
 from megarl.actor.delta_rule import sequence_chunks
 from megarl.actor.dispatch import RoutedExperts
 from megarl.actor.layers import block_spec
-from megarl.errors import UserError
 from megarl.kernels.linear_logprob import linear_logprob
 from megarl.kernels.short_attention import LONGEST
 from megarl.kernels.weight_gradient import add_product
@@ -69,12 +68,6 @@ def _share_storage(output: torch.Tensor, recomputed: torch.Tensor) -> None:
 megatron_random._share_storage_ext = SimpleNamespace(share_storage=_share_storage)
 
 _ACTIVATIONS = {"silu": F.silu, "quick_gelu": quick_gelu}
-# settings that layers take from the model family alone: another value would make a model that differs from its
-# config.json, which no engine could load
-_SET_BY_FAMILY = (
-    "softmax_type", "window_size", "window_attn_skip_freq", "add_bias_linear", "activation_func_clamp_value",
-    "glu_linear_offset",
-)  # fmt: skip
 
 
 def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
@@ -82,12 +75,6 @@ def transformer_config(hf: dict[str, Any], recipe: Recipe) -> TransformerConfig:
     actor = recipe.actor
     cpu, transformer_engine = actor.backend == "cpu", actor.layers == "transformer_engine"
     dtype = torch.float32 if cpu else torch.bfloat16
-    for name in _SET_BY_FAMILY:
-        if name in recipe.megatron:  # whatever its value: 0 and [] may change the model too
-            raise UserError(f"[megatron] {name}: config.json decides it: remove the key")
-    for name in ("attention_dropout", "no_rope_freq", "mtp_num_layers"):
-        if recipe.megatron.get(name):
-            raise UserError(f"[megatron] {name}: megarl's layers do not have it: remove the key")
     settings = family_of(hf).megatron_settings(hf)
     settings |= dict(
         activation_func=_ACTIVATIONS[settings.get("activation_func", "silu")],

@@ -58,9 +58,6 @@ def ddp_config(recipe: Recipe) -> DistributedDataParallelConfig:
         overlap_param_gather=overlaps,
     )
     settings |= recipe.megatron_ddp
-    for name in ("use_megatron_fsdp", "use_custom_fsdp", "align_param_gather"):
-        if settings.get(name):
-            raise UserError(f"[megatron_ddp] {name}: megarl's checkpoints and schedules do not support it; remove it")
     if not settings["use_distributed_optimizer"]:
         raise UserError("[megatron_ddp] use_distributed_optimizer = false: megarl's checkpoints need it; leave it true")
     return DistributedDataParallelConfig(**settings)

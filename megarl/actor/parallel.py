@@ -37,10 +37,8 @@ def join(recipe: Recipe, role: Role | None = None) -> tuple[torch.device, dist.S
 def _prepare_cuda(recipe: Recipe) -> None:
     """Set variables that CUDA and torch's allocator read when they are first used; existing variables are kept."""
     actor = recipe.actor
-    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(os.environ) and not recipe.megatron_ddp.get(
-        "nccl_ub"
-    ):
-        # micro-batches differ in length, so fixed segments would fragment. NCCL's registered buffers do not support it
+    if not {"PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"} & set(os.environ):
+        # micro-batches differ in length, so fixed segments would fragment
         os.environ["PYTORCH_CUDA_ALLOC_CONF"] = "expandable_segments:True"
     if actor.tensor_parallel > 1 or actor.context_parallel > 1:
         # with one hardware queue a collective starts before the computation that is launched after it

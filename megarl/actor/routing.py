@@ -22,12 +22,11 @@ Experts = dict[int, torch.Tensor]  # layer number, from 1 -> [tokens of this ran
 class LayerRouting:
     """What one router uses instead of Megatron's RouterReplay.
 
-    target: the given experts of the current micro-batch, None: none given. replays: whether the router uses them, or
-    only counts in ``agreement`` how many differ from its own choice.
+    target: the given experts of the current micro-batch, None: none given.
     """
 
-    def __init__(self, router: TopKRouter, replays: bool) -> None:
-        self.router, self.layer, self.replays = router, int(router.layer_number or 0), replays
+    def __init__(self, router: TopKRouter) -> None:
+        self.router, self.layer = router, int(router.layer_number or 0)
         self.target: torch.Tensor | None = None
         self.own: torch.Tensor | None = None  # the experts that the router itself chose in the last forward pass
         # [t] float64, 1 for the tokens to count, which are those with a loss; None while a forward pass is recomputed,
@@ -61,9 +60,8 @@ class LayerRouting:
                 parts = [differs.sum(1), known.sum(1), differs.any(1), known.any(1)]
                 counted = torch.stack(parts).double() @ self.counted
                 self.agreement = counted if self.agreement is None else self.agreement + counted
-            if self.replays:
-                chosen = torch.where(known, target, own)
-                values = scores.gather(1, chosen)
+            chosen = torch.where(known, target, own)
+            values = scores.gather(1, chosen)
         if self.counted is not None:
             self.routed = scores.detach(), chosen
         return values, chosen
@@ -77,13 +75,13 @@ class LayerRouting:
         return scores.float() if self.router.config.moe_router_pre_softmax else torch.softmax(scores.float(), 1)
 
 
-def install(models: Sequence[torch.nn.Module], replays: bool) -> None:
-    """Prepare the routers of these model chunks for `begin` and `end`. replays: as in `LayerRouting`.
+def install(models: Sequence[torch.nn.Module]) -> None:
+    """Prepare the routers of these model chunks for `begin` and `end`.
 
     A chunk of a model with experts may have only dense layers.
     """
     for model in models:
-        model.layer_routings = [LayerRouting(m, replays) for m in model.modules() if isinstance(m, TopKRouter)]  # type: ignore[assignment]
+        model.layer_routings = [LayerRouting(m) for m in model.modules() if isinstance(m, TopKRouter)]  # type: ignore[assignment]
         for layer in routings(model):
             layer.router.router_replay = layer
 

@@ -25,8 +25,6 @@ class MicroBatchLog:
     batch: TokenBatch  # detached
     metrics: dict[str, Metric]
     histograms: dict[str, torch.Tensor]
-    # [2, V] int64: how often each token of the vocabulary is trained on, and how often without a gradient
-    tokens: torch.Tensor | None = None
 
 
 LogprobsAndEntropy = tuple[torch.Tensor, torch.Tensor]  # [N], [N], as `PolicyModel` returns them

@@ -61,7 +61,7 @@ class Actor:
         if load or recipe.actor.lora is not None:
             load_hf(models, policy_dir)
         lora.attach(models, recipe)
-        routing.install(models, replays=recipe.actor.routing_replay != "none")
+        routing.install(models)
         replicas, optimizer = wrap(models, recipe)
         base = None if recipe.actor.lora is None else read_info(policy_dir).weights_hash
         actor = cls(recipe, device, models, replicas, optimizer, base=base)
@@ -156,11 +156,13 @@ def compute_gradients(
         total = (terms.loss * weights).sum()
         count = micro_batch.sequence_count if objective.aggregation == "sequence_mean" else micro_batch.token_count
         batch = batch.detach()
-        log = MicroBatchLog(batch, terms.metrics | (response_metrics(batch) if responses else {}), terms.histograms)
+        log = MicroBatchLog(batch, dict(terms.metrics), dict(terms.histograms))
+        if responses:
+            log.metrics.update(response_metrics(batch))
         if detail:
             metrics, histograms = detailed(batch, terms.kept)
-            tokens = _count_tokens(micro_batch, terms.kept, vocabulary)
-            log = MicroBatchLog(batch, log.metrics | metrics, terms.histograms | histograms, tokens)
+            log.metrics.update(metrics)
+            log.histograms.update(histograms, muted_tokens=_count_tokens(micro_batch, terms.kept, vocabulary))
         if samples:
             log.histograms["sample_tokens"] = _count_by_sample(batch, terms.kept, samples)
         # torch.tensor would wait for a copy
@@ -224,8 +226,6 @@ def _reduce(logs: list[MicroBatchLog], routed: torch.Tensor | None, detail: bool
         dist.all_reduce(pairs, group=_batch_group())
         dist.all_reduce(counts, group=_batch_group())
         values += [pairs, counts]
-        if detail:
-            values.append(_most_muted(logs))
     if not values:
         return {}
     host = torch.cat([value.flatten().double() for value in values]).cpu()
@@ -240,17 +240,10 @@ def _reduce(logs: list[MicroBatchLog], routed: torch.Tensor | None, detail: bool
     split = counted.split([shape.numel() for shape in shapes.values()])
     histograms = {name: part.view(shape) for (name, shape), part in zip(shapes.items(), split, strict=True)}
     if detail:
-        ids, muted, trained = next(parts).long().view(3, -1).tolist()
-        extra["muted_tokens"] = {"id": ids, "muted": muted, "trained": trained}
+        trained, muted = histograms.pop("muted_tokens")
+        most, ids = muted.topk(min(_LISTED, len(muted)))
+        extra["muted_tokens"] = {"id": ids.tolist(), "muted": most.tolist(), "trained": trained[ids].tolist()}
     return summarise(metrics, histograms) | extra
-
-
-def _most_muted(logs: list[MicroBatchLog]) -> torch.Tensor:
-    """[3, `_LISTED`] int64: ids of the tokens that most often got no gradient, how often, how often they trained."""
-    counts = torch.stack([log.tokens for log in logs if log.tokens is not None]).sum(0)
-    dist.all_reduce(counts, group=_batch_group())
-    muted, ids = counts[1].topk(min(_LISTED, counts.size(1)))
-    return torch.stack([ids, muted, counts[0][ids]])
 
 
 def _norm_and_finite(optimizer: MegatronOptimizer, loss: float, device: torch.device) -> tuple[float, bool]:

@@ -1,29 +1,24 @@
-"""The forked processes that write a checkpoint while training goes on, and the error when one of them dies.
+"""Writes a checkpoint in a thread of the rank while training goes on.
 
-Megatron-Core 0.16 forks one process on each rank, the writer, which forks further ones to write the files (0.19 uses
-threads for these). If one of the latter is killed, Megatron's writer waits for ever; if the writer dies, Megatron does
-not say why. Both happen when memory is short, since the kernel kills such processes first.
+Megatron-Core forks a process on each rank for this (0.16: which forks further ones). Here these are threads: a fork
+shares pinned memory with its parent, which training overwrites, and Megatron waits for ever for a fork that is killed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import multiprocessing.dummy
 import os
-import pickle
-import queue
 import re
-import tempfile
-import threading
 import time
 from collections.abc import Callable
 from functools import partial, wraps
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-import psutil
-import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies import async_utils, filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncCallsQueue, AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint import CheckpointException
@@ -34,31 +29,9 @@ from megarl.storage.files import disk_errors
 
 POLL_SECONDS = 0.02
 
-
-class ForkedResults:
-    """A queue from the forked writers of one checkpoint to their rank: a temporary file that both have open.
-
-    It has the interface of Megatron's own queue, which is served by another process that would outlive a killed rank. A
-    pipe would fill up, since it is read only after the writers have ended.
-    """
-
-    def __init__(self) -> None:
-        self.file = tempfile.TemporaryFile()  # noqa: SIM115 - stays open, since the writers inherit it
-
-    def put(self, results: Any) -> None:
-        pickle.dump(results, self.file)
-        self.file.flush()
-
-    def get_nowait(self) -> Any:
-        """The first results that were put, or `queue.Empty`; discards everything in the file."""
-        self.file.seek(0)
-        try:
-            results = pickle.load(self.file)
-        except EOFError as error:
-            raise queue.Empty from error
-        self.file.seek(0)
-        self.file.truncate()
-        return results
+# `multiprocessing.dummy` has threads with the interface of processes
+async_utils.mp = filesystem_async.mp = SimpleNamespace(get_context=lambda method: multiprocessing.dummy)
+_write_item = filesystem_async._write_item
 
 
 class Saving(AsyncCallsQueue):
@@ -66,86 +39,51 @@ class Saving(AsyncCallsQueue):
 
     def __init__(self) -> None:
         super().__init__()
-        self._path, self._name, self._writer = Path(), "", None
-        self._sums = ForkedResults()
+        self._path, self._name = Path(), ""
+        self._causes: list[BaseException] = []  # errors of the system while this rank wrote
+        self.sums: dict[str, FileSum] = {}  # checksums of the files that this rank has written, by file name
         self.strategy = TorchDistSaveShardedStrategy("torch_dist", 1, cached_metadata=True)
-        self._staged: Any = None  # the copy in host memory that the writer reads
 
     def start(self, request: AsyncRequest, path: Path, name: str, rank: int) -> None:
-        """Have a forked process write this rank's files into ``path``. Collective.
+        """Have a thread write this rank's files into ``path``. Collective.
 
         request: Megatron's description of what to write. name: of the checkpoint, for messages."""
-        self._path, self._name, self._sums = path, name, ForkedResults()
-        if request.async_fn is not None:
-            request = request._replace(async_fn=partial(_write_and_sum, request.async_fn, self._sums, path, rank))
-        if request.preload_fn is not None:
-            request = request._replace(preload_fn=partial(self._stage, request.preload_fn))
+        self._path, self._name, self._causes, self.sums = path, name, [], {}
+        if request.async_fn is not None:  # this rank has something to write
+            filesystem_async._write_item = _with_causes(_write_item, self._causes)
+            copy = partial(_copy, request.async_fn_args[1])
+            request = request._replace(async_fn=partial(self._write, request.async_fn, rank), preload_fn=copy)
         self.schedule_async_request(request)
-        self._writer = self.async_calls[-1].async_caller.process  # None on a rank that has nothing to write
 
-    def _stage(self, copy: Callable[[], Any]) -> Any:
-        """Copy the state to the host and keep the copy until it is written.
-
-        Megatron-Core 0.16 drops it once it has forked. But a fork shares pinned memory with its parent, whose next
-        uploads would be written in place of the state (NVIDIA/Megatron-LM#2288).
-        """
-        self._staged = copy()
-        return self._staged
-
-    def sums(self) -> dict[str, FileSum]:
-        """Checksums of the files that this rank has written, by file name."""
-        with contextlib.suppress(queue.Empty):  # the rank had nothing to write
-            return self._sums.get_nowait()
-        return {}
+    def _write(self, write: Callable[..., None], rank: int, *arguments: Any) -> None:
+        """In the thread: write this rank's files, then compute their checksums, so that training does not wait."""
+        write(*arguments)
+        self.sums = {file.name: FileSum.of(file) for file in self._path.glob(f"__{rank}_*.distcp")}
 
     def finish(self, wait: bool) -> None:
         """Complete the checkpoint being written, if any; without ``wait`` only if every rank is done. Collective.
 
-        Raises RuntimeError on the rank whose writer died, and on all ranks if writing failed: then the error of
-        `disk_errors` for errors of the system such as a full disk, else RuntimeError.
+        Raises on all ranks if writing failed: the error of `disk_errors` for errors of the system such as a full disk,
+        else RuntimeError.
         """
         written = -1
         while self.get_num_unfinalized_calls():
-            self._check()
             try:
                 self.maybe_finalize_async_calls(blocking=False)
-            except Exception:
-                self._check()  # if the writer has just died, that is the cause, and the better message
-                raise
             except CheckpointException as error:  # raised on all ranks; only the failing one knows the cause
-                self._check()
                 self._fail(error)
-            if not self.get_num_unfinalized_calls():
-                self._staged = None
-                return
-            if not wait:
+            if not wait or not self.get_num_unfinalized_calls():
                 return
             if (size := self._size()) != written:
                 written = size
                 beat("checkpoint", f"{self._name}, {size} bytes written")
             time.sleep(POLL_SECONDS)
 
-    def _check(self) -> None:
-        """RuntimeError if this rank's writer has died."""
-        code = self._writer.exitcode if self._writer is not None else None
-        if code:
-            died = f"was killed by signal {-code}" if code < 0 else "failed"
-            with contextlib.suppress(queue.Empty):
-                if isinstance(reported := self._sums.get_nowait(), str):
-                    died = reported
-            raise RuntimeError(
-                f"a process that wrote the checkpoint {self._name} {died} (when memory is short, the kernel kills such "
-                "a process first). The checkpoint is incomplete; a restart continues from the one before it"
-            )
-
     def _fail(self, error: CheckpointException) -> None:
         """Raise the error of the rank that failed, on all ranks. Collective."""
         known: list[str] = [""] * dist.get_world_size()
-        mine = "; ".join(str(cause) for cause, _ in error.failures.values())
-        with contextlib.suppress(queue.Empty):
-            if isinstance(reported := self._sums.get_nowait(), str):
-                mine = reported
-        dist.all_gather_object(known, mine)
+        causes = self._causes or [cause for cause, _ in error.failures.values()]
+        dist.all_gather_object(known, "; ".join(map(str, causes)))
         why = "; ".join(filter(None, known))
         if number := re.search(r"\[Errno (\d+)\]", why):
             with disk_errors(self._path):
@@ -159,22 +97,18 @@ class Saving(AsyncCallsQueue):
         return 0
 
 
-def _write_and_sum(write: Callable[..., None], sums: ForkedResults, path: Path, rank: int, *arguments: Any) -> None:
-    """In a forked process: write this rank's files, then compute their checksums, so that training does not wait."""
-    torch.set_num_threads(1)  # a fork has none of the threads of the rank, and OpenMP would wait for them for ever
-    written = threading.Event()
-    threading.Thread(target=_watch, args=(sums, written), daemon=True).start()
-    causes: list[BaseException] = []
-    filesystem_async._write_item = _with_causes(filesystem_async._write_item, causes)
-    write(*arguments)
-    written.set()
-    # 0.19 reports the type of an error alone
-    sums.put(str(causes[0]) if causes else {x.name: FileSum.of(x) for x in path.glob(f"__{rank}_*.distcp")})
+def _copy(buckets: list[Any]) -> list[Any]:
+    """Replace the tensors in Megatron's list of what to write by copies in host memory, also of those that are there
+    already: training goes on to change them."""
+    for _, _, (_, tensors) in buckets:
+        for place, (item, tensor) in enumerate(tensors):
+            tensors[place] = item, tensor.to("cpu", non_blocking=True, copy=True)
+    return buckets
 
 
 def _with_causes(function: Callable[..., Any], causes: list[BaseException]) -> Callable[..., Any]:
     """Decorator: for an error of torch about a file ("unexpected pos 704 vs 598") raise its cause, the system's error,
-    such as that of a full disk, and add it to ``causes``."""
+    such as that of a full disk, and add it to ``causes``. (Megatron-Core 0.19 reports the type of an error alone.)"""
 
     @wraps(function)
     def wrapped(*arguments: Any, **options: Any) -> Any:
@@ -188,23 +122,3 @@ def _with_causes(function: Callable[..., Any], causes: list[BaseException]) -> C
             raise causes[-1] from None
 
     return wrapped
-
-
-def _watch(sums: ForkedResults, written: threading.Event) -> None:
-    """In a thread of a forked process: end the process if one of its own forks dies, for which Megatron would wait.
-
-    A handler of SIGCHLD cannot do this: Python runs it only after the main thread's wait, which never ends.
-    """
-    while not written.wait(POLL_SECONDS):
-        _end_if_one_died(sums)
-
-
-def _end_if_one_died(sums: ForkedResults) -> None:
-    """Report a dead fork and end this process at once: the fork may have held a lock that an orderly exit needs."""
-    for child in psutil.Process().children():
-        with contextlib.suppress(ChildProcessError):  # Megatron has waited for it in the meantime
-            ended = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is not None and ended.si_status:
-                killed = ended.si_code != os.CLD_EXITED
-                sums.put(f"was killed by signal {ended.si_status}" if killed else "failed")
-                os._exit(1)

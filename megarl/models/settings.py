@@ -11,18 +11,33 @@ from megarl.recipe.actor_table import OWNED, Recompute
 from megarl.recipe.megatron import SCALINGS, scaling_of
 from megarl.recipe.tables import Recipe
 
+# settings of Megatron that megarl's layers, schedules or checkpoints do not support
+_UNSUPPORTED = {
+    "megatron": (
+        "attention_dropout", "hidden_dropout", "moe_input_jitter_eps", "mtp_num_layers", "no_rope_freq",
+        "rotary_interleaved", "moe_apply_probs_on_input", "moe_latent_size", "moe_expert_capacity_factor",
+        "moe_shared_expert_overlap", "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "fp4", "fp8_param",
+    ),
+    "megatron_ddp": ("use_megatron_fsdp", "use_custom_fsdp", "align_param_gather", "fp8_param_gather", "nccl_ub"),
+}  # fmt: skip
+# settings that only some families' models have, but that would change any model
+_OF_SOME = (
+    "softmax_type", "window_size", "window_attn_skip_freq", "activation_func_clamp_value", "glu_linear_offset",
+)  # fmt: skip
+
 
 def check_layers(recipe: Recipe, hf: dict[str, Any]) -> None:
     """`UserError` if ``[actor] layers``, recompute, fp8 or another setting is not supported for this model."""
-    attention = family_of(hf).attention
-    if attention.norms_all_heads and recipe.megatron.get("qk_layernorm"):
-        raise UserError(
-            "[megatron] qk_layernorm: it normalises each head by itself, but this model normalises queries and keys "
-            "over all heads; leave it out"
-        )
+    # with another value the model would not be that of its config.json, which no engine could load
+    decided = {*family_of(hf).megatron_settings(hf), *_OF_SOME} - {"moe_router_bias_update_rate"}
+    if taken := sorted(decided & recipe.megatron.keys()):  # whatever the value: 0 and [] may change the model too
+        raise UserError(f"[megatron] {taken[0]}: config.json decides it: remove the key")
+    for table, names in _UNSUPPORTED.items():
+        for name in names:
+            if value := getattr(recipe, table).get(name):
+                raise UserError(f"[{table}] {name} = {value!r}: megarl does not support it; remove the key")
     _check_recompute(recipe, hf)
     _check_fp8(recipe)
-    _check_dispatcher(recipe)
 
 
 def _check_recompute(recipe: Recipe, hf: dict[str, Any]) -> None:
@@ -50,10 +65,6 @@ def _check_recompute(recipe: Recipe, hf: dict[str, Any]) -> None:
             raise UserError(f"[actor] recompute: {name!r}: {reason}")
     if {"moe", "shared_experts"} <= again.modules or {"moe", "moe_act"} <= again.modules:
         raise UserError('[actor] recompute: "moe" includes "shared_experts" and "moe_act"; leave these out')
-    if "shared_experts" in again.modules and recipe.megatron.get("moe_shared_expert_overlap"):
-        raise UserError(
-            '[megatron] moe_shared_expert_overlap = true excludes "shared_experts" in [actor] recompute; leave one out'
-        )
     if {"layernorm", "moe_act"} & again.modules and scaling_of(recipe.megatron) == "delayed":
         raise UserError(
             '[actor] recompute: with fp8, "layernorm" and "moe_act" need another [megatron] fp8_recipe than "delayed", '
@@ -62,11 +73,6 @@ def _check_recompute(recipe: Recipe, hf: dict[str, Any]) -> None:
 
 
 def _check_fp8(recipe: Recipe) -> None:
-    if recipe.megatron.get("fp4"):
-        raise UserError("[megatron] fp4: megarl does not support it; use fp8")
-    for table, setting in (("megatron", "fp8_param"), ("megatron_ddp", "fp8_param_gather")):
-        if getattr(recipe, table).get(setting):
-            raise UserError(f"[{table}] {setting} = true: megarl reads and exports bfloat16 parameters; leave it out")
     name = scaling_of(recipe.megatron)
     if name is None:
         return
@@ -75,18 +81,3 @@ def _check_fp8(recipe: Recipe) -> None:
         raise UserError(f"[megatron] fp8_recipe = {name!r} is unknown; known are {', '.join(SCALINGS)}")
     if recipe.actor.backend == "cpu" or recipe.actor.layers == "torch":
         raise UserError(f'{asked} needs [actor] backend = "cuda" and layers = "transformer_engine"')
-
-
-def _check_dispatcher(recipe: Recipe) -> None:
-    kind = recipe.megatron.get("moe_token_dispatcher_type")
-    if kind == "allgather":
-        raise UserError(
-            '[megatron] moe_token_dispatcher_type = "allgather": it needs micro-batches of one length; use "alltoall", '
-            'or "flex" for DeepEP'
-        )
-    if kind == "flex" and recipe.megatron.get("moe_flex_dispatcher_backend") == "hybridep":
-        raise UserError(
-            '[megatron] moe_flex_dispatcher_backend = "hybridep": HybridEP gathers the choices of all ranks as if each '
-            "had the same number of tokens (csrc/hybrid_ep/executor/executor.cu), but packed micro-batches differ; use "
-            '"deepep"'
-        )

@@ -47,7 +47,7 @@ def become_phase(phase: str, run_dir: Path, stage: int, log: Path, environment: 
 def become(log: Path, environment: dict[str, str]) -> None:
     """Give this process a session of its own, ``environment``, default handlers of signals, and ``log`` for output.
 
-    It dies with its parent, and its own forks, such as the writers of a checkpoint, with it.
+    It dies with its parent, and its own forks with it.
     """
     os.setsid()
     die_with_parent()

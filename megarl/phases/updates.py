@@ -201,6 +201,7 @@ class _Updates:
         actor, table = self.actor, self.recipe.metrics
         detail = table.detail > 0 and place["update"] % table.detail == 0
         try:
+            torch.manual_seed(self.recipe.run.seed + place["update"])  # an objective of one's own may draw numbers
             lr, counted = actor.learning_rate(place["update"]), len(samples) if table.by else 0
             values = train_step(actor, micro_batches, self.objective, lr, detail, counted)
             if "muted_tokens" in values and parallel.reports_metrics():
@@ -282,7 +283,7 @@ def find_start(stage: Stage, phase: str) -> Start:
     """Where ``phase`` resumes: after the newest undamaged checkpoint of ``stage``, or at its beginning. Collective.
 
     Damaged checkpoints are renamed. A stage at its beginning loads the last checkpoint of the previous stage, for
-    optimizer and random state: `UserError` if that is damaged or gone.
+    the optimizer's state: `UserError` if that is damaged or gone.
     """
     first, total = dist.get_rank() == 0, stage.run.recipe.schedule.updates_per_stage
     if first:

@@ -63,8 +63,6 @@ class ParameterCounter:
         if asked not in self._counted:
             try:
                 stages = self._process.submit(_count, hf, recipe, ranks).result()
-            except UserError:
-                raise
             except Exception as error:
                 raise UserError(f"Megatron-Core cannot build this layout: {type(error).__name__}: {error}") from error
             self._counted[asked] = [StageParameters(**stage) for stage in stages]

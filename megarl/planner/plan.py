@@ -171,8 +171,7 @@ class Plan:
         """Bytes of host memory that the optimize phase takes at most, on the node that needs most, by what holds them.
 
         A checkpoint is copied into pinned memory before it is written. torch rounds the size of each such tensor up to
-        a power of two, and keeps the memory. State that is in host memory anyway is not copied there. But the forked
-        processes that write it share it with trainers, whose next update thus makes a copy of what it changes.
+        a power of two, and keeps the memory. State that is in host memory anyway is copied beside it.
         """
         owned, state = max(map(self._owned_parameters, self.stages)), OptimizerBytes.of(self.recipe)
         ranks, share = self.recipe.actor.processes_per_node, offloaded(self.recipe)

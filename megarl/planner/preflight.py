@@ -6,7 +6,6 @@ The checks of engines, data, verifiers and layouts are in their own modules and 
 from __future__ import annotations
 
 import importlib.metadata
-import importlib.util
 import signal
 import sys
 import tempfile
@@ -162,12 +161,6 @@ def check_devices(recipe: Recipe) -> None:
                 f'[actor] backend = "cuda" needs {needed} GPUs, but torch sees {torch.cuda.device_count()} here; '
                 'backend = "cpu" needs none'
             )
-    deep_ep = recipe.megatron.get("moe_token_dispatcher_type") == "flex"
-    if deep_ep and importlib.util.find_spec("deep_ep") is None:
-        raise UserError(
-            '[megatron] moe_token_dispatcher_type = "flex" needs the package deep_ep, built from '
-            'github.com/deepseek-ai/DeepEP, tag v1.2.1, which is not installed; use "alltoall"'
-        )
 
 
 def _check_transformer_engine() -> None:

@@ -43,6 +43,7 @@ _ENDS = {
 # key of ``[megatron]`` -> the only value that gives a correct loss, and why
 _REQUIRED = {
     "calculate_per_token_loss": (True, "micro-batches and ranks would be averaged with wrong weights"),
+    "moe_token_dispatcher_type": ("alltoall", "no other supports micro-batches of several lengths"),
     "batch_p2p_comm": (False, "virtual pipeline stages could receive each other's messages without an error"),
 }
 

@@ -89,9 +89,6 @@ def _fits(value: Any, annotation: str) -> bool:
     return isinstance(value, _TYPES[kind]) and (kind == "bool" or not isinstance(value, bool))
 
 
-# settings under which what happens to a token depends on how many others are in its micro-batch, or on how often a
-# prompt is among them: auxiliary losses, dropped tokens, noise drawn for each token
-_COUNT_TOKENS = ("moe_z_loss_coeff", "moe_expert_capacity_factor", "hidden_dropout", "moe_input_jitter_eps")
 _BIAS_UPDATE_RATE = 1e-3  # Megatron's default; only routers with a bias have one that moves
 
 
@@ -99,13 +96,11 @@ def shares_prompts(settings: Mapping[str, Any]) -> bool:
     """Whether a micro-batch can hold a prompt once for all its responses, with the result of whole sequences.
 
     settings: of Megatron's TransformerConfig, from the model's family and ``[megatron]``. False for layers with a
-    recurrent state, which would have to fork it, and where a prompt's number matters.
+    recurrent state, which would have to fork it, and where routers' biases move with the number of their tokens.
     """
-    balances = settings.get("moe_router_load_balancing_type", "none") != "none"
     biased = settings.get("moe_router_enable_expert_bias", False)
     moves = biased and settings.get("moe_router_bias_update_rate", _BIAS_UPDATE_RATE) != 0
-    whole = any(settings.get(name) for name in ("linear_attention_freq", *_COUNT_TOKENS))
-    return not (balances or moves or whole)
+    return not (moves or settings.get("linear_attention_freq"))
 
 
 # fp8_recipe: a product's tokens must be a multiple of this, ``get_fp8_align_size`` in Megatron's ``fp8_utils.py``

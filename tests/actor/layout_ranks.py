@@ -60,7 +60,6 @@ class Case:
     recompute: Any = "none"
     lora: dict[str, Any] | None = None
     optimizer: dict[str, Any] = field(default_factory=dict)
-    dispatcher: str = "alltoall"  # of several ranks
     lr: float = 1e-3
     limit: float = 1e-5  # distance of the gradients, relative to their length
     continued: bool = False  # whether a checkpoint goes from layout to layout
@@ -99,8 +98,6 @@ EVERY_CASE = {
     ),
     "replay actor": Case(routing_replay="actor", recompute="full"),
     "replay engine": Case(routing_replay="engine", recompute="full"),
-    # Megatron-Core's flex dispatcher with DeepEP, for which there is a stand-in
-    "flex": Case(layouts=("one", "TP2 ETP2", "EP2"), recompute="full", dispatcher="flex"),
     **{
         name: Case(
             "reinforce", updates=2, layouts=layouts, family=name, recompute=parts, lr=1e-2, limit=1e-6,
@@ -119,7 +116,7 @@ EVERY_CASE = {
 CASES = {
     name: EVERY_CASE[name]
     for name in few(
-        EVERY_CASE, "mu_grpo", "m2po", "frozen policies", "replay actor", "replay engine", "flex", *TRAINED,
+        EVERY_CASE, "mu_grpo", "m2po", "frozen policies", "replay actor", "replay engine", *TRAINED,
         "adapters of all", "adapters of experts",
     )
 }  # fmt: skip
@@ -167,7 +164,7 @@ def seal_rollouts(model: Any, directory: Path, updates: int = UPDATES) -> None:
 def recipe_of(layout: Layout, model: Path, **tables: Any) -> Recipe:
     actor = {"processes_per_node": layout.ranks, "tokens_per_micro_batch": 128} | layout.actor
     tables["actor"] = actor | tables.get("actor", {})
-    tables["megatron"] = layout.megatron | tables.get("megatron", {})
+    tables["megatron"] = layout.megatron
     tables["optimizer"] = {"lr": 1e-3, "weight_decay": 0.01} | tables.get("optimizer", {})
     return make_recipe(model, **tables)
 
@@ -235,8 +232,7 @@ def build_actor(name: str, layout: str, folder: Path) -> Any:
     recompute = "full" if case.recompute != "none" and layout == "PP2 uneven" else case.recompute
     recompute = "none" if layout == "one" else recompute
     table = {"recompute": recompute, "routing_replay": case.routing_replay, "lora": case.lora}
-    megatron = {"moe_token_dispatcher_type": case.dispatcher} if layout != "one" else {}
-    recipe = recipe_of(LAYOUTS[layout], model, actor=table, optimizer=case.optimizer, megatron=megatron)
+    recipe = recipe_of(LAYOUTS[layout], model, actor=table, optimizer=case.optimizer)
     actor = step.Actor.build(recipe, model, torch.device("cpu"))
     if case.routing_replay == "actor":
         actor.frozen.append(frozen.FrozenPolicy.build(("routed_experts",), recipe, model))

@@ -68,13 +68,6 @@ def test_layers_do_not_wait_for_the_device(tmp_path, family):
     assert all(p.grad is not None for name, p in model.decoder.named_parameters() if "final" not in name)
 
 
-@pytest.mark.parametrize(("overlap", "dispatcher"), [(False, "IndexDispatcher"), (True, "MoEAlltoAllTokenDispatcher")])
-def test_overlapped_shared_experts_keep_megatrons_dispatcher(tmp_path, overlap, dispatcher):
-    recipe = make_recipe(megatron={"moe_shared_expert_overlap": overlap})
-    (model,) = build_model(read_settings(tmp_path, "qwen2_moe"), recipe)
-    assert type(model.decoder.layers[0].mlp.token_dispatcher).__name__ == dispatcher
-
-
 def test_megatron_logs_no_warning_about_layers_of_experts(caplog):
     """It would warn, once a layer, about a feed-forward module of a type that it does not know."""
     with caplog.at_level("WARNING"):

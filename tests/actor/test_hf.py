@@ -15,8 +15,8 @@ from tests.actor.conftest import FAMILIES, make_hf_model, make_recipe
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def load_models(path, megatron=None):
-    models = build_model(read_hf_config(path), make_recipe(path, megatron=megatron or {}))
+def load_models(path):
+    models = build_model(read_hf_config(path), make_recipe(path))
     load_hf(models, path)
     return models
 
@@ -146,22 +146,3 @@ def test_tied_model_that_stores_its_lm_head_is_exported_with_it(tmp_path):
     export_hf(load_models(tmp_path / "in"), tmp_path / "out", tmp_path / "in", 0)
     one, two = (tmp_path / d / "model.safetensors" for d in ("in", "out"))
     assert one.read_bytes() == two.read_bytes()
-
-
-@pytest.mark.parametrize(
-    ("family", "megatron", "words"),
-    [
-        (
-            "qwen3",
-            {"qk_layernorm": False},
-            r"4 tensors that a model of its config.json does not have.*self_attn\.k_norm",
-        ),
-        ("gpt_oss", {"glu_linear_offset": 0.0}, "config.json decides it"),
-        ("gpt_oss", {"window_size": []}, "config.json decides it"),
-        ("gpt_oss", {"window_attn_skip_freq": 0}, "config.json decides it"),
-    ],
-)
-def test_megatron_settings_that_contradict_the_model_are_refused(tmp_path, family, megatron, words):
-    make_hf_model(family).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=words):
-        load_models(tmp_path, megatron=megatron)

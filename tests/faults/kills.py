@@ -1,11 +1,11 @@
 """Kills whole runs at random moments, as often as asked for: ``python -m tests.faults.kills 1000 0``.
 
-Staged runs (evaluations, rollouts, updates), on one node and on two, and live ones (deterministic, with a delay) learn
-from rewards that differ. Each start is held at a random file operation of one of its processes, or runs for a random
-time. Then its parent, its fork server, the held process, a rank, a process below a rank (a checkpoint's writer, a
-verifier) or all of them, on two nodes those of one, are killed, or the parent is asked to stop. After some such starts
-the run finishes undisturbed. It must then have every update and evaluation exactly once, and the same bytes as a run
-that was never disturbed. A start that does not end within `PATIENCE_SECONDS` counts as hanging.
+Staged runs (evaluations, rollouts, updates), on one node and on two, and live ones (deterministic, with a delay)
+learn from rewards that differ. Each start is held at a random file operation of one of its processes, or runs for a
+random time. Then its parent, its fork server, the held process, a rank, a process below a rank (a verifier) or all of
+them, on two nodes those of one, are killed, or the parent is asked to stop. After some such starts the run finishes
+undisturbed. It must then have every update and evaluation exactly once, and the same bytes as a run that was never
+disturbed. A start that does not end within `PATIENCE_SECONDS` counts as hanging.
 """
 
 from __future__ import annotations

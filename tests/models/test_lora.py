@@ -18,7 +18,6 @@ def test_a_target_matches_matrices_by_the_end_of_their_name(tmp_path):
     assert names(hf, 1, "experts.linear_fc1", "fc2") == ["mlp.experts.linear_fc1"]
 
 
-OVERLAP = {"megatron": {"moe_shared_expert_overlap": True}}
 BIAS = {"megatron": {"moe_router_bias_update_rate": 1e-3}}
 OFFLOAD = {"megatron_optimizer": {"optimizer_cpu_offload": True}}
 PIPELINE = {"actor": {"pipeline_parallel": 2}}
@@ -37,7 +36,6 @@ DIVIDED = {"actor": {"expert_parallel": 2, "expert_tensor_parallel": 2}}
         ("deepseek_v3", {}, {}, '\'linear_qkv\' .*: targets = ."self_attention.linear_q_down_proj", "self_attention'),
         ("glm4_moe", {"targets": ["experts.linear_fc1"]}, PIPELINE, "layers 0 to 0 have none of these matrices"),
         ("qwen3_moe", {"targets": ["linear_fc2"]}, DIVIDED, "expert_tensor_parallel = 2 must be 1 or tensor_parallel"),
-        ("qwen3", {}, OVERLAP, "moe_shared_expert_overlap = true"),
         ("glm4_moe", {}, BIAS, "updates of the router's bias would be lost"),
         ("qwen3", {}, OFFLOAD, "optimizer_cpu_offload = true"),
     ],

@@ -1,4 +1,4 @@
-"""Stalled processes are found within their limit: SIGSTOP to each kind of process, SIGKILL to checkpoint writers."""
+"""Stalled processes are found within their limit: SIGSTOP to each kind of process."""
 
 import json
 import time
@@ -10,7 +10,7 @@ from megarl.storage.run_dir import RunDir
 from megarl.workers.watch import Watch, Watched
 from tests.extent import few
 from tests.helpers import events, fork_server_of, metrics, processes_of, wait_until_nobody_works_on
-from tests.phases.commands import settings, start_held, train
+from tests.phases.commands import settings, start_held
 
 pytestmark = pytest.mark.crash
 
@@ -18,7 +18,6 @@ SECONDS = 20
 SMALL = ("schedule.stages=1", "schedule.updates_per_stage=12", "schedule.prompts_per_update=2", "eval.every=0")
 LIVE = ("schedule.kind=live", "schedule.sync_every=2", "schedule.max_lag=4")
 EVALUATES = ("eval.every=1", "eval.prompts=128", "eval.samples=8")
-WRITES = r"open .*/checkpoints/\.update_000004\..*\.tmp/__0_1"  # opened by a fork of a fork of the rank
 
 
 @pytest.fixture
@@ -55,16 +54,15 @@ CASES = {
     "live trainer": (of_rank("live:0"), (TRAINS, 2), LIVE, "live", ""),
     "live generator": (of_rank("live:1"), (STORES, 2), LIVE, "live", ""),
     "fork server": (fork_server_of, (TRAINS, 2), (), "optimize", ""),
-    "writer": (None, (WRITES, 1), ("actor.checkpoint_every=4", "run.stall_seconds=24"), "optimize", "update_000004"),
 }
 
 
-@pytest.mark.parametrize("case", few(CASES, "live generator", "fork server", "writer"))
+@pytest.mark.parametrize("case", few(CASES, "live generator", "fork server"))
 def test_a_stopped_process_ends_the_phase_and_is_named(case, start, tmp_path):
     find, operation, others, phase, place = CASES[case]
     run = tmp_path / "run"
-    command, held = start(*operation, *settings(*others))
-    victim = find(command.pid) if find else held
+    command, _ = start(*operation, *settings(*others))
+    victim = find(command.pid)
     name = victim.name()
     victim.suspend()
     (tmp_path / "held").write_text("")
@@ -92,17 +90,6 @@ def test_a_phase_with_a_stopped_trainer_is_restarted(start, tmp_path):
     (restart,) = events(run, "restart")
     assert "no progress for" in restart["cause"] and f"process {trainer.pid} (optimize:0)" in restart["cause"]
     assert [update["update"] for update in metrics(run)] == list(range(1, 13))
-
-
-@pytest.mark.parametrize("generation", ["fork of a fork", "fork"])
-def test_a_killed_checkpoint_writer_fails_the_save_at_once(generation, start, recipe, tmp_path):
-    patient = settings("actor.checkpoint_every=4", "run.stall_seconds=600")
-    command, writer = start(WRITES, 1, *patient)
-    (writer if generation == "fork of a fork" else writer.parent()).kill()
-    assert command.wait() == 1
-    assert "a process that wrote the checkpoint update_000004 was killed by signal 9" in command.stderr, command.stderr
-    train(recipe, tmp_path / "run", *settings(*SMALL), *patient)
-    assert [update["update"] for update in metrics(RunDir.open(tmp_path / "run"))] == list(range(1, 13))
 
 
 class Clock:
