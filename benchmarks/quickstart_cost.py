@@ -4,8 +4,8 @@ The recipe is that with mu-GRPO, examples/quickstart/mu_grpo.toml.
 
 Both sides use the same model, prompts, responses and number of updates, in one process and thread, and take turns of a
 few updates, so that other load on the machine affects both. Not counted on either side: process start, imports, loading
-the model and the prompts. Counted for megarl: rollout store, verification, packing, Megatron's schedule, DDP and optimizer, metrics,
-checkpoints.
+the model and the prompts. Counted for megarl: rollout store, verification, packing, Megatron's schedule, DDP and
+optimizer, metrics, checkpoints.
 
     python benchmarks/quickstart_cost.py [--stages 1] [--updates 96] [--output benchmarks/results/quickstart_cost.json]
 """
