@@ -19,7 +19,7 @@ import torch
 from common import NOT_MEASURED, write_table
 
 DEVICE = torch.device("cuda")
-BACKENDS = ["cuda"]
+BACKENDS = ["cuda", "triton"]
 FEW = 3  # repeats of what takes a second
 COMPILED = 1 << 20  # the most tokens for which torch.compile is measured: it takes half a second for sixteen times more
 LOOP_TOKENS = 1 << 16  # the most tokens for which the released loops run, which wait for the device in every step

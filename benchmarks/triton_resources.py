@@ -22,8 +22,11 @@ from common import write_table
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+import megarl.objectives  # noqa: F401  # they have the rules
 from megarl.kernels.linear_logprob.triton_backend import Tile, launch_options, logit_gradients_kernel, statistics_kernel
 from megarl.kernels.row_sums import triton_backend as row_sums
+from megarl.kernels.token_pass.language import RULES
+from megarl.kernels.token_pass.triton_backend import LAUNCH_OPTIONS, kernel_constants, token_pass_kernel
 from megarl.kernels.weight_gradient import triton_backend as weight_gradient
 from megarl.kernels.weighted_glu import Glu
 from megarl.kernels.weighted_glu.triton_backend import LAUNCH_OPTIONS as GLU_OPTIONS
@@ -121,6 +124,33 @@ def linear_logprob_specs(dtype: torch.dtype, architecture: int) -> list[CompileS
     ]
 
 
+POINTERS = dict(
+    parameters="*fp64", dampened="fp32",
+    logprobs="*fp32", rollout_logprobs="*fp32", old_logprobs="*fp32", advantages="*fp32",
+    mask="*i1", cu_seqlens="*i32", prefix_min="*fp32", given_value="*fp32", given_index="*i32",
+    loss="*fp32", coefficient="*fp32", kept="*i1", rows="*fp64", histograms="*i64",
+)  # fmt: skip
+
+
+GIVEN = {"second_moment": "given_index", "veto_suffix": "given_index", "clip_sequence_mean": "given_value"}
+
+
+def token_pass_spec(name: str, chunks: bool, architecture: int) -> CompileSpec:
+    rule = RULES[name]
+    given = {"prefix_min" if chunks else None, None if rule.computed and not chunks else GIVEN.get(name)}
+    absent = {"prefix_min", "given_value", "given_index"} - given
+    signature = {argument: type for argument, type in POINTERS.items() if argument not in absent}
+    return CompileSpec(
+        name=f"token_pass.{name}" + (" chunks" if chunks else ""),
+        kernel=token_pass_kernel,
+        signature=signature,
+        constants=kernel_constants(rule) | dict.fromkeys(absent),
+        architecture=architecture,
+        aligned=tuple(name for name, type in signature.items() if type.startswith("*")),
+        options=LAUNCH_OPTIONS,
+    )
+
+
 def weighted_glu_specs(dtype: str, glu: Glu, architecture: int) -> list[CompileSpec]:
     kernels = {
         "forward": (weighted_glu_kernel, dict(gate_up=f"*{dtype}", probs="*fp32", out=f"*{dtype}")),
@@ -177,6 +207,12 @@ SPECS = [
         for architecture in SHARED_MEMORY
         for dtype in (torch.bfloat16, torch.float16, torch.float32)
         for spec in linear_logprob_specs(dtype, architecture)
+    ),
+    *(
+        token_pass_spec(name, chunks, architecture)
+        for architecture in SHARED_MEMORY
+        for name in RULES
+        for chunks in ((False, True) if name in {"clip_prefix", *GIVEN} else (False,))
     ),
     *(
         spec

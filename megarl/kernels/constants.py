@@ -1,4 +1,4 @@
-"""Constants on which Python and C++ must agree: `csrc` repeats them, and a test compares."""
+"""Constants on which Python, Triton and C++ must agree: Triton imports them, `csrc` repeats them, a test compares."""
 
 LOG_RATIO_LIMIT = 20.0  # nats; exp(20) = 4.9e8, whose square is still far within float32
 SEQUENCE_LOG_RATIO_LIMIT = 80.0  # nats, for sums over a sequence; e^80 exceeds any bound, and is still a finite float32

@@ -39,7 +39,7 @@ class Objective:
         """Loss, kept tokens and metrics. Without ``statistics`` they are computed as if ``batch`` were the whole
         optimizer batch.
 
-        backend: ``torch`` and ``triton`` evaluate the definition; ``cpp`` and ``cuda`` make one fused pass
+        backend: ``torch`` evaluates the definition; ``cpp``, ``cuda`` and ``triton`` make one fused pass
         (`megarl.kernels.token_pass`) or, where they have no rule for these settings, evaluate the definition too.
         `UserError` if that backend is not installed, or the batch has wrong shapes or dtypes.
         """

@@ -1,4 +1,4 @@
-"""The headers in `csrc` have the constants, metric names and rules of Python, and no others.
+"""The headers in `csrc` have the constants, metric names and rules of Python and Triton, and no others.
 
 A library that is missing or outdated is refused.
 """
@@ -18,8 +18,9 @@ import pytest
 
 from megarl.errors import UserError
 from megarl.kernels import constants, library
-from megarl.kernels.token_pass import SUMS, has_rule, language
+from megarl.kernels.token_pass import has_rule, language
 from megarl.kernels.token_pass.language import RULES
+from megarl.kernels.token_pass.outputs import SUMS
 from megarl.objectives.parts import second_moment
 from tests.helpers import ROOT
 

@@ -15,19 +15,18 @@ import torch
 
 from megarl.batch import TokenBatch
 from megarl.kernels import library
-from megarl.kernels.constants import NEVER
 from megarl.kernels.linear_logprob import definition, linear_logprob
-from megarl.kernels.token_pass import Given, Rule, token_pass
+from megarl.kernels.token_pass import Rule
 from megarl.kernels.token_pass.language import RULES
-from megarl.kernels.tokens import Tokens
 from tests.gpu.memory import fill_free_memory_with_nan
-from tests.kernels.test_token_pass import BORDERS, compare, gradient, make_batch
+from tests.kernels.test_token_pass import BORDERS, as_in_cpp, compare, given_values, gradient, make_batch
 from tests.objectives.test_against_papers import CASES as PAPERS
 
 REQUIRED = os.environ.get("MEGARL_REQUIRE_GPU") == "1"
 pytestmark = pytest.mark.skipif(not (REQUIRED or torch.cuda.is_available()), reason="needs a CUDA device")
 no_kernels = not REQUIRED and library.find_library("cuda") is None
-compiled = pytest.mark.skipif(no_kernels, reason="the CUDA kernels are not installed")
+CUDA = pytest.param("cuda", marks=pytest.mark.skipif(no_kernels, reason="the CUDA kernels are not installed"))
+each_backend = pytest.mark.parametrize("backend", [CUDA, "triton"])
 CASES = {name: objective for name, (objective, _) in PAPERS.items() if objective.fused}
 # segments with a thread block each, and groups of short ones that share a block
 LENGTHS = [*BORDERS, 31, 512, 513, 0, 8, 8, 8, 8, 8, 8, 8, 8]
@@ -57,42 +56,30 @@ def no_wait() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@compiled
+@each_backend
 @pytest.mark.parametrize("name", CASES)
-def test_equals_the_definition(name: str) -> None:
+def test_equals_the_definition(name: str, backend: str) -> None:
     """A token whose ratio is within a rounding error of a bound may be clipped differently: at most 1 in 10000 is."""
     batch = on_device(make_batch(LENGTHS))
-    compare(CASES[name], batch, "cuda", moved=batch.logprobs.numel() // 10_000, atol=1e-3)
+    compare(CASES[name], batch, backend, moved=batch.logprobs.numel() // 10_000, atol=1e-3)
 
 
-@compiled
+@each_backend
 @pytest.mark.parametrize("name", RULES)
-def test_given_values_act_as_in_cpp(name: str) -> None:
+def test_given_values_act_as_in_cpp(name: str, backend: str) -> None:
     """What chunks of a context-parallel rank are told of the rest of their sequence has the same effect as in C++."""
     batch = make_batch([5, 900, 0, 8, 40])
     values = (0.5, 2.0**43) if name == "second_moment" else (0.6, 1.4, 1.2, 0.9)
-    random = torch.Generator().manual_seed(1)
-    given = Given(
-        torch.where(torch.rand(5, generator=random) < 0.4, torch.inf, -torch.rand(5, generator=random)),
-        torch.randn(5, generator=random),
-        torch.tensor([2, -3, 0, NEVER, 7], dtype=torch.int32),
-    )
-    inputs, rule = (Tokens.of(batch.detach()), given), Rule(RULES[name], values)
-    moved = (type(x)(**{field: value.cuda() for field, value in vars(x).items()}) for x in inputs)
-    cpp, cuda = token_pass(rule, *inputs, "cpp"), token_pass(rule, *moved, "cuda")
-    limits = {"kept": (0, 0), "histograms": (0, 0), "loss": (4e-6, 1e-6), "sums": (1e-5, 1e-3)}
-    for part, (rtol, atol) in (limits | {"segment_sums": limits["sums"]}).items():
-        ours, right = getattr(cuda, part).cpu(), getattr(cpp, part)
-        torch.testing.assert_close(ours, right, rtol=rtol, atol=atol, equal_nan=True)
+    as_in_cpp(Rule(RULES[name], values), batch, backend, given_values(), device="cuda", atol=1e-3)
 
 
-@compiled
+@each_backend
 @pytest.mark.parametrize("name", CASES)
-def test_results_repeat_bit_for_bit_without_a_wait(name: str) -> None:
+def test_results_repeat_bit_for_bit_without_a_wait(name: str, backend: str) -> None:
     batch, objective = on_device(make_batch(LENGTHS)), CASES[name]
-    first = gradient(objective, batch, "cuda")  # makes the constants
+    first = gradient(objective, batch, backend)  # compiles, and makes the constants
     with no_wait():
-        second = gradient(objective, batch, "cuda")
+        second = gradient(objective, batch, backend)
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 

@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from megarl.batch import TokenBatch
 from megarl.errors import UserError
 from megarl.kernels import library
-from megarl.kernels.token_pass import Rule, token_pass
+from megarl.kernels.constants import NEVER
+from megarl.kernels.token_pass import Given, PassResult, Rule, token_pass
+from megarl.kernels.token_pass.compiled import token_pass_compiled
 from megarl.kernels.token_pass.language import RULES, RuleFunction
 from megarl.kernels.tokens import Tokens
 from megarl.objectives import OBJECTIVES, Objective, build_objective
@@ -35,6 +37,44 @@ def make_batch(lengths: list[int], seed: int = 0) -> TokenBatch:
     cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
     old = rollout + 0.1 * torch.randn(tokens, generator=g)
     return TokenBatch(logprobs.requires_grad_(), rollout, advantages, mask, cu_seqlens, old_logprobs=old)
+
+
+NOTHING = Given()
+
+
+def given_values() -> Given:
+    """What five chunks of a context-parallel rank may be told of the rest of their sequence."""
+    g = torch.Generator().manual_seed(1)
+    return Given(
+        torch.where(torch.rand(5, generator=g) < 0.4, torch.inf, -torch.rand(5, generator=g)),
+        torch.randn(5, generator=g),
+        torch.tensor([2, -3, 0, NEVER, 7], dtype=torch.int32),
+    )
+
+
+def as_in_cpp(
+    rule: Rule,
+    batch: TokenBatch,
+    backend: str,
+    given: Given = NOTHING,
+    device: str = "cpu",
+    atol: float = 1e-5,
+) -> PassResult:
+    """The result of a backend, which is that of the C++ pass."""
+
+    def on_device(x: Any) -> Any:
+        if isinstance(x, Tokens | Given):
+            return type(x)(*(on_device(value) for value in vars(x).values()))
+        return x.to(device) if isinstance(x, torch.Tensor) else x
+
+    inputs = (Tokens.of(batch.detach()), given)
+    theirs, ours = token_pass(rule, *inputs, "cpp"), token_pass(rule, *map(on_device, inputs), backend)
+    ours = type(ours)(*(x.cpu() for x in vars(ours).values()))
+    assert torch.equal(ours.kept, theirs.kept) and torch.equal(ours.histograms, theirs.histograms)
+    torch.testing.assert_close(ours.loss, theirs.loss, rtol=4e-6, atol=1e-6, equal_nan=True)
+    torch.testing.assert_close(ours.segment_sums, theirs.segment_sums, rtol=1e-5, atol=atol, equal_nan=True)
+    torch.testing.assert_close(ours.sums, theirs.sums, rtol=1e-5, atol=atol, equal_nan=True)
+    return ours
 
 
 FUSED = [name for name, kind in OBJECTIVES.items() if kind().fused]
@@ -103,6 +143,20 @@ def test_every_number_of_threads_gives_the_same_bytes() -> None:
     fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     digests = fresh.stdout.split()
     assert len(digests) == 3 and len(set(digests)) == 1
+
+
+def check_operation(operation: Any) -> None:
+    """torch's own checks of schema, fake implementation, autograd and tracing pass."""
+    tokens = Tokens.of(make_batch([5, 0, 9]))
+    arguments = (
+        "clip_token", torch.tensor([0.8, 1.2]).double(), 0.7, tokens.logprobs, tokens.rollout_logprobs,
+        None, tokens.advantages, tokens.mask, tokens.cu_seqlens, None, None, None,
+    )  # fmt: skip
+    torch.library.opcheck(operation, arguments)
+
+
+def test_the_operation_is_registered_correctly() -> None:
+    check_operation(token_pass_compiled)
 
 
 def bounds(*values: int) -> dict[str, torch.Tensor]:

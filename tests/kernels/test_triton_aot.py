@@ -28,7 +28,7 @@ def compiled(index: int) -> Any:
 
 @pytest.mark.parametrize("index", range(len(SPECS)), ids=lambda i: f"sm_{SPECS[i].architecture} {SPECS[i].name}")
 def test_no_spills_no_stack_and_enough_shared_memory_and_registers(index: int) -> None:
-    """A block fits into a multiprocessor's 65536 registers on sm_90.
+    """Two blocks of the token pass, or one of another kernel, fit into a multiprocessor's 65536 registers on sm_90.
 
     `make test-slow WHAT=triton` says which version of Triton it expects.
     """
@@ -37,8 +37,9 @@ def test_no_spills_no_stack_and_enough_shared_memory_and_registers(index: int) -
     assert used.spills == 0 and used.stack_bytes == 0, used
     assert used.shared_bytes <= SHARED_MEMORY[spec.architecture] * 1024, used
     if spec.architecture == 90:
+        blocks = 2 if spec.name.startswith("token_pass") else 1
         assert used.registers <= spec.options.get("maxnreg", 255)
-        assert used.registers * 32 * spec.options["num_warps"] <= 65536
+        assert blocks * used.registers * 32 * spec.options["num_warps"] <= 65536
 
 
 def test_every_kernel_is_compiled_for_every_architecture() -> None:

@@ -30,6 +30,8 @@ THRESHOLDS = {
     "actor.hf.MAX_FILE_BYTES": 20_000,
     "actor.hf.BLOCK_BYTES": 256,
     "models.delta_net.CHUNK": 4,  # which `delta_rule.sequence_chunks` has as a default
+    "kernels.token_pass.triton_backend.TILE": 8,
+    "kernels.token_pass.triton_backend._STRETCH": 2,
 }
 MEMORY = 640_000  # bytes of the device; the head's buffer is a 64th of it
 NOT_THRESHOLDS = {
@@ -40,6 +42,9 @@ NOT_THRESHOLDS = {
     "kernels.linear_logprob.torch_backend.CPU_BLOCK_BYTES": "of a CPU",
     "kernels.linear_logprob.triton_backend.GROUP": "an order of programs; tests/kernels/interpreted",
     "kernels.linear_logprob.triton_backend.WAVES": "of multiprocessors; tests/kernels/interpreted",
+    "kernels.token_pass.triton_backend.WARPS": "threads of a program",
+    "kernels.token_pass.triton_backend._ROW": "sums of a program",
+    "kernels.token_pass.triton_backend.LAUNCH_OPTIONS": "options of the compiler",
     "kernels.weighted_glu.triton_backend.LAUNCH_OPTIONS": "options of the compiler",
     "kernels.row_sums.triton_backend.COLUMNS": "columns of a program; tests/kernels/interpreted",
     "kernels.row_sums.triton_backend.LAUNCH_OPTIONS": "options of the compiler",
@@ -69,20 +74,21 @@ def many_pieces() -> Iterator[None]:
         for name, value in THRESHOLDS.items():
             module, _, constant = name.rpartition(".")
             target = importlib.import_module(f"megarl.{module}")
-            stack.enter_context(mock.patch.object(target, constant, value))
+            kind = type(getattr(target, constant))
+            stack.enter_context(mock.patch.object(target, constant, kind(value)))
         size = THRESHOLDS["models.delta_net.CHUNK"]
         stack.enter_context(mock.patch.object(delta_rule.sequence_chunks, "__defaults__", (size,)))
         stack.enter_context(mock.patch.object(device, "TOTAL_MEMORY", MEMORY))
         yield
 
 
-def branches(recipe: Any, models: list[Any], replicas: list[Any], longest: int) -> set[str]:
-    """The branches that this rank takes. longest: tokens of the longest sequence."""
+def branches(recipe: Any, models: list[Any], replicas: list[Any], longest: int, response: int) -> set[str]:
+    """The branches that this rank takes. longest: tokens of the longest sequence, response: of the longest response."""
     return {
         *(found for number, replica in enumerate(replicas) for found in _of_buckets(replica, number)),
         *_of_head(recipe, models[-1]),
         *_of_files(models),
-        *_of_sequences(recipe, models[0], longest),
+        *_of_sequences(recipe, models[0], longest, response),
     }
 
 
@@ -145,15 +151,21 @@ def _of_files(models: list[Any]) -> Iterator[str]:
     yield f"a rank's weights in {'one file' if held <= hf.MAX_FILE_BYTES else 'several files'}"
 
 
-def _of_sequences(recipe: Any, model: Any, longest: int) -> Iterator[str]:
-    """Chunks of the delta rule, windows of attention, and the budget of a micro-batch.
+def _of_sequences(recipe: Any, model: Any, longest: int, response: int) -> Iterator[str]:
+    """Tiles of the token pass, chunks of the delta rule, windows of attention, and the budget of a micro-batch.
 
     There are always short sequences too.
     """
     from megarl.actor.delta_rule import sequence_chunks
+    from megarl.kernels.token_pass import triton_backend as token_pass
 
     if longest > recipe.actor.tokens_per_micro_batch:
         yield "a sequence beyond the budget of a micro-batch"
+    if recipe.actor.kernel_backend == "triton":
+        if response > token_pass.TILE:
+            yield "token pass: several tiles"
+        if response > token_pass.TILE * token_pass._STRETCH.value:
+            yield "token pass: several stretches"
     if any("conv1d" in name for name, _ in model.named_parameters()):
         (size,) = sequence_chunks.__defaults__
         if longest > size:
@@ -176,8 +188,7 @@ def branches_of_recipe(path: Path) -> set[str]:
     cpu_backend.install(torch.device("meta"))
     meta = ["megatron.init_model_with_meta_device=true", "megatron.perform_initialization=false"]
     recipe, found = load_recipe(path, meta), set()
-    longest = recipe.data.max_prompt_tokens + recipe.rollout.max_response_tokens
-    stages = recipe.actor.pipeline_parallel
+    response, stages = recipe.rollout.max_response_tokens, recipe.actor.pipeline_parallel
     # of the smallest number of whole nodes that the layout needs
     layout = Layout.of(recipe, 1)
     experts = layout.expert_parallel * layout.expert_tensor_parallel
@@ -190,7 +201,7 @@ def branches_of_recipe(path: Path) -> set[str]:
             models = build_model(read_hf_config(path.parent), recipe)
             lora.attach(models, recipe)
             replicas, _ = wrap(models, recipe)
-        found |= branches(recipe, models, replicas, longest)
+        found |= branches(recipe, models, replicas, recipe.data.max_prompt_tokens + response, response)
         mpu.destroy_model_parallel()
         torch.distributed.destroy_process_group()
     return found

@@ -174,14 +174,14 @@ def make_updates(
     else:
         metrics = train_twice(case, actor, build, train, folder)
     samples = update_samples(rollouts, 0)
-    longest = max(map(len, samples))
+    longest, response = max(map(len, samples)), max(len(sample.response_tokens) for sample in samples)
     return Outcome(
         gradient if rank == 0 else {},
         metrics,
         seen,
         len(batches(0)),
         parallel.reports_metrics(),
-        branches(recipe, actor.models, actor.replicas, longest) if backend == "cuda" else set(),
+        branches(recipe, actor.models, actor.replicas, longest, response) if backend == "cuda" else set(),
     )
 
 

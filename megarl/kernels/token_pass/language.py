@@ -2,8 +2,8 @@
 
 A rule stands once, as a Python function of one token, in its objective's file. It has assignments and a return, and
 uses arithmetic, comparisons, ``&``, ``|``, ``~``, the functions below, the constants of `megarl.kernels.constants` and
-other functions of this kind. Torch evaluates it on tensors with one element per token, and when megarl is built,
-`csrc/translate_rules.py` writes it in C++, for the CPU and CUDA.
+other functions of this kind. Torch evaluates it on tensors with one element per token; Triton compiles it; and when
+megarl is built, `csrc/translate_rules.py` writes it in C++, for the CPU and CUDA.
 """
 
 from __future__ import annotations
@@ -87,6 +87,10 @@ class RuleFunction:
         return name if module.startswith("megarl.") else f"{module}.{name}"
 
     @property
+    def parameters(self) -> int:
+        return self.function.__code__.co_argcount - 2
+
+    @property
     def file(self) -> Path:
         return Path(self.function.__code__.co_filename)
 
@@ -107,16 +111,19 @@ def computed(quantity: Callable[..., Sequence]) -> Callable[..., Sequence]:
     return quantity
 
 
-RULES: dict[str, RuleFunction] = {}  # by name
+RULES: dict[str, RuleFunction] = {}  # by name, which torch's operators take
 
 
 def rule(
     quantity: Callable[..., Sequence] | None = None, per_token: bool = False
 ) -> Callable[[Callable[..., Outcome]], RuleFunction]:
-    """Decorator of a rule."""
+    """Decorator of a rule. Raises ValueError for a name that a rule of another module has."""
 
     def register(function: Callable[..., Outcome]) -> RuleFunction:
         made = RuleFunction(function, quantity, per_token)
+        known = RULES.get(made.name)
+        if known is not None and known.function.__module__ != function.__module__:
+            raise ValueError(f"{function.__module__} and {known.function.__module__} have a rule {made.name}")
         RULES[made.name] = made
         return made
 

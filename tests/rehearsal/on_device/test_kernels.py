@@ -1,7 +1,8 @@
 """Kernels on the rehearsal device compared with the definitions on the CPU.
 
 Triton's kernels run in its interpreter, those of csrc/cuda with fibres as threads. `tests/rehearsal/test_rehearsals.py`
-also runs `tests/kernels/test_gpu.py` for the CUDA kernels; Triton's interpreter is too slow for its batches.
+also runs `tests/kernels/test_gpu.py` for the CUDA kernels; Triton's interpreter is too slow for its batches, and its
+token pass is in `tests/kernels/interpreted`.
 """
 
 import ctypes
