@@ -16,6 +16,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import pickle
 import random
@@ -27,11 +28,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, cast
-
-import psutil
 
 from megarl.data.prompts import Prompt
 from megarl.errors import STOP_SIGNALS, UserError
@@ -46,6 +45,7 @@ RAISED: dict[str, type[Exception]] = {"mistake": UserError, "unavailable": Verif
 POLL_SECONDS = 0.5  # between two checks of workers that send nothing
 SLOWER = 10  # how many times as long as its processor time a response may take on a busy machine
 ATTEMPTS = 2  # times that a response is scored if its worker is killed from outside
+TOGETHER = 0.01  # seconds that a worker may take for the questions that it gets at once
 # numbers of the responses, the pickled prompt, and the response, or all responses of a group
 Question = tuple[range, bytes, str | tuple[str, ...]]
 
@@ -166,7 +166,7 @@ def _supervise(end: socket.socket, build: Callable[[], Verifier], limits: Limits
     else:
         asyncio.run(_distribute(end, verifier, limits))
         return
-    Connection(end.detach()).send_bytes(_answers(range(1), [failed]))
+    Connection(end.detach()).send_bytes(_message(_answers(range(1), [failed])))
 
 
 async def _distribute(end: socket.socket, verifier: Verifier, limits: Limits) -> None:
@@ -205,38 +205,48 @@ class _Worker:
     waiting: asyncio.Queue[Question]
     client: asyncio.StreamWriter
     pid: int = 0  # 0: there is no process
+    each: float = math.inf  # seconds that one of the last questions took
 
     async def run(self) -> None:
-        """Send the verdicts on one waiting question after another to the client."""
+        """Send the verdicts on waiting questions to the client."""
         try:
             while True:
-                _send(self.client, await self._score(await self.waiting.get()))
+                questions = [await self.waiting.get()]
+                while len(questions) * self.each < TOGETHER and not self.waiting.empty():
+                    questions.append(self.waiting.get_nowait())
+                for answers in await self._score(questions):
+                    _send(self.client, answers)
         finally:
             if self.pid:
                 os.kill(self.pid, signal.SIGKILL)
                 os.waitpid(self.pid, 0)
 
-    async def _score(self, question: Question) -> bytes:
-        """The answers to a question, which is asked again if the process left before it or was killed: by a person, the
-        kernel or `_ask`."""
+    async def _score(self, questions: list[Question]) -> list[bytes]:
+        """The messages with their answers. A question is asked again if the process left before it or was killed: by a
+        person, the kernel or `_ask`; and alone if the process ended with several, since one of them may have ended it.
+        """
         for _ in range(ATTEMPTS):
             if not self.pid:
                 await self._fork()
-            answers, stuck = await self._ask(question)
+            begin = time.monotonic()
+            answers, stuck = await self._ask(questions)
             if answers is not None:
-                return answers
+                self.each = (time.monotonic() - begin) / len(questions)
+                return [answers]
             self.writer.close()
             code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
             self.pid = 0
+            if len(questions) > 1:
+                return [answers for question in questions for answers in await self._score([question])]
             if code not in (0, -signal.SIGKILL):
                 break  # for example C code without memory or stack
         over = "stuck" if stuck else "time" if code == -signal.SIGPROF else "died"
-        return _answers(question[0], [asdict(Score(0.0, over))])
+        return [_message(_answers(questions[0][0], [vars(Score(0.0, over))]))]
 
-    async def _ask(self, question: Question) -> tuple[bytes | None, bool]:
+    async def _ask(self, questions: list[Question]) -> tuple[bytes | None, bool]:
         """The process's answers, None if it has ended; and whether it was killed because it was stuck."""
         ran, seen, stuck = self._processor_time(), time.monotonic(), False  # seen: when it was last known to run
-        _send(self.writer, pickle.dumps(question))
+        _send(self.writer, pickle.dumps(questions))
         answers = asyncio.ensure_future(_receive(self.reader))
         while not (await asyncio.wait([answers], timeout=POLL_SECONDS))[0]:
             now, before = time.monotonic(), ran
@@ -261,12 +271,14 @@ class _Worker:
         self.reader, self.writer = await asyncio.open_connection(sock=ours)
 
 
-def _answers(numbers: range, found: list[dict[str, Any]]) -> bytes:
-    """The message with the answer to each response of a question; a single answer holds for all of them.
+def _answers(numbers: range, found: list[dict[str, Any]]) -> list[tuple[int, dict[str, Any]]]:
+    """The answer to each response of a question; a single one holds for all of them."""
+    return [*zip(numbers, found * len(numbers) if len(found) == 1 else found, strict=True)]
 
-    No pickle: a response may have taken over its worker.
-    """
-    return json.dumps([*zip(numbers, found * len(numbers) if len(found) == 1 else found, strict=True)]).encode()
+
+def _message(answers: list[tuple[int, dict[str, Any]]]) -> bytes:
+    """No pickle: a response may have taken over its worker."""
+    return json.dumps(answers).encode()
 
 
 def _in_fork(end: socket.socket, run: Callable[[], None]) -> NoReturn:
@@ -294,21 +306,26 @@ def _work(end: socket.socket, verifier: Verifier, limits: Limits) -> None:
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")  # if memory runs out, the kernel should kill this process first
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    process = psutil.Process()
-    begin = process.memory_info().vms
+    sizes, page = os.open("/proc/self/statm", os.O_RDONLY), resource.getpagesize()
+    begin = int(os.pread(sizes, 32, 0).split()[0]) * page  # bytes of virtual memory
     resource.setrlimit(resource.RLIMIT_AS, (begin + limits.memory,) * 2)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the default action ends the process, also inside C code
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     worn, supervisor = False, Connection(end.detach())
     with contextlib.suppress(EOFError):
         while not worn:
-            numbers, prompt, responses = supervisor.recv()
-            signal.setitimer(signal.ITIMER_PROF, limits.seconds)
-            found = _score(verifier, pickle.loads(prompt), responses)
-            signal.setitimer(signal.ITIMER_PROF, 0)
-            # memory that this response left in use must not count against the next one
-            worn = found[0].get("over") == "memory" or process.memory_info().vms - begin > limits.memory // 8
-            supervisor.send_bytes(_answers(numbers, found))
+            answers = []
+            for numbers, prompt, responses in supervisor.recv():
+                if worn:
+                    return  # all of these questions are asked again
+                signal.setitimer(signal.ITIMER_PROF, limits.seconds)
+                found = _score(verifier, pickle.loads(prompt), responses)
+                signal.setitimer(signal.ITIMER_PROF, 0)
+                answers += _answers(numbers, found)
+                # memory that this response left in use must not count against the next one
+                used = int(os.pread(sizes, 32, 0).split()[0]) * page - begin
+                worn = found[0].get("over") == "memory" or used > limits.memory // 8
+            supervisor.send_bytes(_message(answers))
 
 
 def _score(verifier: Verifier, prompt: Prompt, responses: str | tuple[str, ...]) -> list[dict[str, Any]]:
@@ -319,13 +336,13 @@ def _score(verifier: Verifier, prompt: Prompt, responses: str | tuple[str, ...])
     try:
         if isinstance(responses, str):
             found = verifier.score(prompt, responses)
-            return [asdict(found if isinstance(found, Score) else Score(found))]
-        return [asdict(score) for score in cast(GroupVerifier, verifier).score_group(prompt, responses)]
+            return [vars(found if isinstance(found, Score) else Score(found))]
+        return [vars(score) for score in cast(GroupVerifier, verifier).score_group(prompt, responses)]
     except MemoryError:
-        return [asdict(Score(0.0, "memory"))]
+        return [vars(Score(0.0, "memory"))]
     except UserError as error:
         if isinstance(error, NoAnswer) and "exam" in prompt.entry:
-            return [asdict(Score(0.0))]
+            return [vars(Score(0.0))]
         return [{"mistake": str(error)}]
     except VerifierUnavailable as error:
         return [{"unavailable": str(error)}]
