@@ -29,7 +29,7 @@ OTHER_SEEDS = 1 << 40  # added to a group's number, so that its fresh responses 
 
 def what_if(stage: Stage) -> None:
     """Carry out the request in the run directory; the answer has a record per policy, batch and objective."""
-    request = stage.run.read_request()
+    request = stage.run.receive("request")
     recipe = stage.run.recipe
     device = parallel.initialize(recipe)
     actor = Actor.build(recipe, stage.run.base, device, load=False)
@@ -42,7 +42,7 @@ def what_if(stage: Stage) -> None:
             found.append(record)
             stage.log_event("what_if_progress", done=len(found), total=total)
     comparison.close()
-    stage.run.write_answer(found)
+    stage.run.send("answer", records=found)
 
 
 def objectives_of(stage: Stage) -> dict[str, Objective]:
