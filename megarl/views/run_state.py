@@ -14,7 +14,6 @@ from megarl.recipe.tables import Recipe
 from megarl.storage.checked_json import JsonTail
 from megarl.views.run_reader import half_width
 
-METRICS_BYTES = 1 << 20  # read from the end of metrics.jsonl at the start: more than RATE_UPDATES lines
 RATE_UPDATES = 32  # updates that the current reward and speed are averaged over
 
 
@@ -33,7 +32,7 @@ class RunState:
         self._compared = 0, 0  # gradients of a what-if: done, all
         self._replicas: dict[int, dict[str, Any]] = {}  # each one's last progress in this phase or evaluation
         self._events = JsonTail(run_dir / "events.jsonl")
-        self._metrics = JsonTail(run_dir / "metrics.jsonl", METRICS_BYTES)
+        self._metrics = JsonTail(run_dir / "metrics.jsonl")
         self._skipped = 0  # groups that earlier attempts at the phase or the evaluation have stored
 
     def poll(self) -> list[dict[str, Any]]:
@@ -41,8 +40,8 @@ class RunState:
         events = self._events.read()[1]
         for event in events:
             self._apply(event)
-        anew, updates = self._metrics.read()
-        if anew:
+        truncated, updates = self._metrics.read()
+        if truncated:
             self.recent.clear()
         self.recent.extend(update for update in updates if isinstance(update.get("update"), int))
         return events
