@@ -160,17 +160,11 @@ class TokenBatch:
             tensor = getattr(self, name)
             if tensor is None and name in _FLOATS[3:]:
                 continue
-            if tensor is None:
-                raise UserError(f"TokenBatch.{name} is None; it is required")
-            if tensor.dim() != 1:
-                raise UserError(f"TokenBatch.{name} has shape {tuple(tensor.shape)}; expected one packed axis [T]")
-            if tensor.numel() != length:
-                raise UserError(
-                    f"TokenBatch.{name} has {tensor.numel()} tokens, but logprobs has {length}; expected the same T"
-                )
             wanted = (torch.bool,) if name == "loss_mask" else (torch.float32, torch.float64)
-            if tensor.dtype not in wanted:
-                raise UserError(f"TokenBatch.{name} is {tensor.dtype}; expected {wanted[0]}")
+            if tensor is None or tensor.shape != (length,) or tensor.dtype not in wanted:
+                found = "None" if tensor is None else f"{tensor.dtype} {tuple(tensor.shape)}"
+                expected = f"{wanted[0]} [{length}], one packed axis with the tokens of logprobs"
+                raise UserError(f"TokenBatch.{name} is {found}; expected {expected}")
         cu_seqlens, index = self.cu_seqlens, self.sequence_index
         if cu_seqlens.dim() != 1 or cu_seqlens.numel() < 1 or cu_seqlens.dtype not in (torch.int32, torch.int64):
             found = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}"

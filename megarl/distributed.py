@@ -42,11 +42,8 @@ def join_process_group(backend: str, role: Role | None = None) -> dist.Store:
 
     role: where given, the processes of each role form a process group of their own, which is torch's world for them.
     """
-    phase, name = _phase_store(), "torch"
-    if role is None:
-        rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    else:
-        name, rank, size = f"torch/{role.name}", role.rank, role.size
+    phase, name = _phase_store(), "torch" if role is None else f"torch/{role.name}"
+    rank, size = _rank_and_size(role)
     beat("meeting of the ranks", "")
     dist.init_process_group(
         backend, store=dist.PrefixStore(name, phase), rank=rank, world_size=size, timeout=collective_timeout()
@@ -69,10 +66,7 @@ class ReplicaGroup:
 
     @classmethod
     def join(cls, role: Role | None = None, while_waiting: Callable[[], None] = lambda: None) -> ReplicaGroup:
-        store = dist.PrefixStore("megarl", _phase_store())
-        if role is not None:
-            return cls(store, role.rank, role.size, while_waiting)
-        return cls(store, int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), while_waiting)
+        return cls(dist.PrefixStore("megarl", _phase_store()), *_rank_and_size(role), while_waiting)
 
     def gather(self, name: str, value: Any) -> list[Any]:
         """All-gather: the values of all replicas, in rank order. Each is serialised as JSON."""
@@ -100,6 +94,10 @@ class ReplicaGroup:
             self.while_waiting()
             time.sleep(POLL_SECONDS)  # not a blocking `get`, during which Python would handle no signal
         return json.loads(self.store.get(key))
+
+
+def _rank_and_size(role: Role | None) -> tuple[int, int]:
+    return (role.rank, role.size) if role else (int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]))
 
 
 def _phase_store() -> dist.Store:

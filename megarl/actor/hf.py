@@ -49,7 +49,7 @@ def load_hf(models: list[PolicyModel], model_dir: Path) -> None:
     `UserError` if a tensor is missing, has a wrong shape or is not one of the model's.
     """
     tied, embedding = models[0].share_embeddings_and_output_weights, family_of(models[0].hf).embedding
-    with TensorFiles.of(weight_files(Path(model_dir))) as source:
+    with TensorFiles(weight_files(Path(model_dir))) as source:
         _refuse_unknown(source, models, Path(model_dir))
         for tensor in hf_tensors(models):
             name = embedding if tied and tensor.name == LM_HEAD else name_on_this_rank(tensor, models[0])
@@ -133,7 +133,7 @@ def export_hf(
 def precision(model: PolicyModel, like: Path) -> str:
     """The less precise of two dtypes, the model's and that of the weights stored in ``like``: "float32" only if both
     are, else "bfloat16"."""
-    with TensorFiles.of(weight_files(Path(like))) as source:
+    with TensorFiles(weight_files(Path(like))) as source:
         stored = {region.dtype for region in source.regions.values()}
     return "float32" if {model.config.params_dtype, *stored} == {torch.float32} else "bfloat16"
 
@@ -173,7 +173,7 @@ def _jobs(models: list[PolicyModel], source: TensorFiles) -> Iterator[_Job]:
 def _write_files(models: list[PolicyModel], directory: Path, like: Path) -> list[dict[str, Any]]:
     """Write this rank's tensors. Returns on every rank one entry for each file of all ranks: its file name, tensor
     names, bytes and sha256."""
-    with TensorFiles.of(weight_files(Path(like))) as source, TensorFiles() as target:
+    with TensorFiles(weight_files(Path(like))) as source, TensorFiles() as target:
         jobs, hf = list(_jobs(models, source)), models[0].hf
         copied = sorted(name for name in source.regions if family_of(hf).copies(hf, name))
         copied = copied[dist.get_rank() :: dist.get_world_size()]

@@ -70,7 +70,7 @@ def serve_stage(nodes: Nodes, stage: Stage, port: int) -> None:
         return
     if not (run.root / KEY).exists():  # the key of the run's agents, which only its owner can read
         write_atomic(run.root / KEY, secrets.token_urlsafe(32) + "\n", 0o600)
-    run.write_request(port=port)
+    run.send("request", port=port)
     where = f"http://127.0.0.1:{port}" if port else "the address that events.jsonl names"
     print(f"serving on {where}/GROUP/CONVERSATION/v1, with the key in {run.root / KEY}", flush=True)
     with Progress(run.root, run.recipe):

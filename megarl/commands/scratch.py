@@ -76,10 +76,10 @@ def run_scratch_phase(stage: Stage, phase: str, **request: Any) -> list[dict[str
     with tempfile.TemporaryDirectory(prefix="megarl-scratch-") as folder, Nodes(NodeRank()) as nodes:
         scratch = _linked(stage, Path(folder) / "run")
         check(nodes.starter, scratch.run.recipe, optimizes=False)
-        scratch.run.write_request(**request)
+        scratch.run.send("request", **request)
         with Progress(scratch.run.root, scratch.run.recipe, sys.stderr):
             run_phase(nodes, scratch, phase, 1)
-        return scratch.run.read_answer()
+        return list(scratch.run.receive("answer")["records"])
 
 
 def _linked(stage: Stage, root: Path) -> Stage:

@@ -26,8 +26,8 @@ from megarl.phases.stop import StopRequest
 from megarl.recipe.tables import Suite
 from megarl.rewards import is_scored
 from megarl.rewards.answers import COMPARED, answer_of
-from megarl.storage.metrics import trackers
 from megarl.storage.metrics.summary import by_columns
+from megarl.storage.metrics.trackers import Trackers
 from megarl.storage.rollouts import Group, RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
 from megarl.storage.run_dir.evaluations import SuiteResponses
@@ -179,8 +179,9 @@ class _Evaluation:
             generate_seconds=generated,
             seconds=round(time.monotonic() - start, 3),
         )
-        table, logged = stage.run.recipe.run, (suite.name, self.version, result)
-        trackers.log_evaluation(stage.run.root, table, *logged, self._samples())
+        trackers = Trackers(stage.run.root, stage.run.recipe.run)
+        trackers.evaluation(suite.name, self.version, result, self._samples())
+        trackers.close()
 
     def _samples(self) -> Iterator[tuple[str, str]]:
         """(prompt, first response) as text, for the first prompts."""

@@ -32,7 +32,7 @@ def export(stage: Stage) -> None:
 
     A single process holds the whole model and makes no update.
     """
-    request = stage.run.read_request()
+    request = stage.run.receive("request")
     device = parallel.initialize(stage.run.recipe)
     actor = Actor.build(stage.run.recipe, stage.run.base, device, load=False)
     load_policy(actor, stage, request["update"])
@@ -44,7 +44,7 @@ def export(stage: Stage) -> None:
         peft.export_adapters(actor.models, target, lora, base, actor.base, stage.first_update + updates)
     else:
         write_policy(actor, stage, updates, target)
-    stage.run.write_answer([])
+    stage.run.send("answer", records=[])
 
 
 def load_policy(actor: Actor, stage: Stage, updates: int) -> None:

@@ -17,6 +17,7 @@ from megarl.storage.files import appears
 from megarl.storage.ledger import SEALED
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
+from megarl.storage.run_dir.retention import remove_versions_after
 
 
 def optimize(stage: Stage) -> None:
@@ -33,7 +34,7 @@ def optimize(stage: Stage) -> None:
     exporter = Exporter(actor, stage)
     batches = SealedBatches(stage, store, exporter)
     if dist.get_rank() == 0:
-        stage.run.remove_versions_after(stage.first_update + start.done)
+        remove_versions_after(stage.run, stage.first_update + start.done)
     dist.barrier()
     if start.done:
         batches.trained(start.done)

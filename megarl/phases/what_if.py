@@ -34,7 +34,7 @@ def what_if(stage: Stage) -> None:
     the same policy to the prompts of all batches together, since those of one batch would give mostly noise. As a
     measure of that noise, the fresh gradient of each batch is compared with that of all other batches.
     """
-    request, recipe = stage.run.read_request(), stage.run.recipe
+    request, recipe = stage.run.receive("request"), stage.run.recipe
     device = parallel.initialize(recipe)
     actor = Actor.build(recipe, stage.run.base, device, load=False)
     actor.frozen = frozen_policies(build_objective(recipe.objective.definition, {}), stage)
@@ -51,7 +51,7 @@ def what_if(stage: Stage) -> None:
             stage.log_event("what_if_progress", done=len(found), total=total)
     if worker is not None:
         worker.close()
-    stage.run.write_answer(found)
+    stage.run.send("answer", records=found)
 
 
 def objectives_of(stage: Stage) -> dict[str, Objective]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import re
 import zlib
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,6 @@ from megarl.errors import UserError
 from megarl.storage.files import disk_errors, fsync_path, read_errors, write_atomic
 
 Record = dict[str, Any]
-# exactly as `encode` writes it, so that a change of white space is noticed too
-_CHECKSUM = re.compile(rb',(?: |\n +)"crc": "([0-9a-f]{8})"(?:}\n?|\n}\n)')
 
 
 def encode(record: Record, indent: int | None = None) -> bytes:
@@ -32,18 +29,14 @@ def encode(record: Record, indent: int | None = None) -> bytes:
 
 def decode(data: bytes, needs_checksum: bool = True) -> Record:
     """The object without its checksum; ValueError if it is wrong, or missing although ``needs_checksum``."""
-    begin = data.rfind(b'"crc": ')
-    begin = data.rfind(b",", 0, begin) if begin > 0 else -1
-    found = _CHECKSUM.fullmatch(data, begin) if begin > 0 else None
-    if found and zlib.crc32(data[:begin]) != int(found[1], 16):
-        raise ValueError("it does not match its checksum")
-    if needs_checksum and not found:
-        raise ValueError("it has no checksum")
     record = json.loads(data)
     if not isinstance(record, dict):
         raise ValueError("not a JSON object")
-    if found:
-        del record["crc"]
+    if record.pop("crc", None) is None:
+        if needs_checksum:
+            raise ValueError("it has no checksum")
+    elif encode(record, 1 if data[1:2] == b"\n" else None) != data.rstrip(b"\n") + b"\n":  # notices white space too
+        raise ValueError("it does not match its checksum")
     return record
 
 
@@ -52,13 +45,13 @@ def write_checked(path: Path, record: Record) -> None:
     write_atomic(path, encode(record, indent=1))
 
 
-def read_checked(path: Path, remedy: str) -> Record:
+def read_checked(path: Path, remedy: str = "") -> Record:
     """Read what `write_checked` wrote; `UserError`, ending with ``remedy``, if the file is damaged or missing."""
     try:
         with read_errors(path):
             return decode(path.read_bytes())
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} is damaged: {error}. {remedy}") from error
+        raise UserError(f"{path} is damaged: {error}" + (remedy and f". {remedy}")) from error
 
 
 def append_json(path: Path, record: Record) -> None:
@@ -79,13 +72,17 @@ def append_line(path: Path, line: bytes) -> None:
         file.write(line)
 
 
-def read_json_lines(path: Path) -> list[Record]:
-    """All objects of a file; `UserError` with the line's number if one is damaged."""
-    return _parse_lines(path.read_bytes().split(b"\n")[:-1], path)
+def read_json_lines(path: Path, needs_checksum: bool = False) -> list[Record]:
+    """All objects of a file; `UserError` with the line's number if one is damaged. A torn last line is left out.
+
+    needs_checksum: every line must have its checksum, and a torn last line is damage too.
+    """
+    *lines, torn = path.read_bytes().split(b"\n")
+    return parse_lines([*lines, torn] if needs_checksum and torn else lines, path, 1, needs_checksum)
 
 
-def _parse_lines(lines: list[bytes], path: Path, first: int = 1, needs_checksum: bool = False) -> list[Record]:
-    """Decode complete lines of ``path``, the first of which is line number ``first``; `UserError` for a damaged one."""
+def parse_lines(lines: list[bytes], path: Path, first: int, needs_checksum: bool = False) -> list[Record]:
+    """Decode lines of ``path``, the first of which is line number ``first``; `UserError` for a damaged one."""
     records = []
     for number, line in enumerate(lines, first):
         try:
@@ -97,14 +94,6 @@ def _parse_lines(lines: list[bytes], path: Path, first: int = 1, needs_checksum:
     return records
 
 
-def check_json_lines(path: Path) -> None:
-    """`UserError` with the line's number unless every line has its checksum, and the last one ends with a newline."""
-    *lines, torn = path.read_bytes().split(b"\n")
-    _parse_lines(lines, path, needs_checksum=True)
-    if torn:
-        raise UserError(f"{path}, line {len(lines) + 1} is damaged: it does not end with a newline")
-
-
 def read_intact_lines(path: Path) -> tuple[list[Record], int]:
     """(the readable objects of a file that may be damaged, number of unreadable lines, a torn last one included)."""
     lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
@@ -113,41 +102,37 @@ def read_intact_lines(path: Path) -> tuple[list[Record], int]:
 
 
 class JsonTail:
-    """Follows a file that grows, like ``tail -F``: it may also be truncated, replaced or missing.
+    """Follows a file that grows, like ``tail -f``: it may also be truncated, or missing.
 
-    last: of a file that exists already, read at most this many bytes from its end; None: all of it.
-    strict: a damaged line, or a directory in the place of the file, is a `UserError`; otherwise such lines are skipped.
+    strict: a damaged line is a `UserError`; otherwise such lines are skipped.
     """
 
-    def __init__(self, path: Path, last: int | None = None, strict: bool = False) -> None:
-        self.path, self._offset, self._inode, self._last, self._strict = path, 0, -1, last, strict
+    def __init__(self, path: Path, strict: bool = False) -> None:
+        self.path, self._offset, self._strict = path, 0, strict
         self._lines = 0  # number of lines before the offset
 
     def read(self) -> tuple[bool, list[Record]]:
-        """(whether the file was truncated or replaced, the objects appended since the last call)."""
+        """(whether the file was truncated, the objects appended since the last call); after a truncation all objects.
+
+        `UserError` for a directory in the place of the file.
+        """
         try:
-            status = os.stat(self.path)
-            anew = (status.st_ino != self._inode or status.st_size < self._offset) and self._inode != -1
-            if status.st_ino != self._inode or anew:
-                self._offset, self._inode = max(0, status.st_size - (self._last or status.st_size)), status.st_ino
-                self._lines = 0
-            if status.st_size == self._offset:
-                return anew, []
             with open(self.path, "rb") as file:
+                truncated = os.fstat(file.fileno()).st_size < self._offset
+                if truncated:
+                    self._offset = self._lines = 0
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
             return False, []
         except IsADirectoryError as error:
-            if self._strict:
-                raise UserError(f"{self.path} is a directory: move it away, then start again") from error
-            return False, []
+            raise UserError(f"{self.path} is a directory: move it away, then start again") from error
         *lines, torn = data.split(b"\n")
         first, self._lines = self._lines + 1, self._lines + len(lines)
         self._offset += len(data) - len(torn)
         if self._strict:
-            return anew, _parse_lines(lines, self.path, first)
-        return anew, [record for line in lines if (record := _object_or_none(line)) is not None]
+            return truncated, parse_lines(lines, self.path, first)
+        return truncated, [record for line in lines if (record := _object_or_none(line)) is not None]
 
 
 def _object_or_none(line: bytes) -> Record | None:

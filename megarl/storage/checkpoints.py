@@ -5,9 +5,9 @@ This module knows only names, sizes and checksums of the files; `megarl.actor.ch
 
 from __future__ import annotations
 
-import itertools
 import os
 import re
+import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -109,9 +109,12 @@ def read_metrics(path: Path, manifest: Manifest) -> bytes:
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a damaged checkpoint, so that no run loads it but a person can examine it; returns the new path."""
-    names = (f"damaged_{path.name}{suffix}" for suffix in itertools.chain([""], map(".{}".format, itertools.count(1))))
-    target = next(path.parent / name for name in names if not (path.parent / name).exists())
+    """Rename a damaged checkpoint, so that no run loads it but a person can examine it; returns the new path.
+
+    An earlier one of the same update is removed.
+    """
+    target = path.with_name(f"damaged_{path.name}")
+    shutil.rmtree(target, ignore_errors=True)
     os.rename(path, target)
     fsync_path(path.parent)
     return target

@@ -12,7 +12,7 @@ from io import FileIO
 from pathlib import Path
 
 from megarl.errors import UserError
-from megarl.storage.checked_json import Record, decode, encode, read_checked
+from megarl.storage.checked_json import Record, encode, parse_lines, read_checked
 from megarl.storage.files import file_sha256
 
 LEDGER = "ledger.jsonl"  # the lines of writer 0; after sealing those of all writers
@@ -68,20 +68,15 @@ def parse(path: Path, data: bytes | None = None, first: int = 1) -> tuple[list[L
     `UserError` for any other damaged line.
     """
     *lines, torn = (path.read_bytes() if data is None else data).split(b"\n")
-    entries, length = [], 0
-    for number, line in enumerate(lines, first):
-        try:
-            fields = decode(line)
-        except (ValueError, RecursionError) as error:
-            if number == first + len(lines) - 1 and not torn:
-                break
-            raise UserError(
-                f"line {number} of {path} is damaged: its checksum does not match. Restore the file from a copy, or "
-                "delete that line and start again: only its groups are generated again"
-            ) from error
-        entries.append(LedgerEntry(**{**fields, "groups": tuple(fields["groups"])}))
-        length += len(line) + 1
-    return entries, length
+    try:
+        records = parse_lines(lines, path, first, needs_checksum=True)
+    except UserError:
+        if torn:
+            raise
+        lines.pop()  # a crash may have torn it too; if another line is damaged, the same error follows
+        records = parse_lines(lines, path, first, needs_checksum=True)
+    entries = [LedgerEntry(**record | {"groups": tuple(record["groups"])}) for record in records]
+    return entries, sum(len(line) + 1 for line in lines)
 
 
 class Ledgers:
@@ -122,11 +117,6 @@ class Ledgers:
     def _add(self, entry: LedgerEntry) -> bool:
         """Whether the entry is new: after a sealing that was killed, the same line may be in two ledgers."""
         known = self._by_shard.setdefault(entry.shard, entry)
-        if known != entry:
-            raise UserError(
-                f"two ledgers in {self._directory} have different lines about {entry.shard}: "
-                "delete one of these lines and start again"
-            )
         for group in entry.groups:
             if (owner := self.by_group.setdefault(group, entry).shard) != entry.shard:
                 raise UserError(

@@ -18,8 +18,8 @@ import numpy as np
 from megarl.data.tokenizer import TEMPLATES, check_copied, files_of, is_of_tokenizer
 from megarl.errors import UserError
 from megarl.foreign import parse_json, read_file
-from megarl.storage.checked_json import decode, encode
-from megarl.storage.files import atomic_directory, file_sha256, read_errors, write_atomic
+from megarl.storage.checked_json import encode, read_checked
+from megarl.storage.files import atomic_directory, file_sha256, write_atomic
 
 CONFIG_FILE, INFO_FILE, INDEX_FILE = "config.json", "megarl.json", "model.safetensors.index.json"
 REFERENCE_FILE = "reference.json"
@@ -51,11 +51,7 @@ def read_info(policy_dir: Path) -> PolicyInfo:
     path = policy_dir / INFO_FILE
     if not path.exists():
         return PolicyInfo(0, _hash_weights(policy_dir))
-    try:
-        with read_errors(path):
-            info = PolicyInfo(**decode(path.read_bytes()))
-    except (OSError, ValueError, TypeError, RecursionError) as error:
-        raise UserError(f"{path} is damaged: {error}") from error
+    info = PolicyInfo(**read_checked(path))
     if not isinstance(info.files, dict) or not all(
         Path(name).name == name.removeprefix(f"{TEMPLATES}/") for name in info.files
     ):
@@ -112,7 +108,7 @@ def check_weight_files(model_dir: Path) -> None:
     """
     from megarl.storage.tensor_files import TensorFiles  # imports torch
 
-    with TensorFiles.of(weight_files(model_dir)):
+    with TensorFiles(weight_files(model_dir)):
         pass
 
 
@@ -193,10 +189,9 @@ def encode_reference(reference: Reference) -> dict[str, Any]:
 
 
 def decode_reference(fields: dict[str, Any]) -> Reference:
-    """The inverse of `encode_reference`, which ignores other fields."""
+    """The inverse of `encode_reference`."""
     arrays = {name: fields[name] and [np.array(values, np.float32) for values in fields[name]] for name in _ARRAYS}
-    known = {name: value for name, value in (fields | arrays).items() if name in Reference.__dataclass_fields__}
-    return Reference(**known)
+    return Reference(**fields | arrays)
 
 
 def write_reference(directory: Path, reference: Reference) -> None:
@@ -207,10 +202,4 @@ def write_reference(directory: Path, reference: Reference) -> None:
 def read_reference(directory: Path) -> Reference | None:
     """The reference of a directory; None if there is none, as for a base model. `UserError` if it is damaged."""
     path = directory / REFERENCE_FILE
-    if not path.exists():
-        return None
-    try:
-        with read_errors(path):
-            return decode_reference(decode(path.read_bytes()))
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise UserError(f"{path} is damaged: {error}") from error
+    return decode_reference(read_checked(path)) if path.exists() else None

@@ -11,7 +11,6 @@ from megarl.phases import PHASES, Phase
 from megarl.recipe.tables import Recipe
 from megarl.storage.checked_json import JsonTail
 
-METRICS_BYTES = 1 << 20  # read from the end of metrics.jsonl at the start: more than RATE_UPDATES lines
 RATE_UPDATES = 32  # updates that the current reward and speed are averaged over
 
 
@@ -26,7 +25,7 @@ class RunState:
         self._compared = 0, 0  # gradients of a what-if: done, all
         self._replicas: dict[int, dict[str, Any]] = {}  # each one's last progress in this phase or evaluation
         self._events = JsonTail(run_dir / "events.jsonl")
-        self._metrics = JsonTail(run_dir / "metrics.jsonl", METRICS_BYTES)
+        self._metrics = JsonTail(run_dir / "metrics.jsonl")
         self._skipped = 0  # groups that earlier attempts at the phase or the evaluation have stored
 
     def poll(self) -> list[dict[str, Any]]:
@@ -34,10 +33,10 @@ class RunState:
         events = self._events.read()[1]
         for event in events:
             self._apply(event)
-        anew, updates = self._metrics.read()
-        if anew:
+        truncated, updates = self._metrics.read()
+        if truncated:
             self._recent.clear()
-        self._recent.extend(updates)
+        self._recent.extend(update for update in updates if isinstance(update.get("update"), int))
         return events
 
     def _apply(self, event: dict[str, Any]) -> None:

@@ -74,7 +74,7 @@ def check_peft(base_dir, adapters_dir, merged_dir):
     config = json.loads((adapters_dir / "adapter_config.json").read_text())
     modules = {name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")}
     untouched, changed = dict(stored_tensors(base_dir)), 0
-    with TensorFiles.of(weight_files(base_dir)) as base, TensorFiles.of(weight_files(merged_dir)) as merged:
+    with TensorFiles(weight_files(base_dir)) as base, TensorFiles(weight_files(merged_dir)) as merged:
         for module in sorted(modules):
             name = module.removeprefix("base_model.model.") + ".weight"
             a, b = (tensors[f"{module}.lora_{x}.weight"].double() for x in "AB")
@@ -116,7 +116,7 @@ def test_vllm_loads_names_scale_and_values_of_exported_adapters(family, tmp_path
     found = LoRAModel.from_local_checkpoint(folder, modules, helper, device="cpu", lora_model_id=1).loras
     tensors = load_file(tmp_path / "adapters/adapter_model.safetensors")
     assert len(tensors) == 2 * len(found)
-    with TensorFiles.of(weight_files(tmp_path / "in")) as base:
+    with TensorFiles(weight_files(tmp_path / "in")) as base:
         assert all(base.stored_name(f"{name}.weight") for name in found)
     for name, adapter in found.items():
         assert adapter.scaling == 6 / 4

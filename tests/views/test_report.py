@@ -177,7 +177,7 @@ GOOD = {"reward/mean": 0.5, "zero_variance_fraction": 0.5, "grad_norm": 0.1, "en
 @pytest.mark.parametrize(
     ("values", "kind"),
     [
-        ({"zero_variance_fraction": 1.0, "reward/mean": 0.0}, "equal_rewards"),
+        ({"zero_variance_fraction": 1.0, "grad_norm": 0.0}, "no_variance"),
         ({"grad_norm": 0.0}, "no_gradient"),
         ({"entropy": 1e-4}, "no_entropy"),
         ({"ess": 0.01}, "no_sample"),
@@ -186,8 +186,6 @@ GOOD = {"reward/mean": 0.5, "zero_variance_fraction": 0.5, "grad_norm": 0.1, "en
 def test_a_cause_is_found_only_if_every_update_shows_it(values, kind):
     records = [GOOD | values for _ in range(UPDATES)]
     assert list(find(records)) == [kind]
-    records = [record | {"reward/mean": 0.1 * n} for n, record in enumerate(records)]
-    assert list(find(records)) == ["no_variance" if kind == "equal_rewards" else kind]
     for record in (GOOD, {"skipped_update": 1.0}):
         assert find([*records[1:], record]) == {}
 
@@ -206,9 +204,9 @@ def test_a_run_that_learns_nothing_says_so(tiny_model, tmp_path):
     wanted = (f"schedule.updates_per_stage={UPDATES}", "schedule.prompts_per_update=2")
     result = train(recipe, tmp_path / "run", *settings("schedule.stages=1", "eval.every=0", *wanted))
     run = RunDir.open(tmp_path / "run")
-    said = f"learns nothing, updates 1 to {UPDATES}: the responses to each prompt had equal rewards, 0 on average in"
+    said = f"learns nothing, updates 1 to {UPDATES}: the responses to each prompt had equal rewards"
     assert said in result.stdout + result.stderr
-    assert [event["kind"] for event in events(run, "learns_nothing")] == ["equal_rewards"]
+    assert [event["kind"] for event in events(run, "learns_nothing")] == ["no_variance"]
     notes = (run.root / "report.html").read_text().partition('<ul class="notes">')[2].partition("</ul>")[0]
     assert said in notes
     assert json.dumps(read_run(run.root, "run").notes).count("learns nothing") == 1

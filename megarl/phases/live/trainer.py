@@ -23,6 +23,7 @@ from megarl.phases.updates import build_actor, find_start, make_updates
 from megarl.storage.files import make_directory
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
+from megarl.storage.run_dir.retention import remove_versions_after, remove_versions_before
 
 if TYPE_CHECKING:
     from megarl.actor.step import Actor
@@ -94,7 +95,7 @@ class Publisher:
         if dist.get_rank():
             return
         # if a version is due after exactly `done` updates, `trained` publishes it once the actor is loaded
-        versions = self.stage.run.remove_versions_after(self.stage.first_update + done)
+        versions = remove_versions_after(self.stage.run, self.stage.first_update + done)
         self.state.publish(max([self.stage.first_update, *versions]))
 
     def trained(self, exporter: Exporter, updates: int) -> None:
@@ -107,7 +108,7 @@ class Publisher:
         exporter.export(version, run.version(version))
         if dist.get_rank() == 0:
             self.state.publish(version)
-            run.remove_versions_before(min(self.state.oldest_in_use(), self.stage.next.oldest_needed))
+            remove_versions_before(run, min(self.state.oldest_in_use(), self.stage.next.oldest_needed))
 
     def end_stage(self, stop: StopRequest) -> None:
         """Remove the versions that engines of the next stage do not need; after the last stage, all of them.
@@ -119,7 +120,7 @@ class Publisher:
             beat(WAITS, "wait until all engines have left the stage")
             time.sleep(POLL_SECONDS)
         if dist.get_rank() == 0:
-            self.stage.run.remove_versions_before(self.stage.next.oldest_needed)
+            remove_versions_before(self.stage.run, self.stage.next.oldest_needed)
 
 
 class LiveBatches:

@@ -157,7 +157,7 @@ def _answer(stage: Stage, worker: RolloutWorker, conversations: Conversations, s
     key = (root / KEY).read_text().strip()
     if len(key) < MIN_KEY:
         raise UserError(f"{root / KEY} holds no key of at least {MIN_KEY} characters: delete it, and start again")
-    with serving(stage.run.read_request()["port"], conversations, turns.ask, key, root.name) as port:
+    with serving(stage.run.receive("request")["port"], conversations, turns.ask, key, root.name) as port:
         stage.log_event("serving", phase="serve", url=f"http://127.0.0.1:{port}")
         turns.run(lambda: stop.asked)
 

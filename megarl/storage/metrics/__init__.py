@@ -22,11 +22,19 @@ from megarl.errors import UserError
 from megarl.recipe.tables import RunTable
 from megarl.storage.checked_json import append_json, append_line
 from megarl.storage.files import disk_errors
-from megarl.storage.metrics.trackers import open_trackers
+from megarl.storage.metrics.trackers import Trackers
 
 UPDATES = 8  # consecutive updates that must show the same sign
-ENTROPY_GONE = 1e-3  # nats per token: almost every token is certain
-ESS_COLLAPSED = 0.02  # effective sample size as a share of the tokens
+# kind of sign, the metric that shows it, its least and largest value in all of these updates, and what that means
+SIGNS = (
+    ("no_variance", "zero_variance_fraction", 1.0, 1.0,
+     "the responses to each prompt had equal rewards: no advantage differs from 0"),
+    ("no_gradient", "grad_norm", 0.0, 0.0,
+     "the gradient was 0: every token is clipped, vetoed or masked, or has advantage 0"),
+    ("no_entropy", "entropy", 0.0, 1e-3, "the entropy was below 0.001 nats per token: the policy no longer explores"),
+    ("no_sample", "ess", 0.0, 0.02,
+     "the effective sample size was below 0.02 of the tokens: a few tokens dominate the gradient"),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,7 +81,7 @@ class MetricsWriter:
                     "restored from the checkpoints"
                 )
             file.truncate(position.size)
-        self._trackers = open_trackers(path.parent, run, update + 1)
+        self._trackers = Trackers(path.parent, run, update + 1)
         self._recent: deque[dict[str, Any]] = deque(maxlen=UPDATES)
         self._said: set[tuple[int, str]] = set()
 
@@ -89,8 +97,7 @@ class MetricsWriter:
         self.position = self.position.after([line])
         self._lines += line
         self._watch(record)
-        for tracker in self._trackers:
-            tracker.append(record)
+        self._trackers.append(record)
 
     def _watch(self, record: dict[str, Any]) -> None:
         """Log an event if the last updates, of which ``record`` is one, learnt nothing."""
@@ -112,33 +119,16 @@ class MetricsWriter:
 
     def close(self) -> None:
         self.sync()
-        for tracker in self._trackers:
-            tracker.close()
+        self._trackers.close()
 
 
 def find(records: list[dict[str, Any]]) -> dict[str, str]:
     """{kind: a sentence about it} of everything that kept all of these consecutive updates from learning."""
-    found = {}
-    rewards = [record.get("reward/mean") for record in records]
-    if _all(records, "zero_variance_fraction", 1.0, 1.0):
-        if len(set(rewards)) == 1:
-            found["equal_rewards"] = (
-                f"the responses to each prompt had equal rewards, {rewards[0]:g} on average in every update: "
-                "no advantage differs from 0"
-            )
-        else:
-            found["no_variance"] = "the responses to each prompt had equal rewards: no advantage differs from 0"
-    elif _all(records, "grad_norm", 0.0, 0.0):
-        found["no_gradient"] = "the gradient was 0: every token is clipped, vetoed or masked, or has advantage 0"
-    if _all(records, "entropy", 0.0, ENTROPY_GONE):
-        found["no_entropy"] = f"the entropy was below {ENTROPY_GONE:g} nats per token: the policy no longer explores"
-    if _all(records, "ess", 0.0, ESS_COLLAPSED):
-        found["no_sample"] = (
-            f"the effective sample size was below {ESS_COLLAPSED:g} of the tokens: a few tokens dominate the gradient"
-        )
+    found = {
+        kind: cause
+        for kind, metric, low, high, cause in SIGNS
+        if all(metric in record and low <= record[metric] <= high for record in records)
+    }
+    if "no_variance" in found:
+        found.pop("no_gradient", None)  # which follows from it
     return found
-
-
-def _all(records: list[dict[str, Any]], name: str, low: float, high: float) -> bool:
-    """Whether the metric ``name`` lies between ``low`` and ``high`` in every record."""
-    return all(name in record and low <= record[name] <= high for record in records)

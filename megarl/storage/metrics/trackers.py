@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.errors import PhaseFailed, UserError
 from megarl.recipe.tables import RunTable
@@ -30,27 +30,40 @@ LONGEST = 2000  # characters of a prompt or response that are logged
 RULE = "\n\n---\n\n"  # of Markdown, between two samples
 
 
-class Tracker(Protocol):
-    """A connection to the run in one tracker."""
+class Trackers:
+    """The connections to the run in the trackers that the recipe asks for, for the run directory ``root``.
+
+    One that fails is dropped: everything is in the run directory too, so the run continues.
+    first_update: the first one that this process logs, if it logs any.
+    """
+
+    def __init__(self, root: Path, table: RunTable, first_update: int | None = None) -> None:
+        kinds = {_TensorBoard: table.tensorboard, _Wandb: table.wandb, _Mlflow: table.mlflow}
+        # first the classes, in whose place the next line puts the connections
+        self._open: dict[str, Any] = {kind.__name__.strip("_"): kind for kind, wanted in kinds.items() if wanted}
+        self._each(lambda name, kind: self._open.update({name: kind(root, first_update)}))
+
+    def _each(self, what: Callable[[str, Any], None]) -> None:
+        for name, tracker in list(self._open.items()):
+            try:
+                what(name, tracker)
+            except Exception as error:  # the packages and their HTTP clients have many kinds
+                del self._open[name]
+                why = without_passwords(str(error))
+                print(f"{name} failed, so nothing more is logged to it: {why}", file=sys.stderr, flush=True)
 
     def append(self, record: dict[str, Any]) -> None:
         """Log the metrics of an update."""
+        self._each(lambda _, tracker: tracker.append(record))
 
-    def evaluation(self, suite: str, update: int, result: dict[str, Any], samples: list[tuple[str, str]]) -> None:
+    def evaluation(self, suite: str, update: int, result: dict[str, Any], samples: Iterable[tuple[str, str]]) -> None:
         """Log the numbers of an evaluation, and ``samples``: some (prompt, response) texts."""
+        texts = list(samples) if self._open else []
+        self._each(lambda _, tracker: tracker.evaluation(suite, update, result, texts))
 
     def close(self) -> None:
-        """Wait until everything is sent, as far as the server accepts it."""
-
-
-def open_trackers(root: Path, table: RunTable, first_update: int | None = None) -> list[Tracker]:
-    """The trackers that the recipe asks for, for the run directory ``root``. Failing servers never stop the run.
-
-    first_update: the first one that this process logs, if it logs any.
-    """
-    found: list[Tracker] = [_TensorBoard(root, first_update)] if table.tensorboard else []
-    servers = ((table.wandb, _Wandb), (table.mlflow, _Mlflow))
-    return found + [_FailSafe(make, root) for wanted, make in servers if wanted]
+        """Wait until everything is sent, as far as the servers accept it."""
+        self._each(lambda _, tracker: tracker.close())
 
 
 def check_trackers(table: RunTable) -> None:
@@ -83,35 +96,6 @@ def without_passwords(text: str) -> str:
     return re.sub(r"(?<=://)[^/@\s]*@", "", text)
 
 
-class _FailSafe:
-    """A tracker that is dropped at its first failure: everything is in the run directory too, so the run continues."""
-
-    def __init__(self, make: Callable[[Path], Tracker], root: Path) -> None:
-        self._name = make.__name__.strip("_")
-        self._tracker: Tracker | None = None
-        self._tracker = self._try(make, root)
-
-    def _try(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        try:
-            return function(*arguments)
-        except Exception as error:  # the packages and their HTTP clients have many kinds
-            self._tracker = None
-            why = without_passwords(str(error))
-            print(f"{self._name} failed, so nothing more is logged to it: {why}", file=sys.stderr, flush=True)
-
-    def append(self, record: dict[str, Any]) -> None:
-        if self._tracker:
-            self._try(self._tracker.append, record)
-
-    def evaluation(self, suite: str, update: int, result: dict[str, Any], samples: list[tuple[str, str]]) -> None:
-        if self._tracker:
-            self._try(self._tracker.evaluation, suite, update, result, samples)
-
-    def close(self) -> None:
-        if self._tracker:
-            self._try(self._tracker.close)
-
-
 class _TensorBoard:
     """Appends to ``tensorboard/``; what a killed process logged of ``first_update`` and later ones is hidden."""
 
@@ -136,7 +120,7 @@ class _TensorBoard:
 
 
 class _Wandb:
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, _: int | None) -> None:
         import wandb
 
         identity = _runs(root).get("wandb") or _remember(root, "wandb", secrets.token_hex(8))
@@ -160,7 +144,7 @@ class _Wandb:
 
 
 class _Mlflow:
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, _: int | None) -> None:
         from mlflow import MlflowClient
 
         self._client, self._final = MlflowClient(), root / "final"
@@ -217,20 +201,6 @@ def _remember(root: Path, tracker: str, run: str) -> str:
     """Store the tracker's id of the run, and return it."""
     write_atomic(root / RUNS, json.dumps(_runs(root) | {tracker: run, "directory": str(root.resolve())}))
     return run
-
-
-def log_evaluation(
-    root: Path, table: RunTable, suite: str, update: int, result: dict[str, Any], samples: Iterable[tuple[str, str]]
-) -> None:
-    """Log an evaluation to TensorBoard and all trackers that are on, from a process that logs nothing else.
-
-    samples: (prompt, response) texts.
-    """
-    trackers = open_trackers(root, table)
-    texts = list(samples) if trackers else []
-    for tracker in trackers:
-        tracker.evaluation(suite, update, result, texts)
-        tracker.close()
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:

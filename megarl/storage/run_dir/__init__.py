@@ -9,19 +9,20 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
 from megarl.errors import Busy, UserError
 from megarl.foreign import quoted
-from megarl.recipe.layout import BATCHES, TRAINING_TABLES, is_layout_setting
+from megarl.recipe.layout import TRAINING_TABLES, is_layout_setting
 from megarl.recipe.load import recipe_diff
 from megarl.recipe.tables import Recipe, RolloutTable
 from megarl.storage.checked_json import JsonTail, append_json, read_checked, write_checked
 from megarl.storage.checkpoints import checkpoints
-from megarl.storage.files import make_directory, remove_directory, write_atomic
+from megarl.storage.files import disk_errors, make_directory, write_atomic
 from megarl.storage.ledger import is_sealed, sealed_groups
 from megarl.storage.run_dir.recipes import (
     check_files,
@@ -30,6 +31,7 @@ from megarl.storage.run_dir.recipes import (
     load,
     recipes_by_stage,
     record_files,
+    refuse_changes,
     write_earlier_recipe,
 )
 
@@ -64,7 +66,8 @@ class RunDir:
             before = load(path)
             everything = recipe_diff(before, recipe)
             difference = [line for line in everything if not is_layout_setting(line.partition(":")[0])]
-            if longer := _adds_stages(before, recipe):
+            staged = before.schedule.one_policy and recipe.schedule.one_policy
+            if longer := staged and recipe.schedule.stages > before.schedule.stages:
                 difference = [line for line in difference if not line.startswith("schedule.stages:")]
             if not cls(root, recipe).has_trained() and not recipe.actor.trains_recorded_experts:
                 difference = [line for line in difference if not line.startswith(TRAINING_TABLES)]
@@ -72,20 +75,13 @@ class RunDir:
             changed = from_next_stage(difference, next_stage.directory, before)
             if next_stage.number == recipe.schedule.stages:  # no stage would use another setting of training
                 changed = [line for line in changed if line.startswith("eval.")]
-            difference = [line for line in difference if line not in changed]
-            if difference:
-                trains = all(line.startswith((*TRAINING_TABLES, "reward.", *BATCHES)) for line in difference)
-                branch = f"`megarl optimize {quoted(root)} --stage N --output NEW --set KEY=VALUE`"
-                raise UserError(
-                    f"{root} belongs to a run with another recipe (old -> new):\n  "
-                    + "\n  ".join(difference)
-                    + "\nuse the old settings, those of its recipe.toml, to continue this run, or another --run-dir; "
-                    + f"for the new ones on the same rollouts: {branch}; " * (trains and before.schedule.one_policy)
-                    + "for the new ones from the result of this run: "
-                    f"`megarl train RECIPE --run-dir NEW --continue-from {quoted(root)}`"
-                )
-            if longer:
-                _free_result(cls(root, before).final, cls(root, recipe).stage(before.schedule.stages).policy)
+            refuse_changes(root, [line for line in difference if line not in changed], before)
+            if longer and (final := cls(root, before).final).exists():  # it begins the first additional stage
+                # before the new recipe is written: after a kill in between, the old one makes ``final`` again
+                policy = cls(root, recipe).stage(before.schedule.stages).policy
+                make_directory(policy.parent)
+                shutil.rmtree(policy, ignore_errors=True)
+                final.rename(policy)
             if changed:
                 write_earlier_recipe(root, before, next_stage.number)
             if everything:  # event first: a kill in between makes it appear twice, the other order could lose it
@@ -94,7 +90,7 @@ class RunDir:
                 write_atomic(path, dump(recipe))
             cls(root, recipe).check_links()
         else:
-            _make_root(root)
+            make_directory(root)
             if there := [name for name in _CONTENTS if os.path.lexists(root / name)]:
                 raise UserError(
                     f"{root} has {there[0]} of a run, but not its recipe.toml: restore that file from a copy, or use "
@@ -168,11 +164,7 @@ class RunDir:
         """Stage ``number``; ``schedule.stages`` stands for the end of the run, whose policy is the result."""
         if not 0 <= number <= self.recipe.schedule.stages:
             raise UserError(f"stage {number}: this run has stages 0 to {self.recipe.schedule.stages - 1}")
-        return Stage(self._era(number), number)
-
-    def _era(self, number: int) -> RunDir:
-        """This run with the recipe that applies to stage ``number``."""
-        return next((run for end, run in self.newest._recipes_by_stage if number < end), self.newest)
+        return Stage(next((run for end, run in self.newest._recipes_by_stage if number < end), self.newest), number)
 
     @property
     def newest(self) -> RunDir:
@@ -201,28 +193,9 @@ class RunDir:
         stage, inside = divmod(version, self.recipe.schedule.updates_per_stage)
         return self.stage(stage).directory / f"policies/{version:06d}" if inside else self.stage(stage).policy
 
-    def versions(self, stages: Iterable[Stage] | None = None) -> list[int]:
-        """The policies that exist between the beginnings of stages, oldest first; of all stages or of ``stages``."""
-        folders = self.root.glob("stages/*") if stages is None else (stage.directory for stage in stages)
-        return sorted(int(path.name) for folder in folders for path in folder.glob("policies/[0-9]*"))
-
-    def remove_versions_before(self, oldest: int, stages: Iterable[Stage] | None = None) -> None:
-        """Remove those of `versions` that are older than ``oldest``, except those that are yet to be evaluated."""
-        for version in self.versions(stages):
-            if version < oldest and not self.lacks_evaluation(version):
-                remove_directory(self.version(version))
-
-    def remove_versions_after(self, saved: int) -> list[int]:
-        """Remove the versions from ``saved`` on, where ``saved`` is the update of the checkpoint to resume from.
-
-        They are exported again, and may differ on another layout. Returns the versions that stay.
-        """
-        for leftover in self.root.glob("stages/*/policies/.*.tmp"):
-            shutil.rmtree(leftover, ignore_errors=True)
-        versions = self.versions()
-        for version in (v for v in versions if v >= saved):
-            remove_directory(self.version(version))
-        return [v for v in versions if v < saved]
+    def versions(self) -> list[int]:
+        """The policies that exist between the beginnings of stages, oldest first."""
+        return sorted(int(path.name) for path in self.root.glob("stages/*/policies/[0-9]*"))
 
     def under_one_path(self, policy: Path, rank: int) -> Path:
         """A link to ``policy`` whose path is the same for every policy that replica ``rank`` loads.
@@ -265,31 +238,22 @@ class RunDir:
     def result(self) -> tuple[Path, Path]:
         """(policy, checkpoint) with which this run ended; `UserError` if one of them does not exist."""
         self.check_links()
-        last = self.end.previous
-        path = dict(checkpoints(last.checkpoints)).get(self.recipe.schedule.updates_per_stage)
+        last = self.end.previous.checkpoints
+        path = dict(checkpoints(last)).get(self.recipe.schedule.updates_per_stage)
         if not self.final.exists() or path is None:
-            what = self.final if not self.final.exists() else f"the last checkpoint in {last.checkpoints}"
             raise UserError(
-                f"--continue-from {self.root}: {what} does not exist: that run is not finished, or keep_stages "
-                "removed it"
+                f"--continue-from {self.root}: {self.final} or the last checkpoint in {last} does not exist: that run "
+                "is not finished, or keep_stages removed it"
             )
         return self.final, path
 
-    def write_request(self, **request: Any) -> None:
-        """Store what a command asks of the phase that it starts in this scratch run directory."""
-        write_checked(self.root / "request.json", request)
+    def send(self, name: str, **message: Any) -> None:
+        """Store the "request" of a command for the phase that it starts here, or the phase's "answer"."""
+        write_checked(self.root / f"{name}.json", message)
 
-    def read_request(self) -> dict[str, Any]:
-        """What `write_request` stored; called by the phase."""
-        return read_checked(self.root / "request.json", "Start the same command again")
-
-    def write_answer(self, records: list[dict[str, Any]]) -> None:
-        """Store the phase's answer for the command."""
-        write_checked(self.root / "answer.json", {"records": records})
-
-    def read_answer(self) -> list[dict[str, Any]]:
-        """What `write_answer` stored; called by the command after the phase has ended."""
-        return list(read_checked(self.root / "answer.json", "Start the same command again")["records"])
+    def receive(self, name: str) -> dict[str, Any]:
+        """What `send` has stored under this name."""
+        return read_checked(self.root / f"{name}.json", "Start the same command again")
 
     def has_trained(self) -> bool:
         """Whether the run has made updates; always True for live runs, whose rollouts depend on training."""
@@ -332,22 +296,21 @@ class RunDir:
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
         """Hold the run directory's lock, which the kernel releases when the process dies; `Busy` if another has it."""
-        _make_root(self.root)
-        try:
-            fd = os.open(self.root / ".lock", os.O_CREAT | os.O_RDWR)
-        except OSError as error:
-            raise UserError(f"cannot open {error.filename}: {error.strerror}") from error
-        try:
+        if self.root.exists() and not self.root.is_dir():
+            raise UserError(f"{self.root} is a file, not a run directory")
+        make_directory(self.root)
+        path = self.root / ".lock"
+        with disk_errors(path):
+            file = FileIO(path, "a+")
+        with file:
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                owner = os.pread(fd, 100, 0).decode(errors="replace")
+                owner = path.read_text(errors="replace")
                 raise Busy(f"another megarl process is working on {self.root} ({owner})") from None
-            os.ftruncate(fd, 0)
-            os.write(fd, json.dumps({"pid": os.getpid()}).encode())
+            file.truncate(0)
+            file.write(json.dumps({"pid": os.getpid()}).encode())
             yield
-        finally:
-            os.close(fd)
 
 
 @dataclass(frozen=True)
@@ -365,11 +328,6 @@ class Stage:
     def policy(self) -> Path:
         """The policy that generates in this stage; at the end of the run the result."""
         return self.run.final if self.number == self.run.recipe.schedule.stages else self.directory / "policy"
-
-    @property
-    def removed_policy(self) -> Path:
-        """The record of the policy after `megarl.storage.run_dir.retention` has removed it."""
-        return self.directory / "removed_policy.json"
 
     @property
     def rollouts(self) -> Path:
@@ -451,29 +409,25 @@ class Stage:
         return is_sealed(self.rollouts)
 
     def is_trained(self) -> bool:
-        """Whether all updates of the stage were made and its result was exported."""
-        return self.next.policy.exists() or self.next.policy_was_removed()
+        """Whether all updates of the stage were made and its result was exported: a later policy exists."""
+        later = range(self.number + 1, self.run.recipe.schedule.stages + 1)
+        return any(self.run.stage(number).policy.exists() for number in later)
 
     def policy_was_removed(self) -> bool:
-        """Whether `megarl.storage.run_dir.retention` has removed the stage's policy, which its record shows.
-
-        The record counts only for stages whose policy may be removed: sealed, and neither the first nor the end. So it
-        has no effect if somebody deletes the stage's rollouts to generate them again.
-        """
-        removable = 0 < self.number < self.run.recipe.schedule.stages
-        return removable and self.is_sealed() and self.removed_policy.exists() and not self.policy.exists()
+        """Whether the stage had a policy that is gone, by `megarl.storage.run_dir.retention` or by hand."""
+        return self.number > 0 and not self.policy.exists() and self.is_trained()
 
     def evaluation(self) -> dict[str, Any] | None:
         """The recorded evaluation of the stage's policy on the first suite, if there is one."""
         return self.run.evaluation(self.first_update)
 
     def due_evaluations(self) -> list[int]:
-        """The versions to be evaluated when this stage begins: its policy and those exported during the stage before.
+        """The versions to be evaluated when this stage begins: its policy and those exported before.
 
         A removed policy is not among them, even if its evaluation is lost: it was evaluated before it was removed.
         """
         run = self.run
-        published = run.versions([run.stage(self.number - 1)] if self.number else [])
+        published = [version for version in run.versions() if version < self.first_update]
         own = [] if self.policy_was_removed() else [self.first_update]
         return [v for v in [*published, *own] if run.lacks_evaluation(v)]
 
@@ -487,26 +441,3 @@ class Stage:
 
     def log_event(self, event: str, **fields: Any) -> None:
         self.run.log_event(event, stage=self.number, **fields)
-
-
-def _adds_stages(before: Recipe, after: Recipe) -> bool:
-    """Whether both recipes are of staged runs, and ``after`` has more stages than ``before``."""
-    return before.schedule.one_policy and after.schedule.one_policy and after.schedule.stages > before.schedule.stages
-
-
-def _free_result(final: Path, policy: Path) -> None:
-    """Move ``final``, if it exists, to ``policy``, the policy of the first additional stage.
-
-    To be called before the new recipe is written: after a kill in between, the old recipe makes the last stage export
-    its result to ``final`` again, and the next call replaces ``policy``.
-    """
-    if final.exists():
-        make_directory(policy.parent)
-        shutil.rmtree(policy, ignore_errors=True)
-        final.rename(policy)
-
-
-def _make_root(root: Path) -> None:
-    if root.exists() and not root.is_dir():
-        raise UserError(f"{root} is a file, not a run directory")
-    make_directory(root)

@@ -22,7 +22,7 @@ from functools import partial
 from pathlib import Path
 
 from megarl.errors import PhaseFailed, UserError
-from megarl.storage.checked_json import check_json_lines, read_checked, read_json_lines
+from megarl.storage.checked_json import read_checked, read_json_lines
 from megarl.storage.checkpoints import (
     CHECKPOINTS,
     MANIFEST,
@@ -121,7 +121,7 @@ def _check_file(path: Path) -> None:
     elif path.suffix == ".json":
         read_checked(path, "Restore it from a copy")
     elif path.suffix == ".jsonl":
-        check_json_lines(path)
+        read_json_lines(path, needs_checksum=True)
     elif path.suffix == ".toml":
         recipes.load(path)
 

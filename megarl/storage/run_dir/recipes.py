@@ -6,7 +6,6 @@ stages 0 and 1, and ``recipe.toml`` that of the later ones. Of an earlier recipe
 
 from __future__ import annotations
 
-import os
 import re
 import zlib
 from collections.abc import Container
@@ -14,6 +13,7 @@ from pathlib import Path
 
 from megarl.errors import UserError
 from megarl.foreign import quoted
+from megarl.recipe.layout import BATCHES, TRAINING_TABLES
 from megarl.recipe.load import dump_recipe, load_recipe
 from megarl.recipe.tables import Recipe
 from megarl.storage.checked_json import read_checked, write_checked
@@ -41,7 +41,10 @@ def load(path: Path) -> Recipe:
     try:
         recipe = load_recipe(path)
     except UserError as error:
-        raise UserError(f"{path}, the recipe of the run, cannot be used; restore it from a copy. {error}") from error
+        remedy = "restore it from a copy"
+        if ": unknown key" in str(error):  # in an earlier version it was known
+            remedy = "to continue the run without an unknown key, delete its line and the last one, a checksum"
+        raise UserError(f"{path}, the recipe of the run, cannot be used; {remedy}. {error}") from error
     data = path.read_bytes()
     text = data[:-1].rpartition(b"\n")[0].decode(errors="replace")
     if data != _with_checksum(text).encode() and data.rstrip().rpartition(b"\n")[2].lstrip().startswith(b"#"):
@@ -63,22 +66,35 @@ def from_next_stage(settings: list[str], stage: Path, before: Recipe) -> list[st
     """
     if any(path.is_symlink() for path in stage.parent.glob("*/rollouts")):
         return []
-    has_scored_groups = before.leaves_groups and int(stage.name) > 0
-    scored = has_scored_groups or (stage / "rollouts").exists()
-    trained = any(stage.glob("checkpoints/update_*"))
+    number, empty = int(stage.name), not (stage / "rollouts").exists()
     allowed = [f"eval.{name}:" for name in EVALUATION]
-    if not trained:
-        allowed += ["objective.", "optimizer."]
-    if not scored:
-        allowed.append("reward.")
-    if not (stage / "rollouts").exists():
+    if empty:
         allowed += [f"rollout.{name}" for name in ENGINE]
-    first = int(stage.name) + (stage / "rollouts").exists()
+        allowed += [] if before.leaves_groups and number else ["reward."]
+    if not any(stage.glob("checkpoints/update_*")):
+        allowed += ["objective.", "optimizer."]
+    first = number if empty else number + 1  # stage whose table [stages.N] may change
     return [
         line
         for line in settings
         if line.startswith(tuple(allowed)) or (line.startswith("stages.") and int(line.split(".")[1]) >= first)
     ]
+
+
+def refuse_changes(root: Path, settings: list[str], before: Recipe) -> None:
+    """`UserError` if there are ``settings``, which cannot change in the run ``root``, with the ways to use them."""
+    if not settings:
+        return
+    trains = all(line.startswith((*TRAINING_TABLES, "reward.", *BATCHES)) for line in settings)
+    branch = f"`megarl optimize {quoted(root)} --stage N --output NEW --set KEY=VALUE`"
+    raise UserError(
+        f"{root} belongs to a run with another recipe (old -> new):\n  "
+        + "\n  ".join(settings)
+        + "\nuse the old settings, those of its recipe.toml, to continue this run, or another --run-dir; "
+        + f"for the new ones on the same rollouts: {branch}; " * (trains and before.schedule.one_policy)
+        + "for the new ones from the result of this run: "
+        f"`megarl train RECIPE --run-dir NEW --continue-from {quoted(root)}`"
+    )
 
 
 def write_earlier_recipe(root: Path, before: Recipe, stage: int) -> None:
@@ -111,11 +127,12 @@ def record_files(path: Path, recipe: Recipe, unused: Container[str]) -> list[str
 
     unused: tables ("reward", "objective") whose own Python files may change, because nothing was made with them.
     """
-    if not all(map(os.path.isfile, _files(recipe))):
+    try:
+        now = _sums(recipe)
+    except UserError:
         return []
     began = read_checked(path, _REMEDY)["files"] if path.exists() else {}
     may_change = {file for file, setting in recipe.own_files().items() if setting.partition(".")[0] in unused}
-    now = _sums(recipe)
     kept = {name: crc for name, crc in began.items() if name not in may_change}
     if now | kept != began:
         write_checked(path, {"files": now | kept})
@@ -129,33 +146,24 @@ def check_files(path: Path, recipe: Recipe) -> None:
     """
     if not path.exists():
         return
-    began, own = read_checked(path, _REMEDY).get("files", {}), recipe.own_files()
+    began = read_checked(path, _REMEDY).get("files", {})
     for name, found in _sums(recipe).items():
         if began.get(name, found) == found:
             continue
-        kind, why = "prompt file", ", which would change the held-out prompts"
-        remedy = "use another --run-dir for the new one"
+        kind, remedy = "prompt file", "use another --run-dir for the new one"
         if name in recipe.template_files():
-            kind, why = "chat template", ""
-        if name in own:
-            kind, why = f"{own[name].partition('.')[0]} file", ""
-            remedy = (
-                f"give the new one another name and branch: megarl optimize {quoted(path.parent)} --stage 0 "
-                f"--output NEW --set {own[name]}=NEW_FILE"
-            )
-            remedy += "" if own[name] == "reward.service.prompt" else ".py:NAME"
-        raise UserError(
-            f"the {kind} {name} has changed since {path.parent} began{why}: put the old file back, or {remedy}"
-        )
-
-
-def _files(recipe: Recipe) -> list[str]:
-    return [*recipe.prompt_files(), *recipe.template_files(), *recipe.own_files()]
+            kind = "chat template"
+        if setting := recipe.own_files().get(name):
+            kind = f"{setting.partition('.')[0]} file"
+            branch = f"megarl optimize {quoted(path.parent)} --stage 0 --output NEW --set {setting}=NEW"
+            remedy = f"give the new one another name and branch: {branch}"
+        raise UserError(f"the {kind} {name} has changed since {path.parent} began: put the old file back, or {remedy}")
 
 
 def _sums(recipe: Recipe) -> dict[str, str]:
+    names = [*recipe.prompt_files(), *recipe.template_files(), *recipe.own_files()]
     try:
-        return {name: file_sha256(Path(name)) for name in _files(recipe)}
+        return {name: file_sha256(Path(name)) for name in names}
     except OSError as error:
         raise UserError(f"cannot read the file {error.filename}: {error.strerror}") from error
 

@@ -1,23 +1,16 @@
-"""Which policies a run keeps: ``best/``, the evaluated one with the highest accuracy, and ``actor.keep_policies``.
-
-A removed policy leaves a record, ``removed_policy.json`` in the directory of its stage, with its version and weights
-hash. The shards that the policy generated have the same hash, so `megarl audit` can still verify which policy generated
-what.
-"""
+"""Which policies a run keeps: ``best/``, the evaluated one with the highest accuracy, and ``actor.keep_policies``."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import asdict
 from pathlib import Path
 
 from megarl.data.tokenizer import files_of
 from megarl.errors import UserError
 from megarl.foreign import quoted
-from megarl.storage.checked_json import read_checked, write_checked
 from megarl.storage.files import atomic_directory, leftover_name, remove_directory
-from megarl.storage.policies import INFO_FILE, PolicyInfo, read_info
+from megarl.storage.policies import read_info
 from megarl.storage.run_dir import RunDir, Stage
 
 
@@ -29,9 +22,7 @@ def update_best_and_remove_policies(stage: Stage) -> None:
     """
     run = stage.run
     keep_best(run)
-    # older versions were removed already by the call at the beginning of the stage before
-    oldest = run.stage(max(stage.number - 1, 0)).oldest_needed // run.recipe.schedule.updates_per_stage
-    run.remove_versions_before(stage.oldest_needed, map(run.stage, range(oldest, stage.number)))
+    remove_versions_before(run, stage.oldest_needed)
     remove_policies(stage)
 
 
@@ -60,24 +51,16 @@ def keep_best(run: RunDir) -> None:
 
     ``best`` may hold the only copy of its policy, so it is replaced only by a policy with a higher score.
     """
-    # its name must not match the temporary directories that `atomic_directory(run.best)` removes
-    old = run.best.with_name(".best_old.tmp")
-    if run.best.exists():
-        shutil.rmtree(old, ignore_errors=True)
-    elif old.exists() and not os.path.lexists(run.best):
-        old.rename(run.best)  # a killed attempt had moved it away
     version = best_version(run)
     if version is None or not (policy := run.version(version)).exists():
         return
-    if run.best.is_symlink():  # made by a person, and its target may be a policy that will be removed
-        run.best.unlink()
     if run.best.exists():
         scores, held = _scores(run), read_info(run.best).version
         # if its evaluations are lost, it goes only if there is another copy
         better = scores[held] < scores[version] if held in scores else run.version(held).exists()
         if not better:
             return
-        run.best.rename(old)
+        remove_directory(run.best)  # after a kill the next call makes it, since the better policy is still there
     with atomic_directory(run.best) as temporary:
         for name in files_of(policy):
             (temporary / name).parent.mkdir(exist_ok=True)
@@ -86,7 +69,26 @@ def keep_best(run: RunDir) -> None:
                 os.link(file, temporary / name)
             except OSError:  # such as a file system without hard links
                 shutil.copyfile(file, temporary / name)
-    shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_versions_before(run: RunDir, oldest: int) -> None:
+    """Remove those of `RunDir.versions` that are older than ``oldest``, except those that wait for an evaluation."""
+    for version in run.versions():
+        if version < oldest and not run.lacks_evaluation(version):
+            remove_directory(run.version(version))
+
+
+def remove_versions_after(run: RunDir, saved: int) -> list[int]:
+    """Remove the versions from ``saved`` on, where ``saved`` is the update of the checkpoint to resume from.
+
+    They are exported again, and may differ on another layout. Returns the versions that stay.
+    """
+    for leftover in run.root.glob("stages/*/policies/.*.tmp"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    versions = run.versions()
+    for version in (v for v in versions if v >= saved):
+        remove_directory(run.version(version))
+    return [v for v in versions if v < saved]
 
 
 def remove_policies(stage: Stage) -> None:
@@ -105,29 +107,12 @@ def remove_policies(stage: Stage) -> None:
         old = stage.run.stage(number)
         needed = old.run.lacks_evaluation(old.first_update) or old.first_update >= stage.oldest_needed
         own = stage.run.root.resolve() / old.policy.relative_to(stage.run.root)  # a link may lead to another run's
-        if needed or old.policy.resolve() != own or not (own / INFO_FILE).exists():
+        if needed or old.policy.resolve() != own or not own.exists():
             continue
-        try:
-            info = read_info(old.policy)
-        except UserError:
-            continue  # megarl.json is damaged: the policy is kept, for `megarl audit`
-        if info.version != old.first_update:
-            continue
-        write_checked(old.removed_policy, asdict(info))
         try:
             remove_directory(old.policy)
         except OSError as error:  # costs disk space, but need not stop the run
             print(f"cannot remove {old.policy} ([actor] keep_policies): {error.strerror}", flush=True)
-
-
-def removed(stage: Stage) -> PolicyInfo | None:
-    """The record of the stage's policy if that was removed, else None; `UserError` if the record is damaged."""
-    if not stage.policy_was_removed():
-        return None
-    try:
-        return PolicyInfo(**read_checked(stage.removed_policy, remedy := "Restore it from a copy"))
-    except TypeError as error:
-        raise UserError(f"{stage.removed_policy} is damaged: {error}. {remedy}") from error
 
 
 def require_policy(stage: Stage) -> Path:
@@ -142,7 +127,7 @@ def check_kept(stage: Stage) -> None:
     """`UserError` if the stage's policy was removed, with the way to get it."""
     if stage.policy_was_removed():
         raise UserError(
-            f"{stage.policy} was removed, as [actor] keep_policies says; "
+            f"{stage.policy} was removed, by [actor] keep_policies or by hand; "
             f"`megarl export {quoted(stage.run.root)} --stage {stage.previous.number} --update {stage.first_update} "
             "--output DIR` makes it again while keep_stages keeps its checkpoint; "
             f"with DIR = {stage.policy} it is restored in place"

@@ -187,7 +187,7 @@ def test_a_missing_wandb_key_is_reported_before_anything_starts(recipe, environm
 class Failing:
     """A tracker whose server goes away at update 2; nothing may be called after that."""
 
-    def __init__(self, root):
+    def __init__(self, root, first_update):
         self.asked = []
 
     def append(self, record):
@@ -199,12 +199,13 @@ class Failing:
         raise AssertionError("nothing is asked of it any more")
 
 
-def test_a_tracker_that_fails_is_dropped_and_the_run_continues(tmp_path, capfd):
-    tracker = trackers._FailSafe(Failing, tmp_path)
-    inside = tracker._tracker
+def test_a_tracker_that_fails_is_dropped_and_the_run_continues(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(trackers, "_Wandb", Failing)
+    opened = trackers.Trackers(tmp_path, RunTable(tensorboard=False, wandb=True))
+    (inside,) = opened._open.values()
     for update in range(1, 5):
-        tracker.append({"update": update})
-    tracker.close()
+        opened.append({"update": update})
+    opened.close()
     assert inside.asked == [1, 2]
     said = capfd.readouterr().err
     assert said == "Failing failed, so nothing more is logged to it: no route to https://tracker.example/api\n"

@@ -4,6 +4,7 @@ import shlex
 
 import pytest
 
+from megarl.errors import UserError
 from megarl.recipe.load import load_recipe
 from megarl.storage.run_dir import RunDir
 from megarl.storage.run_dir.recipes import from_next_stage
@@ -41,6 +42,17 @@ def test_settings_of_training_change_until_a_checkpoint_others_until_rollouts(re
     assert allowed() == [*training, *later]
     (stage / "checkpoints/update_000001").mkdir(parents=True)
     assert allowed() == later
+
+
+def test_a_run_continues_without_a_setting_that_this_version_does_not_know(recipe, tmp_path):
+    run = RunDir.create(tmp_path / "run", load_recipe(recipe))
+    path = run.root / "recipe.toml"
+    lines = path.read_text().replace("[actor]", "[actor]\nflash = true").splitlines(keepends=True)
+    path.write_text("".join(lines))
+    with pytest.raises(UserError, match=r"delete its line and the last one, a checksum(?s:.*)actor.flash: unkn"):
+        RunDir.open(run.root)
+    path.write_text("".join(line for line in lines[:-1] if line != "flash = true\n"))
+    assert RunDir.create(run.root, load_recipe(recipe)).recipe == run.recipe
 
 
 def test_an_objective_changes_in_place_and_later_by_the_command_that_is_named(recipe, tmp_path):

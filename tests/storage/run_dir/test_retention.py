@@ -1,4 +1,4 @@
-"""``actor.keep_policies``: which policies are removed, and what is recorded of them.
+"""``actor.keep_policies``: which policies are removed, and what follows from it.
 
 tests/phases/test_retention.py kills runs during removals.
 """
@@ -16,7 +16,7 @@ from megarl.recipe.load import load_recipe
 from megarl.storage import files
 from megarl.storage.policies import PolicyInfo, write_info
 from megarl.storage.run_dir import RunDir
-from megarl.storage.run_dir.retention import remove_policies, removed, require_policy
+from megarl.storage.run_dir.retention import remove_policies, require_policy
 
 STAGES = 6
 LIVE = ("schedule.kind=live", "schedule.sync_every=2")
@@ -51,11 +51,7 @@ def test_the_first_and_the_last_stages_keep_their_policies(make_run, keep, stay)
     remove_policies(run.stage(STAGES - 1))
     assert kept(run) == stay
     for stage in run.stages():
-        found = removed(stage)
-        assert stage.removed_policy.exists() == (found is not None) == (stage.number not in stay)
-        if found:
-            assert (found.version, found.weights_hash) == (stage.first_update, f"hash of {stage.number}")
-            assert found.files.keys() == {"config.json"}
+        assert stage.policy_was_removed() == (stage.number not in stay)
         assert stage.is_trained() == (stage.number < STAGES - 1)
 
 
@@ -89,49 +85,40 @@ def test_policies_that_engines_of_a_live_run_may_load_are_kept(make_run, delay, 
     assert kept(run) == stay
 
 
-def test_policies_behind_links_or_without_a_version_are_kept(make_run, tmp_path):
+def test_policies_behind_links_are_kept(make_run, tmp_path):
     run, other = make_run("actor.keep_policies=1"), make_run(name="other")
     run.stage(2).policy.rename(tmp_path / "origin")
     run.stage(2).policy.symlink_to(tmp_path / "origin")
     shutil.rmtree(run.stage(1).directory)
     run.stage(1).directory.symlink_to(other.stage(1).directory)
-    (run.stage(3).policy / "megarl.json").write_text("{")
-    (run.stage(4).policy / "megarl.json").unlink()
     remove_policies(run.end)
-    assert kept(run) == kept(other) == list(range(STAGES))
-    assert (tmp_path / "origin/model.safetensors").exists() and not other.stage(1).removed_policy.exists()
+    assert kept(run) == [0, 1, 2, 5] and kept(other) == list(range(STAGES))
+    assert (tmp_path / "origin/model.safetensors").exists()
     (tmp_path / "link").symlink_to(other.root)
     linked = RunDir(tmp_path / "link", run.recipe)
     remove_policies(linked.stage(STAGES - 1))
     assert kept(other) == [0, 4, 5]
 
 
-def test_a_damaged_record_is_named(make_run):
+def test_a_removed_policy_is_not_made_again_and_who_needs_it_learns_how_to_get_it(make_run, monkeypatch):
     run = make_run("actor.keep_policies=1")
     remove_policies(run.stage(STAGES - 1))
+    assert [stage.number for stage in [*run.stages(), run.end] if stage.policy_was_removed()] == [1, 2, 3]
     assert require_policy(run.stage(4)) == run.stage(4).policy
-    run.stage(3).removed_policy.write_text('{"version": 18}')
-    with pytest.raises(UserError, match="removed_policy.json is damaged: it has no checksum"):
-        removed(run.stage(3))
-
-
-def test_records_of_stages_without_rollouts_are_ignored(make_run, monkeypatch):
-    """Somebody deletes policies and rollouts from stage 2 on, to continue from stage 1, but leaves the records."""
-    run = make_run("actor.keep_policies=1")
-    remove_policies(run.stage(STAGES - 1))
-    for stage in run.stages()[2:]:
+    with pytest.raises(
+        UserError, match=r"stages/003/policy was removed, by .* `megarl export .* --stage 2 --update 18"
+    ):
+        require_policy(run.stage(3))
+    for stage in run.stages()[2:]:  # somebody deletes all later ones, to continue from stage 1
         shutil.rmtree(stage.policy, ignore_errors=True)
         shutil.rmtree(stage.rollouts)
-    for stage in (run.stage(0), run.end):  # nor do these count of stages whose policy is never removed
-        stage.directory.mkdir(exist_ok=True)
-        shutil.copy(run.stage(1).removed_policy, stage.removed_policy)
-    assert run.stage(2).removed_policy.exists() and run.stage(3).removed_policy.exists()
-    assert [stage.is_trained() for stage in run.stages()] == [True] + [False] * (STAGES - 1)
-    assert [n for n in range(STAGES + 1) if removed(run.stage(n))] == [1]
+    assert [stage.is_trained() for stage in run.stages()] == [False] * STAGES
     with pytest.raises(UserError, match="stages/002/policy does not exist: optimize stage 1 first"):
         require_policy(run.stage(2))
+    shutil.rmtree(run.stage(1).rollouts)
+    shutil.copytree(run.stage(0).policy, run.stage(3).policy)
     started = phases_started(monkeypatch)
-    with pytest.raises(UserError, match="stages/001/policy was removed, as"):
+    with pytest.raises(UserError, match="stages/001/policy was removed, by"):
         train_module.train(Mock(), run)
     assert started == []
 
@@ -156,7 +143,6 @@ def test_a_policy_that_cannot_be_renamed_or_deleted_yet_does_not_stop_the_run(ma
         remove_policies(run.stage(STAGES - 1))
     assert kept(run) == [0, 2, 4, 5] and (run.stage(3).directory / ".policy.removed.tmp").exists()
     assert "stages/002/policy ([actor] keep_policies): Perm" in capsys.readouterr().out
-    assert removed(run.stage(2)) is None
     for number in (0, STAGES - 1):
         remove_policies(run.stage(number))
     assert kept(run) == [0, 4, 5] and not list(run.root.rglob(".policy.*"))

@@ -42,10 +42,10 @@ def flip(path, place, bit):
 
 
 def test_a_policy_that_is_exported_again_costs_no_metrics(copy, recipe):
-    shutil.rmtree(copy / "stages/001/policy")
+    shutil.rmtree(copy / "final")
     before = (copy / "metrics.jsonl").read_bytes()
     train(recipe, copy, *settings("actor.checkpoint_every=3", "eval.samples=2"))
-    assert (copy / "stages/001/policy").exists() and (copy / "metrics.jsonl").read_bytes() == before
+    assert (copy / "final").exists() and (copy / "metrics.jsonl").read_bytes() == before
 
 
 def test_a_flipped_bit_in_any_file_is_named_by_the_audit(copy):
