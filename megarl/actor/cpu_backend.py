@@ -54,6 +54,7 @@ def install(device: torch.device = _CPU) -> None:
         if getattr(module, "torch", None) is torch:
             module.__dict__["torch"] = proxy
     _patch_random_state()
+    _patch_yarn()
     _patch_tied_embeddings()
     _patch_optimizer()
 
@@ -126,6 +127,13 @@ def _patch_random_state() -> None:
 
     megatron_random._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *_, **__: torch.set_rng_state(state)
+
+
+def _patch_yarn() -> None:
+    from megatron.core.models.common.embeddings import yarn_rotary_pos_embedding
+
+    # the constructor computes tables, which nobody reads, and divides them with a call of Tensor.cuda()
+    yarn_rotary_pos_embedding.get_pos_emb_on_this_cp_rank = lambda tables, *_, **__: tables
 
 
 def _patch_tied_embeddings() -> None:
