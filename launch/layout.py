@@ -43,9 +43,8 @@ def plan_chain(recipe: Recipe, options: argparse.Namespace) -> list[ChainJob]:
 def recipes_of_sweep(path: Path) -> list[Recipe]:
     """The recipe of each point of a sweep file, without checks that need torch; `UserError` for mistakes in them."""
     table = load_sweep(path)
-    base = table.recipe or table.runs[0] / "recipe.toml"
     settings = [[f"{name}={toml_value(value)}" for name, value in point.settings] for point in table.points()]
-    return [load_without_objective(base, changes) for changes in settings]
+    return [load_without_objective(table.recipe, changes) for changes in settings]
 
 
 def toml_value(value: Any) -> str:

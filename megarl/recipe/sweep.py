@@ -6,7 +6,7 @@ import itertools
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from pydantic import Field, field_validator, model_validator
 
@@ -21,15 +21,13 @@ Tables = dict[str, dict[str, Any]]  # section -> key -> value
 
 
 class SweepTable(Table):
-    """A sweep: every combination of one value of each axis is a point, which is run once per seed or given run.
+    """A sweep: every combination of one value of each axis is a point, which is run once per seed.
 
-    With only ``recipe`` a point is a whole run. With ``recipe`` and ``stage`` one run per seed generates rollouts up to
-    that stage, and all points optimise that stage's rollouts. With ``runs`` and ``stage`` they optimise existing ones.
+    Without ``stage`` a point is a whole run. With it one run per seed generates rollouts up to that stage, and all
+    points optimise that stage's rollouts.
     """
 
-    recipe: Path | None = Field(None, strict=False)
-    # existing run directories, instead of a recipe and seeds
-    runs: tuple[Annotated[Path, Field(strict=False)], ...] = Field((), strict=False)
+    recipe: Path = Field(strict=False)
     stage: int | None = Field(None, ge=0)  # the stage whose sealed rollouts every point optimises; default: whole runs
     seeds: tuple[int, ...] = Field((), strict=False)  # values of run.seed; default: the recipe's
     baseline: str | None = None  # the name of the point that the others are compared with; default: the first
@@ -54,16 +52,9 @@ class SweepTable(Table):
         return axes
 
     @model_validator(mode="after")
-    def _sources_agree(self) -> SweepTable:
-        if bool(self.runs) == bool(self.recipe):
-            raise ValueError("set either recipe, or runs and stage")
-        if self.runs and self.stage is None:
-            raise ValueError("runs needs stage: which stage of the runs to optimise")
-        if self.runs and self.seeds:
-            raise ValueError("leave out seeds: they are for a recipe, and existing runs have theirs")
-        for name in ("seeds", "runs"):
-            if len(set(getattr(self, name))) < len(getattr(self, name)):
-                raise ValueError(f"{name}: one of them is listed twice")
+    def _points_agree(self) -> SweepTable:
+        if len(set(self.seeds)) < len(self.seeds):
+            raise ValueError("seeds: one of them is listed twice")
         points = [point.name for point in self.points()]
         if len(set(points)) < len(points):
             raise ValueError("axes: two points have the same name")

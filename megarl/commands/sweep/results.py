@@ -172,7 +172,7 @@ def table_text(plan: SweepPlan, found: Sequence[Row]) -> str:
     if not found:
         return "no run with an evaluation is finished"
     several = max(replicates for _, _, replicates, _ in found) > 1
-    over = "seeds or runs and over prompts (if n is 1: over prompts)" if several else "prompts"
+    over = "seeds and over prompts (if n is 1: over prompts)" if several else "prompts"
     lines = [f"95 % intervals over {over}; differences are paired, from {plan.table.reference}"]
     width = max(len(point.name) for point, *_ in found)
     for shown in dict.fromkeys(suite for _, suite, _, _ in found):

@@ -72,15 +72,17 @@ def test_a_run_has_the_weights_that_megarl_optimize_alone_gives(swept, tmp_path)
     assert_same_weights(tmp_path / "alone/final", output / "grpo/seed_3/final")
 
 
-def test_existing_runs_take_the_place_of_a_recipe_and_seeds(swept, tmp_path):
-    """The sweep plans the same branches of their stages."""
+def test_a_link_to_an_existing_run_takes_the_place_of_a_generated_one(swept, tmp_path):
+    """The sweep plans the same branches of its stage."""
     file, output, *_ = swept
-    table = SWEEP.split("[set]")[1].split("mu_grpo")[0]
-    (tmp_path / "sweep.toml").write_text(f'runs = ["{output}/base/seed_3"]\nstage = 0\n[set]{table.format()}')
-    (ours,) = plan_sweep(load_sweep(tmp_path / "sweep.toml"), tmp_path / "sweep").all
+    (tmp_path / "sweep/base").mkdir(parents=True)
+    (tmp_path / "sweep/base/seed_3").symlink_to(output / "base/seed_3")
+    axes = "[axes.objective]" + SWEEP.split("[axes.objective]")[1].format()
+    (tmp_path / "sweep.toml").write_text(f'recipe = "{output}/base/seed_3/recipe.toml"\nstage = 0\n{axes}')
+    base, ours, _ = plan_sweep(load_sweep(tmp_path / "sweep.toml"), tmp_path / "sweep").all
     (of_seed,) = (job for job in plan_sweep(load_sweep(file), output).all if job.name == "grpo/seed_3")
-    assert (ours.name, ours.source.directory) == ("grpo/seed_3", output / "base/seed_3/stages/000")
-    assert (ours.recipe, ours.point.settings) == (of_seed.recipe, of_seed.point.settings)
+    assert base.is_done() and (ours.name, ours.is_possible()) == ("grpo/seed_3", True)
+    assert ours.recipe == of_seed.recipe
 
 
 PROMPTS = 16  # of an evaluation, each of which gets one response
