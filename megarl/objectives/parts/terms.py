@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
@@ -17,9 +17,6 @@ from megarl.objectives.parts.histograms import histogram
 from megarl.objectives.parts.metrics import Metric, loss_metric, mean_metric, token_metrics
 from megarl.objectives.parts.prefix_min import prefix_min_log_ratio
 from megarl.objectives.parts.ratios import log_ratio
-
-if TYPE_CHECKING:
-    from megarl.objectives.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -59,8 +56,18 @@ def require(batch: TokenBatch, name: str, who: str) -> torch.Tensor:
     return tensor
 
 
+class Settings(Protocol):
+    """The settings of an objective that `make_terms` reads."""
+
+    @property
+    def aggregation(self) -> str: ...
+
+    @property
+    def dampened_below(self) -> float: ...
+
+
 def make_terms(
-    settings: Objective,
+    settings: Settings,
     batch: TokenBatch,
     loss: torch.Tensor,  # [T], any value where loss_mask is False
     kept: torch.Tensor,  # [T] bool
@@ -159,7 +166,7 @@ def sequences_of(rule: Rule, l: torch.Tensor, batch: TokenBatch) -> Sequence:
     return Sequence(None if s.value is None else s.value.to(l.dtype), s.index)
 
 
-def rule_terms(settings: Objective, rule: Rule, batch: TokenBatch) -> Terms:
+def rule_terms(settings: Settings, rule: Rule, batch: TokenBatch) -> Terms:
     """`Terms` of the objective with this rule, evaluated in torch."""
     if not isinstance(rule, Rule) or not isinstance(rule.function, RuleFunction):
         raise TypeError("the method rule must return Rule(FUNCTION, (PARAMETERS...)) with a function that has @rule()")
@@ -192,7 +199,7 @@ class _Loss(torch.autograd.Function):
 
 
 def outcome_terms(
-    settings: Objective,
+    settings: Settings,
     batch: TokenBatch,
     t: Token,
     log_m: torch.Tensor,
