@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import fields, is_dataclass, replace
 
 import torch
 
 from megarl.batch import TokenBatch
-from megarl.errors import Note, UserError
+from megarl.errors import UserError
 from megarl.objectives.objective import Objective
 from megarl.objectives.parts.terms import Terms
 from megarl.own_file import describe, file_of, load
@@ -35,11 +34,8 @@ def load_objective(path: str) -> type[Objective]:
     return cls
 
 
-def try_objective(objective: Objective, path: str, proximal: bool = False) -> None:
-    """Compute loss and gradient of two made-up responses; `UserError` for what a run could not use.
-
-    proximal: whether the run has a proximal policy other than that before each update.
-    """
+def try_objective(objective: Objective, path: str) -> None:
+    """Compute loss and gradient of two made-up responses; `UserError` for what a run could not use."""
     batch = _made_up()
     log, before = batch.logprobs, _made_up()
     try:
@@ -61,11 +57,6 @@ def try_objective(objective: Objective, path: str, proximal: bool = False) -> No
                     "the loss of a response depends on another one, and so on the split into micro-batches: sums over "
                     "a response begin anew at each of cu_seqlens"
                 )
-            else:
-                moved = replace(batch, old_logprobs=batch.logprobs.detach())
-                if not proximal and not objective(moved, statistics).loss.equal(terms.loss):
-                    text = f"{path} reads old_logprob, which equals logprob: updates_per_proximal_policy is 1"
-                    warnings.warn(text, Note, stacklevel=2)
     except Exception as error:
         problem = describe(error, file_of(path))
     if problem is not None:

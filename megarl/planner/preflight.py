@@ -24,7 +24,7 @@ from megarl.kernels import library
 from megarl.models.hf_config import read_hf_config
 from megarl.models.lora import check_lora
 from megarl.models.settings import check_layers
-from megarl.objectives import build_objective, frozen_logprobs, updates_per_step
+from megarl.objectives import build_objective, updates_per_step
 from megarl.objectives.own import try_objective
 from megarl.own_file import is_own
 from megarl.phases.entry import hide_gpus_from_cpu_runs, read_end, report_end
@@ -89,9 +89,7 @@ def check_recipe(recipe: Recipe, nodes: int = 1, optimizes: bool = True) -> None
                 warnings.warn(f"[optimizer] {name} = {length}, but the run has {total} updates", Note, stacklevel=2)
     if recipe.objective.path is not None:
         objective = build_objective(recipe.objective.definition, recipe.objective.fields)
-        every = recipe.schedule.sync_every
-        proximal = updates_per_step(objective, every) > 1 or "old_logprobs" in frozen_logprobs(objective, every)
-        try_objective(objective, recipe.objective.path, proximal)
+        try_objective(objective, recipe.objective.path)
     if is_own(recipe.objective.advantage):
         group_advantages(torch.eye(2, recipe.rollout.responses_per_prompt), recipe.objective.advantage)
     check_trackers(recipe.run)

@@ -237,15 +237,6 @@ def test_objectives_as_documented_are_accepted_and_a_mistake_is_one_line(
     assert message is None or "\n" not in str(error.value)
 
 
-def test_the_proximal_policy_of_one_update_is_noted(tmp_path: Path) -> None:
-    (tmp_path / "mine.py").write_text(
-        RULE.replace("t.ratio, 0.0", "exp(t.logprob - t.old_logprob), 0.0").replace("clamp, r", "clamp, exp, r")
-    )
-    path = f"{tmp_path}/mine.py:Mine"
-    with pytest.warns(UserWarning, match="reads old_logprob, which equals logprob"):
-        try_objective(build_objective(path, {}), path)
-
-
 def test_a_mistake_in_an_objective_is_found_before_any_process(recipe: Path, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(RULE.replace("t.ratio, 0.0", "t.rato, 0.0"))
     wrong = settings("objective.path=mine.py:Mine")
