@@ -11,7 +11,9 @@ import re
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveInt, ValidationError, field_validator, model_validator
 
 from megarl.data.templates import Renderer
 from megarl.errors import UserError
@@ -21,32 +23,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Message = dict[str, Any]
-_NONE = object()
 # Tool calls as Qwen's and Hermes' templates ask for them: an object between two tags. JSON has "<" and "\\" in strings
 # alone; so no tag outside of a string is passed, and the time of a search grows with the text and not with its square.
 TAGS = ("<tool_call>", "</tool_call>")
-MOST_MESSAGES = 4096  # of a conversation
 THOUGHTS = ("<think>", "</think>")
 _CALL = re.compile(rf'{TAGS[0]}\s*({{(?:[^"<\\]|"(?:[^"\\]|\\.)*+")*+){TAGS[1]}', re.DOTALL)
-# fields of a request, of OpenAI's API and of vLLM's: those that are honoured,
-HONOURED = frozenset(
-    {
-        *("messages", "tools", "max_tokens", "max_completion_tokens", "stream", "stream_options"),
-        *("temperature", "chat_template_kwargs"),  # accepted only as the recipe has them
-        *("logprobs", "return_token_ids"),  # read where the answer is written
-    }
-)
-# those that are ignored whatever they say: labels, prices and caches, on which no answer depends,
+# Fields of a request, of OpenAI's API and of vLLM's, that are ignored whatever they say: labels, prices and caches,
 HARMLESS = frozenset(
     {
         *("metadata", "model", "safety_identifier", "service_tier", "user"),
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention"),
     }
 )
-# and (value, fields) of those in which it asks for what is done anyway. All others are refused unless they are null.
+# and (value, fields) of those in which it asks for what is done anyway. Beside these and those of `_Request`, all are
+# refused unless they are null.
 NEUTRAL: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (True, ("parallel_tool_calls", "skip_special_tokens")),
-    (False, ("ignore_eos", "store")),
+    (False, ("ignore_eos", "logprobs", "return_token_ids", "store")),
     (0, ("frequency_penalty", "min_p", "min_tokens", "presence_penalty", "top_k", "top_logprobs")),
     (1, ("n", "repetition_penalty", "top_p")),
     (-1, ("top_k",)),
@@ -57,7 +50,6 @@ NEUTRAL: tuple[tuple[Any, tuple[str, ...]], ...] = (
     (["text"], ("modalities",)),
     ({"type": "text"}, ("response_format",)),
 )
-STREAM_OPTIONS = frozenset({"include_usage", "include_obfuscation"})  # the second pads events, which loopback hides
 
 
 class Refused(Exception):
@@ -68,12 +60,80 @@ class Refused(Exception):
         self.status = status
 
 
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+
+class _Text(_Strict):
+    type: Literal["text"]
+    text: str
+
+
+class _Function(BaseModel, strict=True):
+    name: str
+    arguments: str
+
+
+class _ToolCall(BaseModel, strict=True):
+    id: str
+    type: Literal["function"] = "function"
+    function: _Function
+
+
+class _Message(_Strict):
+    role: str
+    content: str | list[_Text]
+    name: str | None = None
+    tool_call_id: str | None = None
+    tool_calls: list[_ToolCall] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_empty_fields(cls, given: Any) -> Any:
+        """Clients send answers back with all fields of the API; one may have calls instead of content."""
+        if not isinstance(given, dict):
+            return given
+        said = {k: v for k, v in given.items() if v not in (None, [], "") or (k, v) == ("content", "")}
+        return {"content": ""} | said if given.get("role") == "assistant" else said
+
+    @field_validator("content")
+    @classmethod
+    def _joined(cls, content: str | list[_Text]) -> str:
+        return content if isinstance(content, str) else "".join(part.text for part in content)
+
+
+class _Signature(BaseModel, strict=True):
+    name: str
+    strict: Literal[False] | None = None  # calls would be sampled under a grammar
+
+
+class _Tool(BaseModel, strict=True):
+    type: Literal["function"]
+    function: _Signature
+
+
+class _StreamOptions(_Strict):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # pads events, which loopback hides
+
+
+class _Request(_Strict):
+    """The fields of a request for a chat completion that are honoured."""
+
+    messages: list[_Message] = Field(min_length=1)
+    tools: list[_Tool] | None = None
+    max_tokens: PositiveInt | None = None
+    max_completion_tokens: PositiveInt | None = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+
+
 @dataclass(frozen=True)
 class ChatRequest:
     """A validated request for a chat completion."""
 
     messages: list[Message]
-    tools: list[Any] | None
+    tools: list[Any] | None  # as the client wrote them
     max_tokens: int | None
 
 
@@ -82,154 +142,41 @@ def parse_chat_request(body: Any, temperature: float, template_arguments: Mappin
 
     temperature, template_arguments: those of the recipe, the only ones that are accepted.
     """
-    if not isinstance(body, dict) or not isinstance(body.get("messages"), list) or not body["messages"]:
-        raise Refused(400, "messages: expected a list of messages")
-    if len(body["messages"]) > MOST_MESSAGES:
-        raise Refused(400, f"messages: at most {MOST_MESSAGES}, since each is rendered with all before it")
-    for name, value in body.items():
-        neutral = value is None or any(value == accepted and name in fields for accepted, fields in NEUTRAL)
-        if not neutral and name not in HONOURED | HARMLESS:
-            why = "leave it out, because the recipe says how responses are sampled"
-            raise Refused(400, f"{name[:60]} = {shown(value)} is not accepted: {why}")
-    if body.get("temperature") not in (None, temperature):
-        raise Refused(
-            400,
-            f"temperature = {shown(body['temperature'])}, but the recipe has rollout.temperature = {temperature}: "
-            "leave it out",
-        )
-    arguments = body.get("chat_template_kwargs") or {}
-    if not isinstance(arguments, dict) or not all(template_arguments.get(k, _NONE) == v for k, v in arguments.items()):
-        raise Refused(400, f"chat_template_kwargs = {shown(arguments)}: set them in [data] template_arguments")
-    limits = {name: body[name] for name in ("max_tokens", "max_completion_tokens") if body.get(name) is not None}
-    for name, limit in limits.items():
-        if type(limit) is not int or limit < 1:
-            raise Refused(400, f"{name} = {shown(limit)}: expected an integer of at least 1")
-    for name in ("stream", "logprobs", "return_token_ids"):
-        if not isinstance(body.get(name), bool | None):
-            raise Refused(400, f"{name}: expected true or false")
-    options = body.get("stream_options") or {}
-    if not isinstance(options, dict) or (options and not body.get("stream")):
-        raise Refused(400, "stream_options: expected an object, together with stream = true")
-    for name, value in options.items():
-        if value not in ((True, False, None) if name in STREAM_OPTIONS else (False, None)):
-            raise Refused(400, f"stream_options: {name[:60]} = {shown(value)} is not accepted")
-    messages, tools = _in_order([_message(one) for one in body["messages"]]), _tools(body.get("tools"))
-    return ChatRequest(messages, tools, min(limits.values(), default=None))
+    neutral = (*NEUTRAL, (temperature, ("temperature",)))
 
+    def is_done_anyway(name: str, value: Any) -> bool:
+        if name == "chat_template_kwargs" and isinstance(value, dict):
+            return value.items() <= template_arguments.items()
+        return value is None or name in HARMLESS or any(value == done and name in names for done, names in neutral)
 
-def _tools(given: Any) -> list[Any] | None:
-    """The functions that the model may call, as the chat template gets them; None without any."""
-    if not given:
-        return None
-    if not isinstance(given, list):
-        raise Refused(400, "tools: expected a list")
-    for tool in given:
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise Refused(400, f'tools: {shown(tool)} is not {{"type": "function", "function": {{"name": ...}}}}')
-        if function.get("strict"):
-            raise Refused(
-                400, "tools: strict = true is not accepted, because the recipe says how responses are sampled"
-            )
-    return given
-
-
-def _message(given: Any) -> Message:
-    """A message with role, content as text, tool calls, tool_call_id and name; nothing else may be in it."""
-    if not isinstance(given, dict) or not isinstance(given.get("role"), str):
-        raise Refused(400, "messages: expected objects with role and content")
-    message: Message = {"role": given["role"], "content": _content(given)}
-    for name, value in given.items():
-        if name in message or value in (None, [], ""):
-            continue
-        if name == "tool_calls":
-            if not isinstance(value, list) or given["role"] != "assistant":
-                raise Refused(400, "messages: tool_calls must be a list in a message of the assistant")
-            message[name] = [_call(call) for call in value]
-        elif name in ("tool_call_id", "name") and isinstance(value, str):
-            message[name] = value
-        else:
-            raise Refused(400, f"messages: {name[:60]} = {shown(value)} of a message is not accepted")
-    return message
-
-
-def _content(message: Message) -> str:
-    content = message.get("content")
-    if content is None and message["role"] == "assistant":
-        return ""  # tool calls alone
-    if isinstance(content, list) and content:
-        for part in content:
-            text = part.get("text") if isinstance(part, dict) and part.keys() <= {"type", "text"} else None
-            if not isinstance(text, str) or part.get("type") != "text":
-                raise Refused(400, "messages: all parts of content must be text")
-        content = "".join(part["text"] for part in content)
-    if not isinstance(content, str):
-        raise Refused(400, f"messages: content of a message of {message['role'][:60]!r} must be text")
-    return content
-
-
-def _call(call: Any) -> dict[str, Any]:
     try:
-        function = call["function"]
-        found = {"id": call["id"], "type": "function", "function": {k: function[k] for k in ("name", "arguments")}}
-    except (TypeError, KeyError) as error:
-        raise Refused(400, f"messages: a tool call lacks {error}") from error
-    if call.get("type", "function") != "function" or not all(isinstance(v, str) for v in found["function"].values()):
-        raise Refused(400, "messages: a tool call needs a function whose name and arguments are texts")
-    return found
-
-
-def _in_order(messages: list[Message]) -> list[Message]:
-    """The messages with the results of an answer's calls in the order of the calls.
-
-    Most templates show no ids, so that the model tells results apart by their order; clients may send them in any.
-    """
-    found: list[Message] = []
-    calls, first = list[str](), 0  # the ids of the calls of the last answer, and where its results begin
-    for message in messages:
-        found.append(message)
-        if message["role"] != "tool":
-            calls, first = [call["id"] for call in message.get("tool_calls", ())], len(found)
-        elif calls and (name := message.get("tool_call_id")) is not None:
-            if name not in calls:
-                raise Refused(400, f"messages: tool_call_id = {shown(name)} names no call of the answer before it")
-            if all("tool_call_id" in one for one in found[first:]):
-                found[first:] = sorted(found[first:], key=lambda one: calls.index(one["tool_call_id"]))
-    return found
+        asked = {k: v for k, v in body.items() if not is_done_anyway(k, v)} if isinstance(body, dict) else body
+        found = _Request.model_validate(asked)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ": ".join(map(str, first["loc"]))[:100]
+        why = "docs/stages.md says which fields are accepted; the recipe says how responses are sampled"
+        raise Refused(400, f"{place} = {shown(first['input'])}: {first['msg']}. {why}") from error
+    messages = [message.model_dump(exclude_none=True) for message in found.messages]
+    limits = [limit for limit in (found.max_tokens, found.max_completion_tokens) if limit is not None]
+    return ChatRequest(messages, asked.get("tools") or None, min(limits, default=None))
 
 
 def new_tokens(renderer: Renderer, request: ChatRequest, after: int | None, where: str) -> list[int]:
     """The tokens of all messages that follow the model's message with index ``after``; None: before its first turn.
 
-    `Refused` unless the template shows every new message, and tools: rendered with others they give other tokens.
-    where: names the conversation in errors.
+    `Refused` for messages that the template does not accept, and for tools that it does not show. where: names the
+    conversation in errors.
     """
-    found = _render(renderer, request.messages, request.tools, after, where)
-    short = [message | {"content": "1"} for message in request.messages]
-
-    def tokens(changed: dict[int, Message], tools: list[Any] | None) -> list[int]:
-        return _render(renderer, [changed.get(n, one) for n, one in enumerate(short)], tools, after, where)
-
-    whole = tokens({}, request.tools)
-    if after is None and request.tools and tokens({}, None) == whole:
-        raise Refused(400, "tools: the chat template does not show them")
-    for number in range(0 if after is None else after + 1, len(short)):
-        own = short[number]
-        # other names tell who speaks; a tool's says nothing that the place of its result does not
-        fields = {"content", "tool_calls", "name"} if own["role"] != "tool" else {"content"}
-        for field in sorted(fields & own.keys()):
-            other = own | {"content": "1 1 1"} if field == "content" else {k: own[k] for k in own.keys() - {field}}
-            if tokens({number: other}, request.tools) == whole:
-                role = own["role"][:60]
-                raise Refused(400, f"messages: the chat template does not show {field} of a message of {role!r}")
-    return found
-
-
-def _render(renderer: Renderer, messages: list[Message], tools: Any, after: int | None, where: str) -> list[int]:
+    messages = [_parsed(message) for message in request.messages]
     try:
-        return renderer.chat([_parsed(message) for message in messages], tools, after, where)
+        found = renderer.chat(messages, request.tools, after, where)
+        hidden = after is None and request.tools and renderer.chat(messages, None, after, where) == found
     except UserError as error:
         raise Refused(400, str(error)) from error
+    if hidden:
+        raise Refused(400, "tools: the chat template does not show them")
+    return found
 
 
 def _parsed(message: Message) -> Message:

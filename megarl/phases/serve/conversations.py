@@ -6,7 +6,6 @@ the stage. Agents choose the names of groups and conversations.
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,17 +29,6 @@ from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import Completion, continuation_seed, response_seed
 from megarl.storage.rollouts import Group, Response
 
-NAME = re.compile(r"[A-Za-z0-9_.:@+-]{1,200}")
-
-
-@dataclass(frozen=True)
-class LastAnswer:
-    """The last answer of a conversation, kept for a client that lost its connection and asks for it again."""
-
-    message: Message
-    completion: Completion
-    prompt: list[int]  # all tokens before the answer
-
 
 @dataclass
 class Conversation:
@@ -58,7 +46,7 @@ class Conversation:
     finish_reason: str = ""  # of the last turn; "" before the first one
     busy: bool = False  # a turn is being generated
     rewarded: Response | None = None  # the finished response, once it has its reward
-    last: LastAnswer | None = None
+    last: Turn | None = None  # with its answer, for a client that lost its connection and asks for it again
 
     def add(self, tokens: list[int], logprobs: list[float] | None = None) -> None:
         """Append tokens that the policy sampled; without ``logprobs`` those of tools or users, not trained."""
@@ -83,19 +71,17 @@ class Conversation:
 
 @dataclass
 class Turn:
-    """A turn that the engine must generate."""
+    """A turn that the engine must generate, and then its answer."""
 
     conversation: Conversation
     request: ChatRequest
     context: list[int]  # tokens of tools and users since the last answer; none in the first turn
+    prompt: list[int]  # all tokens before the answer
     limit: int  # most tokens of the answer
     seed: int
     discarded: int = 0  # faulty answers of the engine that were thrown away
-
-    @property
-    def prompt(self) -> list[int]:
-        """All tokens before the answer."""
-        return [*self.conversation.prompt, *self.conversation.tokens, *self.context]
+    answer: Message | None = None
+    completion: Completion | None = None
 
 
 @dataclass
@@ -128,7 +114,7 @@ class Conversations:
         stored: dict[str, int],
         banned: frozenset[tuple[int, ...]],
     ) -> None:
-        self._recipe, self._numbers, self._renderer, self.decode = recipe, numbers, renderer, decode
+        self._recipe, self._numbers, self._renderer, self._decode = recipe, numbers, renderer, decode
         self._version, self._store, self._banned = version, store, banned
         self._groups = {name: _Group(number, stored=True) for name, number in stored.items()}
         self._missing = len(numbers) - len(stored)  # number of groups that are not stored yet
@@ -139,10 +125,10 @@ class Conversations:
         """Whether every group of the stage is stored."""
         return not self._missing
 
-    def begin(self, group: str, name: str, body: Any) -> Turn | LastAnswer:
+    def begin(self, group: str, name: str, body: Any) -> Turn:
         """Begin to handle a request for a chat completion.
 
-        Returns the turn to generate, for which `end` must be called, or the answer if the request repeats the last one.
+        Returns the turn to generate, for which `end` must be called, or the last one if the request repeats it.
         """
         recipe = self._recipe
         request = parse_chat_request(body, recipe.rollout.temperature, recipe.data.template_arguments)
@@ -193,14 +179,15 @@ class Conversations:
                 "posting its reward",
             )
         seed = continuation_seed(seed, len(conversation.tokens) + len(context))
-        return Turn(conversation, request, context, min(left, request.max_tokens or left), seed)
+        prompt = [*conversation.prompt, *conversation.tokens, *context]
+        return Turn(conversation, request, context, prompt, min(left, request.max_tokens or left), seed)
 
-    def end(self, turn: Turn, completion: Completion | None) -> LastAnswer:
-        """Record the engine's answer to a turn and return it.
+    def end(self, turn: Turn, completion: Completion | None) -> None:
+        """Record the engine's answer to a turn.
 
         Raises `Refused`, and leaves the conversation as it was, if the engine was interrupted: ``completion`` is None.
         """
-        conversation, prompt = turn.conversation, turn.prompt
+        conversation = turn.conversation
         with self._lock:
             conversation.busy = False
             if completion is None:
@@ -210,17 +197,20 @@ class Conversations:
             conversation.add(turn.context)
             conversation.add(tokens, completion.logprobs.tolist())
             conversation.finish_reason = completion.finish_reason
-            thinks = self.decode(prompt[-8:]).rstrip().endswith(THOUGHTS[0])
-            message = answer(self.decode(tokens), turn.request.tools, thinks)
-            conversation.messages, conversation.tools = [*turn.request.messages, message], turn.request.tools
-            conversation.last = LastAnswer(message, completion, prompt)
-            return conversation.last
+            thinks = self._decode(turn.prompt[-8:]).rstrip().endswith(THOUGHTS[0])
+            turn.answer, turn.completion = answer(self._decode(tokens), turn.request.tools, thinks), completion
+            conversation.messages, conversation.tools = [*turn.request.messages, turn.answer], turn.request.tools
+            conversation.last = turn
 
     def reward(self, group: str, name: str, body: Any) -> None:
         """Record the reward of a conversation, which ends it; with the last reward of a group, store the group."""
-        reward, correct = _number(body, "reward"), _number(body, "correct", optional=True)
-        if reward is None or correct not in (None, 0.0, 1.0) or not body.keys() <= {"reward", "correct"}:
+        known = isinstance(body, dict) and {"reward"} <= body.keys() <= {"reward", "correct"}
+        if not known or (correct := body.get("correct")) not in (None, 0, 1):
             raise Refused(400, 'expected {"reward": NUMBER}, optionally with "correct": 0 or 1')
+        try:
+            reward = bounded(body["reward"])
+        except ValueError as error:
+            raise Refused(400, f"reward {error}") from error
         with self._lock:
             if group in self._groups and self._groups[group].rewards.get(name) == reward:
                 return  # the client repeats a request, and the group is stored already
@@ -229,7 +219,7 @@ class Conversations:
                 raise Refused(404, f"conversation {name!r} does not exist or has no answer of the model yet")
             if conversation.busy:
                 raise Refused(409, f"conversation {name!r} is being answered")
-            given = conversation.response(reward, correct, self._version)
+            given = conversation.response(reward, correct if correct is None else float(correct), self._version)
             if conversation.rewarded is not None and conversation.rewarded.reward != reward:
                 raise Refused(409, f"conversation {name!r} already has reward {conversation.rewarded.reward:g}")
             conversation.rewarded = given
@@ -263,10 +253,7 @@ class Conversations:
             }
 
     def _find(self, group: str, name: str) -> Conversation | None:
-        """The conversation, None if there is none yet; `Refused` if a name is invalid or the group is stored."""
-        for text in (group, name):
-            if not NAME.fullmatch(text):
-                raise Refused(400, f"{text[:60]!r} is not a valid name: use up to 200 letters, digits and _ . : @ + -")
+        """The conversation, None if there is none yet; `Refused` if the group is stored."""
         found = self._groups.get(group)
         if found is not None and found.stored:
             raise Refused(409, f"group {group!r} is complete and stored: use the name of another group")
@@ -317,13 +304,3 @@ class Conversations:
             group.rewards = {name: one.rewarded.reward for name, one in group.conversations.items() if one.rewarded}
             group.stored, group.conversations = True, {}
             self._missing -= 1
-
-
-def _number(body: Any, name: str, optional: bool = False) -> float | None:
-    value = body.get(name) if isinstance(body, dict) else None
-    if value is None and optional:
-        return None
-    try:
-        return bounded(value)
-    except ValueError as error:
-        raise Refused(400, f"{name} {error}") from error

@@ -237,7 +237,7 @@ def test_requests_that_would_change_what_is_trained_are_refused(guarded):
         assert guarded.reward("a", "x", wrong) == 400
     assert guarded.send("GET", "/state").json()["open"] == {"a": {"x": "rewarded"}}
     refuse(409, "begin it anew", "b", "x", asked, first, asked)
-    refuse(400, "must be a list", "b", "x", asked | {"tool_calls": 5})
+    refuse(400, "valid list", "b", "x", asked | {"tool_calls": 5})
     refuse(400, "held out for evaluation", "h", "x", heldout)
     guarded.ask("h", "x", asked)  # the name is free for another prompt
 

@@ -8,7 +8,7 @@ from megarl.data.templates import Renderer
 from megarl.data.tokenizer import load_tokenizer
 from megarl.phases.serve.chat import decoder
 from megarl.phases.serve.conversations import Conversations
-from megarl.phases.serve.server import serving
+from megarl.phases.serve.phase import serving
 from megarl.recipe.load import load_recipe
 from megarl.rollout.builtin import BuiltinEngine
 from megarl.rollout.engine import Request, Sampling, answers
@@ -26,13 +26,12 @@ class Server:
         tokenizer = load_tokenizer(settings.model.path)
         renderer, store = Renderer(settings.data, tokenizer), lambda name, group: None
         conversations = Conversations(settings, range(40), renderer, decoder(tokenizer), 0, store, {}, frozenset())
-        self.engine, self.answered = None if ask else BuiltinEngine(settings.model.path, 0), []
+        self.engine = None if ask else BuiltinEngine(settings.model.path, 0)
         self.context = serving(0, conversations, ask or self.answer, KEY, "m")
         self.http = httpx.Client(trust_env=False, timeout=60, headers={"Authorization": f"Bearer {KEY}"})
 
     def answer(self, turn):
         (found,) = answers(self.engine, Request([turn.prompt], Sampling(1.0, turn.limit, 1, (1,), (turn.seed,))))
-        self.answered.append((turn.prompt, found))
         return found
 
     def __enter__(self):

@@ -32,7 +32,7 @@ def test_a_faulty_answer_is_generated_again_with_another_seed(recipe):
         return [(to, nan(one) if before + n < 2 else one) for n, (to, one) in enumerate(ended)]
 
     worker.engine.step = damaged
-    turn = Turn(Conversation(0, [3, 4]), ChatRequest([], None, None), [], 6, 5)
+    turn = Turn(Conversation(0, [3, 4]), ChatRequest([], None, None), [], [3, 4], 6, 5)
     queue = TurnQueue(worker, lambda: bool(answers))
     asking = threading.Thread(target=lambda: answers.append(queue.ask(turn)), daemon=True)
     asking.start()

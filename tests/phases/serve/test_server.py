@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from megarl.phases.serve import server as server_module
+from megarl.phases.serve import phase
 from tests.phases.serve.conftest import Server
 
 
@@ -18,7 +18,7 @@ def running(settings):
 
 
 def test_an_idle_connection_without_a_key_is_closed(running, monkeypatch):
-    monkeypatch.setattr(server_module._Handler, "timeout", 0.5)
+    monkeypatch.setattr(phase._Handler, "timeout", 0.5)
     with socket.create_connection(("127.0.0.1", running.port), timeout=60) as idle:
         idle.sendall(b"GET /state HTTP/1.1\r\n")
         assert idle.recv(1) == b""
