@@ -8,7 +8,6 @@ between two policy versions.
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -16,8 +15,6 @@ import numpy as np
 from megarl.advantages import zero_variance
 from megarl.distributed import ReplicaGroup
 from megarl.storage.rollouts import Group, RolloutStore
-
-POLL_SECONDS = 0.2  # between two reads of other replicas' messages while responses are being decoded
 
 
 class Choice:
@@ -69,7 +66,6 @@ class Candidates:
         self._choice = Choice(candidates, wanted)
         self.chooses = wanted < len(candidates)
         self._read = 0  # number of messages read
-        self._next_poll = 0.0
 
     def publish_stored(self, store: RolloutStore) -> None:
         """Publish the groups that an earlier attempt at the phase stored."""
@@ -103,11 +99,8 @@ class Candidates:
 
     def are_enough(self) -> bool:
         """Whether the choice is final, so that generation can end early. Cheap enough for every decoding step."""
-        if not self.chooses or time.monotonic() < self._next_poll:
-            return False
-        self._next_poll = time.monotonic() + POLL_SECONDS
         self._poll()
-        return self._choice.is_final
+        return self.chooses and self._choice.is_final
 
     def chosen(self) -> list[int] | None:
         """The ids of the groups to train, None for all of them. Call it when all replicas have finished."""

@@ -73,24 +73,22 @@ def write_policy(actor: Actor, stage: Stage, updates: int, target: Path) -> Poli
 
 
 class Exporter:
-    """Exports the policies of ``stage`` from an actor that has already made the first ``done`` updates of it.
+    """Exports the policies of ``stage`` from an actor.
 
     The reference text is from the stage's first update: prompts with their responses. The stage's own policy scores it
     before that update, so that each export can also give the log-probs of the policy before it, on the same text.
     """
 
-    def __init__(self, actor: Actor, stage: Stage, done: int) -> None:
-        self.actor, self.stage, self._done = actor, stage, done
+    def __init__(self, actor: Actor, stage: Stage) -> None:
+        self.actor, self.stage = actor, stage
         self._budget = stage.run.recipe.actor.tokens_per_micro_batch
         # only rank 0 reads: other nodes may see an older state of a shared file system
         found = [read_reference(stage.directory) if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(found)
         self._reference = found[0]
-        # without a stored reference the stage's own policy, which is gone after updates, can no longer score the text
-        self._lacks_own_scores = self._reference is None and done > 0
 
     def observe(self, groups: list[Group]) -> None:
-        """Take the reference text from ``groups``, which are about to be trained, unless there is one. Collective."""
+        """Take the reference text from the groups of the stage's first update, unless there is one. Collective."""
         if self._reference is not None:
             return
         table, data = self.stage.run.recipe.rollout, self.stage.run.recipe.data
@@ -101,13 +99,11 @@ class Exporter:
             return
         model = self.actor.models[0]
         precision, experts = hf.precision(model, self.stage.run.base), model.config.num_moe_experts is not None
-        self._reference = Reference(text, self._score(text), precision, experts=experts)
-        if self._done == 0:  # else these are the weights of a policy in the middle of the stage, not of an exported one
-            stored = _stored(text, chosen, self.stage.first_update) if table.temperature == 1 else None
-            self._reference = replace(self._reference, stored=stored)
-            if dist.get_rank() == 0:
-                make_directory(self.stage.directory)
-                write_reference(self.stage.directory, self._reference)
+        stored = _stored(text, chosen, self.stage.first_update) if table.temperature == 1 else None
+        self._reference = Reference(text, self._score(text), precision, stored=stored, experts=experts)
+        if dist.get_rank() == 0:
+            make_directory(self.stage.directory)
+            write_reference(self.stage.directory, self._reference)
 
     def export(self, version: int, target: Path) -> None:
         """Export the policy after ``version`` updates of the run, with its reference, to ``target``. Collective."""
@@ -136,7 +132,7 @@ class Exporter:
             found = read_reference(run.version(earlier))
             if found is not None and found.sequences == current.sequences:
                 return replace(current, previous=found.logprobs, stored=None)
-        return replace(current, previous=None if self._lacks_own_scores else current.logprobs)
+        return replace(current, previous=current.logprobs)
 
 
 def _stored(text: list[list[int]], chosen: list[tuple[Group, Response]], version: int) -> list[np.ndarray]:

@@ -12,7 +12,7 @@ from megarl.errors import UserError
 from megarl.foreign import quoted
 from megarl.phases.export import Exporter
 from megarl.phases.stop import StopRequest
-from megarl.phases.updates import build_actor, check_rollouts, find_start, make_updates
+from megarl.phases.updates import build_actor, find_start, make_updates
 from megarl.storage.files import appears
 from megarl.storage.ledger import SEALED
 from megarl.storage.rollouts import Group, RolloutStore
@@ -29,10 +29,8 @@ def optimize(stage: Stage) -> None:
         raise UserError(f"{stage.rollouts} is not sealed: run `{command}` first")
     device = parallel.initialize(stage.run.recipe)
     start, store = find_start(stage, "optimize"), RolloutStore(stage.rollouts)
-    if start.done:
-        check_rollouts(store)
     actor = build_actor(stage, device, start)
-    exporter = Exporter(actor, stage, start.done)
+    exporter = Exporter(actor, stage)
     batches = SealedBatches(stage, store, exporter)
     if dist.get_rank() == 0:
         stage.run.remove_versions_after(stage.first_update + start.done)

@@ -40,7 +40,7 @@ from megarl.storage.checkpoints import checkpoints, read_manifest, read_metrics,
 from megarl.storage.files import appears
 from megarl.storage.metrics import NOTHING, MetricsWriter, Position
 from megarl.storage.metrics.summary import ages, by_columns, summary
-from megarl.storage.rollouts import Group, RolloutStore
+from megarl.storage.rollouts import Group
 from megarl.storage.run_dir import RunDir, Stage
 
 # of one update: its groups, the metrics of their age and of the wait for them, its samples, this rank's micro-batches
@@ -323,24 +323,6 @@ def _end_of(stage: Stage) -> Path:
         f"{found}. Restore it from a copy; or delete it, {stage.next.policy} and {stage.next.checkpoints}, and start "
         f"the run again: stage {stage.number} is then optimized again from its newest remaining checkpoint"
     )
-
-
-def check_rollouts(store: RolloutStore) -> None:
-    """`UserError` if a shard is damaged. Each rank verifies its share. Collective.
-
-    For a resumed stage: the remaining updates do not read the shards of those that are made.
-    """
-    damage = None
-    try:
-        for entry in store.entries[dist.get_rank() :: dist.get_world_size()]:
-            beat("verification", entry.shard)
-            store.verify(entry)
-    except UserError as error:
-        damage = str(error)
-    everyone: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, damage)
-    if found := next(filter(None, everyone), None):
-        raise UserError(found)
 
 
 def _objective(run: RunDir) -> Objective:

@@ -19,7 +19,6 @@ from megarl.phases.live.state import LiveState
 from megarl.phases.rollout_worker import RolloutWorker, with_policy
 from megarl.phases.stop import StopRequest
 from megarl.rollout.engine import visible_gpus
-from megarl.storage.checkpoints import checkpoints
 from megarl.storage.files import appears, make_directory
 from megarl.storage.rollouts import RolloutStore, RolloutWriter, seal
 from megarl.storage.run_dir import Stage
@@ -42,7 +41,6 @@ def serve(stage: Stage, role: Role) -> None:
                 choice.publish_stored(store)
             found = [group for choice in choices for group in choice.missing(store)]
         if missing := replicas.from_first("missing", found):
-            check_untrained(stage, missing)
             leave_trainers_devices(stage)
             LiveRolloutWorker(stage, replicas, state, stop, choices).work(missing)
         if stop.asked:
@@ -70,19 +68,6 @@ def _chosen(stage: Stage, choices: list[Candidates]) -> list[int] | None:
     return chosen or None
 
 
-def check_untrained(stage: Stage, missing: Sequence[int]) -> None:
-    """`UserError` if groups are missing that were trained already: the versions that may generate them are gone."""
-    done = max((updates for updates, _ in checkpoints(stage.checkpoints)), default=0)
-    if stage.is_trained():
-        done = stage.run.recipe.schedule.updates_per_stage
-    if lost := [group for group in missing if stage.run.recipe.updates_of_group(group)[0] < stage.first_update + done]:
-        raise UserError(
-            f"{stage.rollouts} lacks {len(lost)} groups that updates of the stage have trained (the first is "
-            f"{lost[0]}), and the policies that generated them are gone: restore them from a copy, or use another "
-            "--run-dir"
-        )
-
-
 def leave_trainers_devices(stage: Stage) -> None:
     """Hide the trainers' GPUs from this process, which then sees only those of the rollout workers."""
     recipe, table = stage.run.recipe, stage.rollout
@@ -103,7 +88,6 @@ class LiveRolloutWorker:
         self.rule = self.schedule.lag_rule
         self.seconds = dict.fromkeys(("idle_seconds", "load_seconds", "generate_seconds"), 0.0)  # so far
         self.start = time.perf_counter()
-        self.fresh = not any(stage.checkpoints.glob("update_*"))  # trainers start with the stage's first version
         self.worker: RolloutWorker | None = None
         self.loaded = -1  # the version that the engine has; -1: none
         self.todo: list[Sequence[int]] = []  # all chunks of the stage, the same on all replicas
@@ -174,10 +158,7 @@ class LiveRolloutWorker:
     def _newest(self) -> int | None:
         if self.schedule.colocate and not self.state.turns_begun():
             return None
-        newest = self.state.newest()
-        if newest is None and self.fresh:  # trainers may still be starting, but they start from this version
-            return self.stage.first_update
-        return newest
+        return self.state.newest()
 
     def _next_version(self) -> int | None:
         """The version to generate with next; unfinished responses are continued with the newest one."""
@@ -228,8 +209,8 @@ class LiveRolloutWorker:
         self.state.announce(self.replicas.rank, version)
         if not appears(path):
             raise UserError(
-                f"{path}, the policy that must generate the next groups, does not exist: all nodes must share the run "
-                "directory"
+                f"{path}, the policy that must generate the next groups, does not exist: either updates have trained "
+                "these groups, and it was removed, or the nodes do not share the run directory"
             )
         place = {"phase": "live", "version": version}
         self.worker = with_policy(self.worker, self.stage, path, self.replicas, place)

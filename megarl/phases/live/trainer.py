@@ -13,14 +13,13 @@ import torch.distributed as dist
 
 from megarl.actor import parallel
 from megarl.distributed import Role
-from megarl.errors import UserError
 from megarl.heartbeats import WAITS, beat
 from megarl.phases.candidates import Choice, add_stored
 from megarl.phases.export import Exporter
 from megarl.phases.live.service import serve
 from megarl.phases.live.state import NO_VERSION, Decision, LiveState
 from megarl.phases.stop import StopRequest
-from megarl.phases.updates import build_actor, check_rollouts, find_start, make_updates
+from megarl.phases.updates import build_actor, find_start, make_updates
 from megarl.storage.files import make_directory
 from megarl.storage.rollouts import Group, RolloutStore
 from megarl.storage.run_dir import Stage
@@ -60,11 +59,9 @@ def train(stage: Stage, role: Role, workers: int) -> None:
         state.begin_turns()
     else:
         start = find_start(stage, "live")
-        if start.done:
-            check_rollouts(RolloutStore(stage.rollouts, one_policy=False))
         publisher.continue_after(start.done)
         actor = build_actor(stage, device, start)
-        exporter = Exporter(actor, stage, start.done)
+        exporter = Exporter(actor, stage)
         publisher.trained(exporter, start.done)
         release(device)
         dist.barrier()
@@ -126,10 +123,7 @@ class Publisher:
 
 
 class LiveBatches:
-    """The groups of a stage as engines store them; implements `megarl.phases.updates.Batches`.
-
-    It refuses groups with tokens that are older than the schedule allows.
-    """
+    """The groups of a stage as engines store them; implements `megarl.phases.updates.Batches`."""
 
     def __init__(self, actor: Actor, publisher: Publisher, exporter: Exporter, stop: StopRequest) -> None:
         self.actor, self.publisher, self.exporter, self.stop = actor, publisher, exporter, stop
@@ -160,7 +154,6 @@ class LiveBatches:
             decision = self._decision(update)
         beat("update", f"update {self.stage.first_update + update + 1}")
         groups = self.store.read(self._groups(update))
-        self._check_lags(self.stage.first_update + update, groups)
         self.idle_seconds += time.perf_counter() - start
         return groups
 
@@ -207,18 +200,6 @@ class LiveBatches:
         if decision == "wait" and self.schedule.colocate and rest and self.state.given(update) == dist.get_world_size():
             self.state.next_round()
         return decision
-
-    def _check_lags(self, batch: int, groups: list[Group]) -> None:
-        largest = self.schedule.lag_rule.max_lag
-        for group in groups:
-            for response in group.responses:
-                oldest, newest = int(response.versions.min()), int(response.versions.max())
-                if batch - oldest > largest or newest > batch:
-                    raise UserError(
-                        f"group {group.group_id} has tokens of policy versions {oldest} to {newest}, but update "
-                        f"{batch + 1} may train versions {max(0, batch - largest)} to {batch} (max_lag = {largest}): "
-                        f"{self.store.directory} was generated with another schedule"
-                    )
 
     def trained(self, updates: int) -> None:
         self.publisher.trained(self.exporter, updates)

@@ -4,18 +4,15 @@ import threading
 import time
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
-from megarl.errors import UserError
 from megarl.phases.live import trainer
 from megarl.phases.live.service import LiveRolloutWorker
 from megarl.phases.live.state import LiveState
 from megarl.phases.live.trainer import LiveBatches, Publisher
 from megarl.recipe.load import load_recipe
-from megarl.storage.rollouts import Group, Response, RolloutWriter
 from megarl.storage.run_dir import RunDir
 
 LOCAL = threading.local()
@@ -41,7 +38,7 @@ class Trainers:
         batches.state, batches.stop = state, SimpleNamespace(asked=False)
         batches.schedule, batches.stage = SimpleNamespace(colocate=colocate), SimpleNamespace(first_update=0)
         batches.store, batches.idle_seconds = SimpleNamespace(read=lambda groups: ["a group"]), 0.0
-        batches._missing, batches._groups, batches._check_lags = self.missing, lambda update: [0], lambda *_: None
+        batches._missing, batches._groups = self.missing, lambda update: [0]
         return batches
 
     def missing(self, update):
@@ -100,8 +97,7 @@ def test_engines_on_shared_devices_start_after_the_trainers(colocate):
     """An engine measures the free memory when it starts."""
     state = LiveState(dist.HashStore(), 1)
     worker = object.__new__(LiveRolloutWorker)
-    worker.schedule, worker.state, worker.fresh = SimpleNamespace(colocate=colocate), state, True
-    worker.stage = SimpleNamespace(first_update=8)
+    worker.schedule, worker.state = SimpleNamespace(colocate=colocate), state
     state.publish(10)  # which trainers do before they load the model
     assert worker._newest() == (None if colocate else 10)
     state.begin_turns()
@@ -134,20 +130,6 @@ def publisher(recipe, tmp_path, monkeypatch):
     settings = ["kind=live", "sync_every=2", "max_lag=2", "prompts_per_update=1"]
     changed = [*(f"schedule.{setting}" for setting in settings), "eval.every=0", "eval.every_updates=4"]
     return Publisher(RunDir(tmp_path, load_recipe(recipe, changed)).stage(0), LiveState(dist.HashStore(), 1))
-
-
-def test_groups_of_versions_that_the_schedule_does_not_allow_are_refused(publisher):
-    batches = LiveBatches(None, publisher, None, SimpleNamespace(asked=False))
-    with RolloutWriter(publisher.stage.rollouts, weights_hash=None, logprob_mode="processed") as writer:
-        for number, versions in enumerate(([1], [1], [0, 2], [0, 2])):
-            tokens, of_tokens = np.arange(len(versions), dtype=np.int32), np.array(versions, np.int32)
-            response = Response(tokens, -np.ones(len(tokens), np.float32), 0.0, "stop", versions[0], of_tokens)
-            writer.append([Group(number, np.array([3], np.int32), (response,))], "a" * 64)
-    assert [batches.read(update)[0].group_id for update in (1, 2)] == [1, 2]
-    with pytest.raises(UserError, match="group 3 has .* versions 0 to 2, but update 4 may train versions 1 to 3"):
-        batches.read(3)
-    with pytest.raises(UserError, match="group 0 has .* versions 1 to 1, but update 1 may train versions 0 to 0"):
-        batches.read(0)
 
 
 def test_versions_are_removed_once_no_engine_needs_them_and_they_are_evaluated(publisher):
