@@ -141,7 +141,7 @@ def measure(recipe: Recipe, run: RunDir) -> dict[str, float]:
         seconds[name] += time.process_time() - start
         return result
 
-    worker = RolloutWorker.build(recipe, 0, run.stage(0).policy)
+    worker = RolloutWorker(recipe, 0, run.stage(0).policy)
     plain = PlainLoop(recipe, worker)
     objective = build_objective(recipe.objective.name, recipe.objective.fields)
     actor = step.Actor.build(recipe, run.stage(0).policy, torch.device("cpu"))

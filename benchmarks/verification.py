@@ -141,7 +141,7 @@ def main() -> None:
         scorers = {"countdown": countdown.scorer}
         scored = TimedPool(VerifierPool(lambda: ReasoningGym(scorers), limits), question)
         copy_policy(model, model, policy)
-        worker = RolloutWorker.build(recipe, 0, policy)
+        worker = RolloutWorker(recipe, 0, policy)
     worker.tokenizer, worker.stop_token_ids = Solutions(), ()
     same = InProcess(Math(RewardTable(kind="math")))
     ways = {"unverified": InProcess(None), "math": pool, "countdown": scored, "math, same process": same}

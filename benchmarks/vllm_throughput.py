@@ -105,7 +105,7 @@ def timed(run: Callable[[], int]) -> tuple[int, float, float]:
 def take_turns(recipe: Recipe, policy: Path, size: int, turns: int, scratch: Path) -> list[dict[str, Any]]:
     from vllm import LLM
 
-    worker = RolloutWorker.build(recipe, 0, policy)
+    worker = RolloutWorker(recipe, 0, policy)
     engine = worker.engine
     assert isinstance(engine, VllmEngine)
     engine.sleep()

@@ -24,8 +24,8 @@ _WIDTHS = {"kept": 6, "clipped": 8, "vetoed": 7, "masked": 7, "norm": 12, "to fr
 
 
 def what_if(run_dir: Path, number: int, updates: Sequence[int], batches: int) -> list[dict[str, Any]]:
-    """A record for each policy of stage ``number``, stored batch and objective: see
-    `megarl.phases.what_if.Comparison`. The run itself is not changed.
+    """A record for each policy of stage ``number``, stored batch and objective: see `megarl.phases.what_if`. The run
+    itself is not changed.
 
     updates: which policies, by the number of updates of the run that they have had, as in the records; empty: all that
     exist.

@@ -186,7 +186,7 @@ class _Evaluation:
         """(prompt, first response) as text, for the first prompts."""
         decode = self.worker.tokenizer.decode
         for group in itertools.islice(self.place.read(self.version), SHOWN):
-            yield decode(group.prompt_tokens), decode(group.responses[0].tokens)
+            yield str(decode(group.prompt_tokens)), str(decode(group.responses[0].tokens))
 
 
 def _summary(groups: Sequence[Group], compares: bool) -> dict[str, object]:

@@ -6,11 +6,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
-import numpy as np
-
 from megarl.distributed import ReplicaGroup
 from megarl.phases.rollout_worker import RolloutWorker
-from megarl.recipe.names import GROUP_ADVANTAGES
 from megarl.recipe.schedule import cut_chunks
 from megarl.rollout.engine import Completion
 from megarl.storage.rollouts import Group
@@ -18,7 +15,6 @@ from megarl.storage.run_dir import Stage
 from megarl.storage.shards import any_unfinished
 
 EVENT_SECONDS = 30.0  # between two events about the progress; less in the first minute
-SAME_REWARDS = 32  # a warning if in each of so many groups, the first of a phase, all rewards are equal
 
 
 def missing_chunks(
@@ -72,12 +68,11 @@ class RolloutStats:
         self.start = self._logged = time.monotonic()
         self.ended = self.tokens = 0  # responses that have ended, in complete groups or not, and their new tokens
         self.groups = self.responses = 0  # complete groups and their responses
-        self.varied = 0  # groups in which rewards differ
         self.unstopped = 0  # responses that did not end with a stop token
         self.unfinished = 0  # groups that a later stage has to finish
         self.longest = 0
         self.rewards = 0.0
-        self.evaluated, self._warned = evaluated, bool(evaluated)
+        self.evaluated = evaluated
 
     def step(self, ended: Sequence[Completion], scored: Sequence[Group]) -> None:
         """Count responses that ``ended``, or were interrupted, and ``scored`` groups; log an event if one is due."""
@@ -97,27 +92,16 @@ class RolloutStats:
         if any_unfinished(group.responses):
             self.unfinished += 1
             return
-        rewards = np.array([response.reward for response in group.responses])
         self.groups += 1
         self.responses += len(lengths)
         self.longest = max(self.longest, *lengths)
         self.unstopped += sum(response.finish_reason != "stop" for response in group.responses)
-        self.rewards += float(rewards.sum())
-        self.varied += bool((rewards != rewards[0]).any())
+        self.rewards += sum(response.reward for response in group.responses)
 
     def log(self) -> None:
-        """Append an event about the progress to events.jsonl, and once a warning, if it is due."""
+        """Append an event about the progress to events.jsonl."""
         kind = "evaluation_progress" if self.evaluated else "rollout_progress"
         self.stage.log_event(kind, rank=self.rank, **self.event())
-        within_groups = self.stage.run.recipe.objective.advantage in GROUP_ADVANTAGES
-        if not self._warned and within_groups and self.groups >= SAME_REWARDS and not self.varied:
-            self._warned = True
-            warning = (
-                f"in each of the first {self.groups} groups all responses have the same reward "
-                f"({self.rewards / self.responses:.3f} on average), so no update learns from them: `megarl samples` "
-                "shows what the model answers, and the reward of each response"
-            )
-            self.stage.log_event("equal_rewards", rank=self.rank, groups=self.groups, warning=warning)
 
     def event(self) -> dict[str, Any]:
         """The fields of a `rollout_progress` or `evaluation_progress` event.

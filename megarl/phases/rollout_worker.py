@@ -6,13 +6,13 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megarl.data.prompts import Prompt, PromptSource, open_prompts
+from megarl.data.prompts import Prompt, open_prompts
 from megarl.data.tokenizer import stop_token_ids
 from megarl.distributed import ReplicaGroup
 from megarl.heartbeats import beat
@@ -27,7 +27,6 @@ from megarl.rollout.engine import (
     Completion,
     EngineFault,
     Request,
-    RolloutEngine,
     Sampling,
     discard,
     fault,
@@ -49,54 +48,33 @@ def never() -> bool:
     return False
 
 
-@dataclass
 class RolloutWorker:
     """An engine with one policy, and the verifier processes that score its responses while it generates others."""
 
-    recipe: Recipe
-    tokenizer: Any
-    prompts: PromptSource
-    scoring: Scoring
-    engine: RolloutEngine
-    stop_token_ids: tuple[int, ...]
-    weights_hash: str
-    vocabulary: int  # the model's number of tokens
-    stopped: Callable[[], bool] = never  # once True, `generate` ends, without a wait for rewards
-    unfinished: list[PendingGroup] = field(default_factory=list)  # left by an interrupted `generate`
+    discarded = 0  # responses of the engine that were thrown away, because they were faulty
     checksum: str | None = None  # of the engine's weights at their last check; None if the engine has no checksums
-    discarded: int = 0  # responses of the engine that were thrown away, because they were faulty
     other_checksum: str | None = None  # `checksum` of the previous policy, if the last `load` changed the weights
 
-    @classmethod
-    def build(cls, recipe: Recipe, stage: int, policy_dir: Path, for_training: bool = True) -> RolloutWorker:
-        """A worker with the engine that the recipe names for ``stage``.
+    def __init__(self, recipe: Recipe, stage: int, policy_dir: Path, for_training: bool = True) -> None:
+        """Start the engine that the recipe names for ``stage``.
 
         for_training: record routed experts if the recipe lets the actor replay them.
         """
         beat("engine", f"start of prompts, verifiers and engine with {policy_dir.name}")
         info = read_info(policy_dir)
-        tokenizer, prompts = open_prompts(recipe, policy_dir)
+        self.recipe, self.weights_hash = recipe, info.weights_hash
+        self.tokenizer, self.prompts = open_prompts(recipe, policy_dir)
         # forks, so it comes before the engine starts threads or CUDA
-        verifiers = VerifierPool(lambda: build_verifier(recipe, prompts), Limits.of_this_process(recipe))
+        verifiers = VerifierPool(lambda: build_verifier(recipe, self.prompts), Limits.of_this_process(recipe))
         experts = for_training and recipe.actor.trains_recorded_experts
-        engine = build_engine(recipe, stage, policy_dir, info.version, routed_experts=experts)
-        return cls(
-            recipe=recipe,
-            tokenizer=tokenizer,
-            prompts=prompts,
-            # repeated chunks must be stored in the same order, whichever response was scored first
-            scoring=Scoring(
-                verifiers,
-                recipe.reward,
-                text_of(tokenizer),
-                engine.repeats_chunks,
-                recipe.rollout.max_response_tokens,
-            ),
-            engine=engine,
-            stop_token_ids=tuple(stop_token_ids(tokenizer, policy_dir)),
-            weights_hash=info.weights_hash,
-            vocabulary=read_hf_config(policy_dir)["vocab_size"],
-        )
+        self.engine = build_engine(recipe, stage, policy_dir, info.version, routed_experts=experts)
+        # repeated chunks must be stored in the same order, whichever response was scored first
+        in_order, longest = self.engine.repeats_chunks, recipe.rollout.max_response_tokens
+        self.scoring = Scoring(verifiers, recipe.reward, text_of(self.tokenizer), in_order, longest)
+        self.stop_token_ids = tuple(stop_token_ids(self.tokenizer, policy_dir))
+        self.vocabulary: int = read_hf_config(policy_dir)["vocab_size"]  # the model's number of tokens
+        self.stopped: Callable[[], bool] = never  # once True, `generate` ends, without a wait for rewards
+        self.unfinished: list[PendingGroup] = []  # left by an interrupted `generate`
 
     def close(self) -> None:
         """Release engine and verifiers; the worker is not used again."""
@@ -220,14 +198,14 @@ def with_policy(
 ) -> RolloutWorker:
     """``worker``, or a new one, with a policy that is loaded and checked; logs a `weight_drift` event.
 
-    place: further fields of the event. for_training: as in `RolloutWorker.build`.
+    place: further fields of the event. for_training: as in `RolloutWorker`.
     """
     start, run = time.perf_counter(), stage.run
     if worker is None:
         run.check_prompts()
         # a live run removes policies while its engines run, and would leave a link to nothing
         path = policy if place["phase"] == "live" else run.under_one_path(policy, replicas.rank)
-        worker = RolloutWorker.build(run.recipe, stage.number, path, for_training)
+        worker = RolloutWorker(run.recipe, stage.number, path, for_training)
     else:
         worker.load(policy)
     drift, seconds = worker.check_drift(policy, replicas), round(time.perf_counter() - start, 3)
@@ -284,7 +262,8 @@ class _Requests:
         kept = []
         for number, completion in completions:
             group, k = self._asked.pop((number, completion.prompt, completion.sample))
-            done = sum(len(part.tokens) for part in group.parts.get(k, ()))
+            before = group.parts.get(k)
+            done = len(before.tokens) if before else 0
             most = int(min(self.draws.max_tokens - done, self.draws.budget))
             if why := fault(completion, most, self.worker.vocabulary):
                 where = f"response {k} to prompt {group.number}"
@@ -293,9 +272,12 @@ class _Requests:
                 self._again.append((group, k))
                 continue
             kept.append(completion)
-            group.parts.setdefault(k, []).append(completion)
+            if len(completion.tokens):
+                group.parts[k] = _extended(before, completion)
             if completion.finish_reason != "interrupted":
-                response = _joined(group.parts.pop(k), self.draws.max_tokens, group.discarded.get(k))
+                response = replace(group.parts.pop(k), discarded=group.discarded.get(k))
+                if completion.finish_reason == "length" and len(response.tokens) < self.draws.max_tokens:
+                    response = replace(response, finish_reason=UNFINISHED)
                 self.worker.scoring.add(group, k, response)
         return kept
 
@@ -318,8 +300,8 @@ class _Requests:
         )
         draws = replace(self.draws, seeds=seeds)
         if continues:
-            parts = [group.parts.get(k, ()) for group, k in slots]
-            prefixes = tuple(tuple(token for part in found for token in part.tokens.tolist()) for found in parts)
+            parts = [group.parts.get(k) for group, k in slots]
+            prefixes = tuple(tuple(part.tokens.tolist()) if part else () for part in parts)
             draws = replace(draws, samples=1, prefixes=prefixes)
         prompts = [list(group.prompt.tokens) for group, _ in slots[:: draws.samples]]
         self.worker.engine.submit(self._requests, Request(prompts, draws))
@@ -335,60 +317,34 @@ def _pending(number: int, prompt: Prompt, draws: Sampling, earlier: Sequence[Res
         if response.discarded:
             group.discarded[sample] = response.discarded
         if response.finish_reason == UNFINISHED:
-            group.parts[sample] = _spans(response, len(prompt.tokens))
+            group.parts[sample] = response
         else:
             group.responses[sample] = response
     return group
 
 
-def _spans(response: Response, prompt: int) -> list[Completion]:
-    """The inverse of `_joined`: a response split where its policy changes. prompt: number of tokens of the prompt."""
-    versions, experts = response.versions, response.routed_experts
-    ends = [*(np.flatnonzero(np.diff(versions)) + 1).tolist(), len(versions)]
-    return [
-        Completion(
-            prompt=0,
-            sample=0,
-            tokens=response.tokens[start:end],
-            logprobs=response.rollout_logprobs[start:end],
-            finish_reason="interrupted",
-            routed_experts=None if experts is None else experts[: prompt + end - 1],
-            policy_version=int(versions[start]),
-        )
-        for start, end in zip([0, *ends[:-1]], ends, strict=True)
-    ]
-
-
-def _joined(parts: Sequence[Completion], max_tokens: int, discarded: int | None) -> Response:
-    """The spans of a response joined, without a reward. It is unfinished if it was cut off before ``max_tokens``."""
-    if len(parts) == 1:
-        tokens, logprobs, versions = parts[0].tokens, parts[0].logprobs, None
-    else:
-        tokens, logprobs = (np.concatenate(x) for x in ([p.tokens for p in parts], [p.logprobs for p in parts]))
-        versions = np.concatenate([np.full(len(part.tokens), part.policy_version, np.int32) for part in parts])
-    cut = parts[-1].finish_reason == "length" and len(tokens) < max_tokens
-    return Response(
-        tokens=np.asarray(tokens, np.int32),
-        rollout_logprobs=np.asarray(logprobs, np.float32),
-        reward=0.0,
-        finish_reason=UNFINISHED if cut else parts[-1].finish_reason,
-        policy_version=parts[0].policy_version if versions is None else int(versions[0]),
-        policy_versions=None if versions is None or (versions == versions[0]).all() else versions,
-        routed_experts=join_experts(parts),
-        discarded=discarded,
-    )
-
-
-def join_experts(parts: Sequence[Completion]) -> np.ndarray | None:
-    """The experts that each token was routed to when it was sampled; None if the engine does not record them.
+def _extended(before: Response | None, completion: Completion) -> Response:
+    """A response, without a reward, of the tokens ``before``, if there are any, and those of a completion.
 
     A continuation recomputes the tokens before it with its own policy, so perhaps with other experts. For these tokens
     the first record is kept, since the stored log-probs belong to it.
     """
-    joined: list[np.ndarray] = []
-    for part in parts:
-        if part.routed_experts is None:
-            return None
-        if len(part.tokens):
-            joined.append(part.routed_experts[sum(map(len, joined)) :])
-    return np.concatenate(joined)
+    version, experts = completion.policy_version, completion.routed_experts
+    new = Response(
+        completion.tokens, completion.logprobs, 0.0, completion.finish_reason, version, routed_experts=experts
+    )
+    if before is None:
+        return new
+    versions = np.concatenate([before.versions, new.versions])
+    if before.routed_experts is None or experts is None:
+        experts = None
+    else:
+        experts = np.concatenate([before.routed_experts, experts[len(before.routed_experts) :]])
+    return replace(
+        new,
+        tokens=np.concatenate([before.tokens, new.tokens]),
+        rollout_logprobs=np.concatenate([before.rollout_logprobs, new.rollout_logprobs]),
+        policy_version=before.policy_version,
+        policy_versions=None if (versions == versions[0]).all() else versions,
+        routed_experts=experts,
+    )

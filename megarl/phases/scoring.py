@@ -19,7 +19,6 @@ from megarl.recipe.tables import RewardTable
 from megarl.rewards import Score, is_scored
 from megarl.rewards.parts import totals
 from megarl.rewards.pool import VerifierPool
-from megarl.rollout.engine import Completion
 from megarl.storage.rollouts import Group, Response
 from megarl.storage.shards import any_unfinished
 
@@ -36,7 +35,7 @@ class PendingGroup:
     # score its responses only once all have ended, and not at all if some are unfinished then, at their token budget
     together: bool = False
     # keys of the following are indices of responses, 0 to samples - 1
-    parts: dict[int, list[Completion]] = field(default_factory=dict)  # spans of responses that have not ended
+    parts: dict[int, Response] = field(default_factory=dict)  # those that have not ended, as far as they are generated
     responses: dict[int, Response] = field(default_factory=dict)  # those that have ended, whether scored or not
     scores: dict[int, Score] = field(default_factory=dict)
     discarded: dict[int, int] = field(default_factory=dict)  # faulty attempts that were thrown away

@@ -6,8 +6,8 @@ update. `megarl.commands.what_if` starts it in a scratch run directory and reads
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,20 +28,29 @@ OTHER_SEEDS = 1 << 40  # added to a group's number, so that its fresh responses 
 
 
 def what_if(stage: Stage) -> None:
-    """Carry out the request in the run directory; the answer has a record per policy, batch and objective."""
-    request = stage.run.read_request()
-    recipe = stage.run.recipe
+    """Carry out the request in the run directory; the answer has a record per policy, batch and objective.
+
+    Each objective's gradient on a stored batch is compared with the fresh gradient: that of GRPO on fresh responses of
+    the same policy to the prompts of all batches together, since those of one batch would give mostly noise. As a
+    measure of that noise, the fresh gradient of each batch is compared with that of all other batches.
+    """
+    request, recipe = stage.run.read_request(), stage.run.recipe
     device = parallel.initialize(recipe)
     actor = Actor.build(recipe, stage.run.base, device, load=False)
     actor.frozen = frozen_policies(build_objective(recipe.objective.definition, {}), stage)
-    comparison = Comparison(stage, actor, RolloutStore(stage.rollouts), objectives_of(stage))
-    total = len(request["updates"]) * len(request["batches"]) * (1 + len(comparison.objectives))
+    objectives, store = objectives_of(stage), RolloutStore(stage.rollouts)
+    stored = {batch: store.read(stage.groups_of_update(store.chosen, batch)) for batch in request["batches"]}
+    total = len(request["updates"]) * len(stored) * (1 + len(objectives))
     found: list[dict[str, Any]] = []
+    worker: RolloutWorker | None = None
     for updates in request["updates"]:
-        for record in comparison.measure(updates, request["batches"]):
-            found.append(record)
+        load_policy(actor, stage, updates)
+        worker = _with_policy(worker, actor, stage, updates)
+        for record in _compare(actor, objectives, stored, _answers(worker, stored)):
+            found.append({"update": updates} | record)
             stage.log_event("what_if_progress", done=len(found), total=total)
-    comparison.close()
+    if worker is not None:
+        worker.close()
     stage.run.write_answer(found)
 
 
@@ -57,93 +66,66 @@ def objectives_of(stage: Stage) -> dict[str, Objective]:
     return found | {table.name: own.objective if isinstance(own, WithOptions) else own}
 
 
-@dataclass
-class Comparison:
-    """Computes gradients with an actor on stored batches of one stage and on fresh responses."""
+def _with_policy(worker: RolloutWorker | None, actor: Actor, stage: Stage, updates: int) -> RolloutWorker:
+    """``worker``, or a new one, with the policy after ``updates``, which is exported unless the stage has it."""
+    kept = {0: stage.policy, stage.run.recipe.schedule.updates_per_stage: stage.next.policy}
+    policy = kept.get(updates)
+    if policy is None or not policy.exists():
+        policy = stage.run.root / f"policies/{updates:06d}"
+        write_policy(actor, stage, updates, policy)
+    if worker is None:
+        return RolloutWorker(stage.run.recipe, stage.number, policy)
+    worker.load(policy)
+    return worker
 
-    stage: Stage
-    actor: Actor
-    store: RolloutStore
-    objectives: dict[str, Objective]
-    _worker: RolloutWorker | None = None
 
-    def measure(self, updates: int, batches: Sequence[int]) -> Iterator[dict[str, Any]]:
-        """Yield the record of each gradient of each of the ``batches``, given by their numbers, with one policy.
+def _answers(worker: RolloutWorker, stored: dict[int, list[Group]]) -> dict[int, list[Group]]:
+    """Fresh responses to the prompts of each stored batch."""
+    chunks = [*([group.group_id for group in groups] for groups in stored.values()), None]
+    prompt, draws = worker.prompts.train, worker.sampling()
+    portions = worker.generate(lambda: chunks.pop(0), prompt, draws, other_seeds=OTHER_SEEDS)
+    fresh = {group.group_id: group for portion in portions for group in portion}
+    return {batch: [fresh[group.group_id] for group in groups] for batch, groups in stored.items()}
 
-        updates: number of updates of the stage after which the policy is taken.
 
-        Each objective's gradient on a stored batch is compared with the fresh gradient: that of GRPO on fresh responses
-        of the same policy to the prompts of all batches together, since those of one batch would give mostly noise. As
-        a measure of that noise, the fresh gradient of each batch is compared with that of all other batches.
-        """
-        load_policy(self.actor, self.stage, updates)
-        grpo = replace(OBJECTIVES["grpo"](), aggregation=next(iter(self.objectives.values())).aggregation)
-        stored = [self.store.read(self.stage.groups_of_update(self.store.chosen, batch)) for batch in batches]
-        fresh = self._generate(updates, stored)
-        beat("what if", f"the policy after update {updates}, fresh responses")
-        on_policy = sum(self.gradient(groups, grpo)[0] for groups in fresh)
-        assert isinstance(on_policy, torch.Tensor)
-        for batch, groups, new in zip(batches, stored, fresh, strict=True):
-            beat("what if", f"the policy after update {updates}, batch {batch}")
-            place = {"update": updates, "batch": batch}
-            own, _ = self.gradient(new, grpo)
-            of_fresh = {"objective": FRESH, "norm": float(own.norm()), "cosine": cosine(own, on_policy - own)}
-            yield place | of_fresh
-            of_grpo, _ = self.gradient(groups, grpo)
-            for name, objective in self.objectives.items():
-                gradient, metrics = self.gradient(groups, objective)
-                of_stored = {
-                    "objective": name,
-                    "kept": metrics["kept_fraction"],
-                    "fractions": {metric: value for metric, value in metrics.items() if "_fraction" in metric},
-                    "ess": metrics["ess"],
-                    "norm": float(gradient.norm()),
-                    "cosine": cosine(gradient, on_policy),
-                    "cosine_to_grpo": cosine(gradient, of_grpo),
-                }
-                yield place | of_stored
+def _compare(
+    actor: Actor, objectives: dict[str, Objective], stored: dict[int, list[Group]], fresh: dict[int, list[Group]]
+) -> Iterator[dict[str, Any]]:
+    """Yield the record of each gradient of each batch with the policy that the actor has."""
+    grpo = replace(OBJECTIVES["grpo"](), aggregation=next(iter(objectives.values())).aggregation)
+    beat("what if", "fresh responses")
+    on_policy = sum(gradient(actor, groups, grpo)[0] for groups in fresh.values())
+    assert isinstance(on_policy, torch.Tensor)
+    for batch, groups in stored.items():
+        beat("what if", f"batch {batch}")
+        own, _ = gradient(actor, fresh[batch], grpo)
+        of_fresh = {"objective": FRESH, "norm": float(own.norm()), "cosine": cosine(own, on_policy - own)}
+        yield {"batch": batch} | of_fresh
+        of_grpo, _ = gradient(actor, groups, grpo)
+        for name, objective in objectives.items():
+            found, metrics = gradient(actor, groups, objective)
+            yield {
+                "batch": batch,
+                "objective": name,
+                "kept": metrics["kept_fraction"],
+                "fractions": {metric: value for metric, value in metrics.items() if "_fraction" in metric},
+                "ess": metrics["ess"],
+                "norm": float(found.norm()),
+                "cosine": cosine(found, on_policy),
+                "cosine_to_grpo": cosine(found, of_grpo),
+            }
 
-    def gradient(self, groups: list[Group], objective: Objective) -> tuple[torch.Tensor, dict[str, Any]]:
-        """The gradient of the whole batch before clipping, [parameters] float32, and the metrics of the batch."""
-        beat("what if")
-        _, micro_batches = pack(self.actor, groups)
-        restore_biases = hold_biases(self.actor.models)
-        _, metrics = compute_gradients(self.actor, micro_batches, objective)
-        restore_biases()
-        parts = [
-            parameter.main_grad.detach().flatten()
-            for replica in self.actor.replicas
-            for parameter in replica.parameters()
-            if parameter.requires_grad
-        ]
-        return torch.cat(parts).float(), metrics
 
-    def close(self) -> None:
-        if self._worker is not None:
-            self._worker.close()
-
-    def _generate(self, updates: int, stored: list[list[Group]]) -> list[list[Group]]:
-        """Fresh responses to the prompts of each stored batch; the policy is exported unless the stage has it."""
-        kept = {0: self.stage.policy, self.stage.run.recipe.schedule.updates_per_stage: self.stage.next.policy}
-        policy = kept.get(updates)
-        if policy is None or not policy.exists():
-            policy = self.stage.run.root / f"policies/{updates:06d}"
-            write_policy(self.actor, self.stage, updates, policy)
-        if self._worker is None:
-            self._worker = RolloutWorker.build(self.stage.run.recipe, self.stage.number, policy)
-        else:
-            self._worker.load(policy)
-        worker = self._worker
-        return [self._answer(worker, groups) for groups in stored]
-
-    def _answer(self, worker: RolloutWorker, groups: list[Group]) -> list[Group]:
-        """Fresh responses to the prompts of ``groups``, scored, sorted by group id."""
-        chunks = [[group.group_id for group in groups], None]
-        portions = worker.generate(
-            lambda: chunks.pop(0), worker.prompts.train, worker.sampling(), other_seeds=OTHER_SEEDS
-        )
-        answered = [group for portion in portions for group in portion]
-        return sorted(answered, key=lambda group: group.group_id)
+def gradient(actor: Actor, groups: list[Group], objective: Objective) -> tuple[torch.Tensor, dict[str, Any]]:
+    """The gradient of the whole batch before clipping, [parameters] float32, and the metrics of the batch."""
+    beat("what if")
+    _, micro_batches = pack(actor, groups)
+    restore_biases = hold_biases(actor.models)
+    _, metrics = compute_gradients(actor, micro_batches, objective)
+    restore_biases()
+    replicas = actor.replicas
+    parts = [p.main_grad.detach().flatten() for part in replicas for p in part.parameters() if p.requires_grad]
+    return torch.cat(parts).float(), metrics
 
 
 def cosine(a: torch.Tensor, b: torch.Tensor) -> float | None:

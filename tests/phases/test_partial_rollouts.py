@@ -113,7 +113,7 @@ def test_staleness_is_counted_token_by_token(undisturbed):
 
 @pytest.fixture(scope="module")
 def worker(undisturbed):
-    made = RolloutWorker.build(undisturbed.recipe, 0, undisturbed.stage(0).policy)
+    made = RolloutWorker(undisturbed.recipe, 0, undisturbed.stage(0).policy)
     yield made
     made.close()
 
