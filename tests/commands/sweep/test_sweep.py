@@ -6,13 +6,14 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from megarl.commands.sweep import describe, sweep
+from megarl.commands.sweep import _make, describe, sweep
 from megarl.commands.sweep.plan import plan_sweep
-from megarl.errors import UserError
+from megarl.errors import Busy, UserError
 from megarl.estimates import interval, paired
 from megarl.recipe.sweep import load_sweep
 from megarl.storage.run_dir import RunDir
@@ -139,6 +140,25 @@ def test_a_failed_run_does_not_stop_the_others_and_is_still_to_do(swept):
     (output / "new/seed_3").unlink()
     plan = describe(more, output)
     assert "4 of 5 are done" in plan and "to do  new/seed_3" in plan
+
+
+def test_rollouts_that_another_sweep_generates_are_waited_for(monkeypatch):
+    polls, made = [], []
+
+    def ready():
+        return len(polls) > 1
+
+    base = SimpleNamespace(name="base/seed_0", until=0, source=None, is_done=ready)
+    point = SimpleNamespace(name="grpo/seed_0", until=None, source=SimpleNamespace(is_sealed=ready))
+
+    def make(nodes, job):
+        if job is base:
+            raise Busy("another process works on it")
+        made.append(job.name)
+
+    monkeypatch.setattr("megarl.commands.sweep._make_run", make)
+    monkeypatch.setattr("megarl.commands.sweep.time.sleep", polls.append)
+    assert _make(None, [base, point]) == {} and made == ["grpo/seed_0"] and len(polls) == 2
 
 
 @pytest.mark.parametrize(
