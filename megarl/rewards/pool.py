@@ -58,7 +58,7 @@ class Limits:
     memory: int = 4 << 30  # bytes in addition to those of a new worker; evaluating 10**10**10 would take all memory
     # a worker that scores but neither gets CPU time nor waits for it for so many seconds is replaced: it was stopped
     patience: float = 60.0
-    workers: int = 4  # the most workers; one is forked only when a response would have to wait for the others
+    workers: int = 4  # the most workers, which are forked for their first questions
     # for so many seconds after the last verdict scoring counts as progress, so that its phase does not seem to stall
     progress: float = 0.0
 

@@ -36,10 +36,7 @@ def show_prompts(recipe: Recipe, count: int) -> str:
 
 def _describe(name: str, prompt: Prompt, tokenizer: Any) -> str:
     tokens = " ".join(f"{token} {tokenizer.decode([token])!r}" for token in prompt.tokens)
-    return (
-        f"--- {name}: {len(prompt.tokens)} tokens, answer {prompt.answer!r}\n{prompt.text}\n"
-        f"--- its tokens\n{tokens}"
-    )
+    return f"--- {name}: {len(prompt.tokens)} tokens, answer {prompt.answer!r}\n{prompt.text}\n--- its tokens\n{tokens}"
 
 
 @dataclass

@@ -35,7 +35,7 @@ SERVICE = "reward.service={url='http://a'"
         (["data.system=You sum."], 'set template = "chat"'),
         (["data.template_arguments={enable_thinking=false}"], 'set template = "chat"'),
         ([*CHAT, "data.template_arguments={tools=[]}"], "cannot have tools"),
-        (["data.overlong=cut"], "'error', 'drop' or 'truncate'"),
+        (["data.overlong=cut"], "'error' or 'drop'"),
         # rewards
         (["reward.kind=python"], 'kind = "python" needs path'),
         (["reward.kind=python", "reward.path=my.py"], "expected FILE.py:FUNCTION"),
