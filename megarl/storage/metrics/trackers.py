@@ -108,8 +108,11 @@ class _TensorBoard:
         self._add(record["update"], scalars(record))
 
     def _add(self, update: int, numbers: dict[str, float]) -> None:
-        for name, number in numbers.items():
-            self._writer.add_scalar(name, number, update)
+        """As one event: `SummaryWriter.add_scalar` would make one of each number and wake its thread for it."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        values = [Summary.Value(tag=name, simple_value=number) for name, number in numbers.items()]
+        self._writer.file_writer.add_summary(Summary(value=values), update)
 
     def evaluation(self, suite: str, update: int, result: dict[str, Any], samples: list[tuple[str, str]]) -> None:
         self._add(update, numbers_of(suite, result))
