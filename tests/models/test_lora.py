@@ -35,7 +35,6 @@ DIVIDED = {"actor": {"expert_parallel": 2, "expert_tensor_parallel": 2}}
             "'q_proj' matches no matrix of this .*: targets = .\"self_attention.",
         ),
         ("deepseek_v3", {}, {}, '\'linear_qkv\' .*: targets = ."self_attention.linear_q_down_proj", "self_attention'),
-        ("qwen3_moe", {"rank": 25}, {}, "rank = 25 .* mlp.experts.linear_fc2, a matrix of 32 x 24: at most 24"),
         ("glm4_moe", {"targets": ["experts.linear_fc1"]}, PIPELINE, "layers 0 to 0 have none of these matrices"),
         ("qwen3_moe", {"targets": ["linear_fc2"]}, DIVIDED, "expert_tensor_parallel = 2 must be 1 or tensor_parallel"),
         ("qwen3", {}, OVERLAP, "moe_shared_expert_overlap = true"),
