@@ -6,7 +6,6 @@ in the whole process, so `megarl.planner.parameter_counts` does it in a process 
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from typing import Any
 
@@ -18,14 +17,12 @@ from megarl.actor import cpu_backend, parallel
 from megarl.recipe.load import override_recipe
 from megarl.recipe.tables import Recipe
 
-_MATRIX = re.compile(r"\.layers\..*\.linear_[a-z0-9_]+\.weight$")  # weights of a layer's linear modules, not experts
-
 
 def count_parameters(hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[dict[str, Any]]:
     """Counts for each pipeline stage; parameters are those of one rank, as ranks of a stage have equally many.
 
     layers; expert, dense: parameters of experts, and all others; expert_adapters, dense_adapters: parameters of
-    ``[actor.lora]``; matrices: weights of linear modules, without experts.
+    ``[actor.lora]``.
     """
     cpu_backend.install(torch.device("meta"))
     settings = (
@@ -53,18 +50,15 @@ def _count(hf: dict[str, Any], recipe: Recipe, ranks: int, rank: int) -> dict[st
         with torch.device("meta"):
             models = build_model(hf, recipe)
             lora.attach(models, recipe)
-        named = [item for model in models for item in model.named_parameters()]
         sizes: Counter[tuple[bool, bool]] = Counter()
-        for name, parameter in named:
+        for name, parameter in (named for model in models for named in model.named_parameters()):
             sizes[lora.is_adapters(name), ".experts." in name] += parameter.numel()
-        matrices = [p.numel() for name, p in named if _MATRIX.search(name) and not lora.is_adapters(name)]
         return {
             "layers": sum(len(model.decoder.layers) for model in models),
             "expert": sizes[False, True],
             "dense": sizes[False, False],
             "expert_adapters": sizes[True, True],
             "dense_adapters": sizes[True, False],
-            "matrices": sum(matrices),
         }
     finally:
         mpu.destroy_model_parallel()

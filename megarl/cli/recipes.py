@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import fields
 from pathlib import Path
 
 from megarl.cli.arguments import Commands, command, positive, settings
 from megarl.errors import UserError
-from megarl.planner.assumptions import OPTIONS, Assumptions, assume, meaning_of, unit_of
+from megarl.planner.assumptions import UNITS, Assumptions, assume
 
 
 def add_recipes(commands: Commands) -> None:
@@ -27,11 +28,11 @@ def add_recipes(commands: Commands) -> None:
         commands,
         "simulate",
         _simulate,
-        "simulate the hours to N updates in stages, in lock-step and live, on the same GPUs",
+        "estimate the hours to N updates in stages, in lock-step and live, on the same GPUs",
     )
     sub.add_argument("recipe", type=Path)
     _on_gpus(sub)
-    for name, kind, meaning in DAYS:
+    for name, kind, meaning in SCENARIO:
         sub.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="NUMBER", help=meaning)
     settings(sub)
 
@@ -63,14 +64,13 @@ def _on_gpus(sub: argparse.ArgumentParser) -> None:
     """Add the options that say which GPUs there are and what to assume about them."""
     sub.add_argument("--nodes", type=int, default=1, help="number of nodes; default: 1")
     sub.add_argument("--gpu", default="h200", help="a100, h100, h200, h20 or b200; default: h200")
-    sub.add_argument("--hbm", type=float, metavar="GIB", help="memory of a GPU that processes can allocate")
-    for name in OPTIONS:
-        unit, meaning = unit_of(name), meaning_of(name)
-        option, shown = f"--{name.replace('_', '-')}", unit.upper() or "NUMBER"
-        sub.add_argument(option, type=float, metavar=shown, help=f"{unit} {meaning}".strip().replace("%", "%%"))
+    for item in fields(Assumptions):
+        unit, meaning = UNITS[item.metadata["unit"]], item.metadata["of"]
+        option, shown = f"--{item.name.replace('_', '-')}", unit.upper() or "NUMBER"
+        sub.add_argument(option, type=float, metavar=shown, help=f"{unit} {meaning}".strip())
 
 
-DAYS = (  # options of `megarl.planner.simulate.Scenario`
+SCENARIO = (  # options of `megarl.planner.simulate.Scenario`
     ("updates", positive, "updates of the whole run; default: the recipe's"),
     ("stage", positive, "updates in a stage of the staged run; default: the recipe's"),
     (
@@ -79,36 +79,22 @@ DAYS = (  # options of `megarl.planner.simulate.Scenario`
         "updates between two versions of the policy in the lock-step and live runs; default: the recipe's, or 4",
     ),
     ("lag", int, "largest lag of the live run, in updates; default: the recipe's, or that of the staged run"),
-    ("spread", float, "standard deviation of the logarithm of the response length; default: 0.6"),
-    ("failures", float, "failures of a node per day; default: 0.004"),
-    ("restart", float, "seconds until a failed job runs again; default: 600"),
     ("handover", float, "seconds to load new weights into the engines; default: the time through shared storage"),
-    (
-        "passes",
-        float,
-        "additional forward passes of lock-step: 1 if the trainer recomputes the old log-probs; default: 0",
-    ),
-    ("seeds", positive, "simulated runs of each schedule; default: 20"),
 )
 
 
 def _simulate(options: argparse.Namespace) -> None:
     from megarl.planner.simulate import make_simulation
 
-    given = {name: getattr(options, name) for name, *_ in DAYS}
-    assumed = _assumed(options)
-    found = make_simulation(options.recipe, options.nodes, options.gpu, options.set, assumed, options.hbm, given)
+    given = {name: getattr(options, name) for name, *_ in SCENARIO}
+    found = make_simulation(options.recipe, options.nodes, options.gpu, options.set, assume(vars(options)), given)
     print("\n".join(found.table()))
-
-
-def _assumed(options: argparse.Namespace) -> Assumptions:
-    return assume({name: getattr(options, name) for name in OPTIONS})
 
 
 def _plan(options: argparse.Namespace) -> None:
     from megarl.planner.fit import make_plan
 
-    fit = make_plan(options.recipe, options.nodes, options.gpu, options.set, _assumed(options), options.hbm)
+    fit = make_plan(options.recipe, options.nodes, options.gpu, options.set, assume(vars(options)))
     if fit.misfit is not None and not options.json:
         raise UserError(fit.text())
     print(fit.as_json() if options.json else fit.text())

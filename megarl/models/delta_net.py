@@ -98,8 +98,3 @@ class GatedDeltaNet(Attention):
         channels = 2 * hf["linear_num_key_heads"] * width + heads * hf["linear_value_head_dim"]
         states = heads * width * hf["linear_value_head_dim"] + channels * (hf["linear_conv_kernel_dim"] - 1)
         return float(states / tensor_parallel)
-
-    def flops(self, hf: Hf, length: float) -> float:
-        # for each token the state is read by the key, written, and read by the query: 2 operations an element each
-        state = hf["linear_num_value_heads"] * hf["linear_key_head_dim"] * hf["linear_value_head_dim"]
-        return float(6 * state * length)

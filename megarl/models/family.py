@@ -47,7 +47,9 @@ class Attention(Sublayer, Protocol):
         """
 
     def flops(self, hf: Hf, length: float) -> float:
-        """Operations of a forward pass over one sequence of ``length`` tokens in one layer, without projections."""
+        """Operations of a forward pass over one sequence of ``length`` tokens in one layer, without projections; those
+        of windows count as whole, and those of linear attention not at all."""
+        return 0.0
 
     @property
     def norms_all_heads(self) -> bool:
@@ -78,6 +80,9 @@ class FeedForward(Sublayer, Protocol):
         imbalance: routed tokens of the fullest expert-parallel rank over the ranks' mean. again: parts whose forward
         pass is recomputed.
         """
+
+    def repeated_width(self, hf: Hf, again: frozenset[str]) -> int:
+        """Width of the SwiGLUs that a token computes again. again: as in `kept`."""
 
 
 Sublayers = tuple[Attention, FeedForward]
@@ -246,14 +251,8 @@ class Family:
         return norms * float(hf["hidden_size"]) + 4 + kept
 
     def mixing_flops(self, hf: Hf, length: float) -> float:
-        """`Attention.flops` summed over all layers, with windows taken into account."""
-        total = 0.0
-        for layer in range(hf["num_hidden_layers"]):
-            mixer, window = self.sublayers(hf, layer)[0], self.window(hf, layer)
-            total += mixer.flops(hf, length)
-            if window is not None and window < length:
-                total -= mixer.flops(hf, length - window)  # pairs of a token and one that is before its window
-        return total
+        """`Attention.flops` summed over all layers."""
+        return sum(self.sublayers(hf, layer)[0].flops(hf, length) for layer in range(hf["num_hidden_layers"]))
 
     def cached_elements(self, hf: Hf, tensor_parallel: int) -> int:
         """Elements of the KV cache of one GPU for one token, in all layers that cache every token."""

@@ -46,6 +46,9 @@ class GatedMlp(FeedForward):
     def kept(self, hf: Hf, layout: Layout, imbalance: float, again: frozenset[str]) -> float:
         return 0.0 if "mlp" in again else float(_SWIGLU * hf["intermediate_size"])
 
+    def repeated_width(self, hf: Hf, again: frozenset[str]) -> int:
+        return int(hf["intermediate_size"]) if "mlp" in again else 0
+
 
 @dataclass(frozen=True)
 class MixtureOfExperts(FeedForward):
@@ -158,6 +161,10 @@ class MixtureOfExperts(FeedForward):
         if "shared_experts" not in again:
             elements += _SWIGLU * self.shared_width(hf) + (self.shared_gate is not None) * (hf["hidden_size"] + 1)
         return float(elements)
+
+    def repeated_width(self, hf: Hf, again: frozenset[str]) -> int:
+        routed = hf["num_experts_per_tok"] * hf["moe_intermediate_size"] if "moe" in again else 0
+        return int(routed + (self.shared_width(hf) if again & {"moe", "shared_experts"} else 0))
 
     def _of_expert(self, hf: Hf, layout: Layout) -> float:
         """Elements that the activation of an expert keeps of a token."""

@@ -25,7 +25,6 @@ class StageParameters:
     expert: int
     dense_adapters: int = 0  # parameters of ``[actor.lora]``, in addition to the weights, which are then frozen
     expert_adapters: int = 0
-    matrices: int = 0  # of ``dense``, those in matrices of layers, without routers
 
     @property
     def adapters(self) -> int:

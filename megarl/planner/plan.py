@@ -7,7 +7,7 @@ optimizer. What depends on the model alone comes from `megarl.planner.sizes`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -15,16 +15,14 @@ from megarl.models import family_of
 from megarl.objectives import build_objective, frozen_logprobs, updates_per_step
 from megarl.planner import sizes
 from megarl.planner.assumptions import GIB, Assumptions
-from megarl.planner.disk import disk_bytes
 from megarl.planner.parameter_counts import ParameterCounter, StageParameters
 from megarl.planner.sizes import GPUS, Gpu
 from megarl.recipe.layout import Layout
-from megarl.recipe.megatron import SCALINGS, scaling_of, shares_prompts
+from megarl.recipe.megatron import shares_prompts
 from megarl.recipe.names import ENGINES
 from megarl.recipe.optimizer import OptimizerBytes, offloaded
 from megarl.recipe.tables import Recipe
-
-MARGIN = 0.03  # of a GPU's memory; a plan that leaves less draws a warning
+from megarl.rollout.engine import expert_type
 
 
 @dataclass(frozen=True)
@@ -39,7 +37,6 @@ class Plan:
     whole: StageParameters
     stages: list[StageParameters]
     assume: Assumptions = field(default_factory=Assumptions)
-    hbm: float | None = None  # bytes of a GPU; default: those of ``gpu``
 
     @classmethod
     def of(
@@ -50,17 +47,22 @@ class Plan:
         gpu: str,
         counter: ParameterCounter,
         assume: Assumptions | None = None,
-        hbm: float | None = None,
     ) -> Plan:
         layout = Layout.of(recipe, nodes * recipe.actor.processes_per_node)
         stages, whole = counter.count(hf, recipe, layout.ranks), counter.whole(hf, recipe)
-        return cls(recipe, hf, nodes, gpu, layout, whole, stages, assume or Assumptions(), hbm)
+        return cls(recipe, hf, nodes, gpu, layout, whole, stages, assume or Assumptions())
 
     @property
     def device(self) -> Gpu:
-        """The GPU; its memory is ``hbm`` if that is set."""
+        """The GPU; its memory is the assumed one if that is set."""
         kind = GPUS[self.gpu]
-        return kind if self.hbm is None else replace(kind, memory=self.hbm)
+        return replace(kind, memory=self.assume.hbm or kind.memory)
+
+    @property
+    def assumed(self) -> dict[str, float]:
+        """The values of all assumptions."""
+        mfu = self.assume.mfu or (0.15 if self.hf["num_experts"] else 0.35)
+        return asdict(self.assume) | {"hbm": self.device.memory, "mfu": mfu}
 
     @property
     def parameters(self) -> int:
@@ -100,18 +102,13 @@ class Plan:
         return max(self.recipe.actor.tokens_per_micro_batch, self.longest_sequence)
 
     @cached_property
-    def prompts_saved(self) -> float:
-        """How many prompts fewer an update computes than it has responses, on average: see `megarl.actor.packing`.
-
-        A group is cut into as many parts as it fills micro-batches.
-        """
-        actor, each = self.recipe.actor, self.recipe.rollout.responses_per_prompt
+    def prompts_saved(self) -> int:
+        """How many prompts fewer an update computes than it has responses, at most (`megarl.actor.packing`): in a group
+        that fits in a micro-batch, the responses share their prompt."""
         settings = family_of(self.hf).megatron_settings(self.hf) | self.recipe.megatron
-        if actor.layers != "torch" or not shares_prompts(settings):
-            return 0.0
-        filled = each * self.mean_response / max(1.0, actor.tokens_per_micro_batch - self.mean_prompt)
-        saved = 1 - min(max(1, math.ceil(filled)), each) / each
-        return saved * self.responses_per_update if saved * self.mean_prompt * 32 >= self.mean_sequence else 0.0
+        if self.recipe.actor.layers != "torch" or not shares_prompts(settings):
+            return 0
+        return self.recipe.schedule.prompts_per_update * (self.recipe.rollout.responses_per_prompt - 1)
 
     @property
     def tokens_per_update(self) -> float:
@@ -155,42 +152,19 @@ class Plan:
         head = sizes.head_bytes(hf, layout, tokens, self.device, frozen=bool(counts.adapters)) if last else 0.0
         wide = recipe.megatron_ddp.get("grad_reduce_in_fp32", True)
         return {
-            "CUDA, NCCL and workspaces": self.assume.runtime_bytes,
+            "CUDA, NCCL and workspaces": self.assume.runtime_memory,
             "weights, bf16": 2.0 * (parameters + counts.adapters),
             f"gradients, {'fp32' if wide else 'bf16'}": (4.0 if wide else 2.0) * counts.trained,
             "optimizer, fp32 master and two moments": OptimizerBytes.of(recipe).gpu * self._owned_parameters(counts),
             "frozen policies, bf16": 2.0 * parameters * self.frozen,
-            "weights, fp8 and transposed": self._fp8_copies * (counts.matrices + counts.expert) * (1 + self.frozen),
             "activations": kept,  # also with adapters: they keep the inputs that frozen matrices do not
-            # one after the other; when the optimizer steps, activations have been freed too
-            "backward pass of a layer, or of log-probs": max(layer, head),
-            "widened gradients, beyond these": max(0.0, self.widened_bytes(counts) - kept - max(layer, head)),
+            "backward pass of a layer, or of log-probs": max(layer, head),  # one after the other
         }
-
-    @property
-    def _fp8_copies(self) -> float:
-        """Bytes of the 8-bit copies that Transformer Engine caches of each weight; 0 without fp8."""
-        name = scaling_of(self.recipe.megatron)
-        if name is None:
-            return 0.0
-        scaling = SCALINGS[name]
-        return scaling.weight * (2 if scaling.transposes or self.device.fp8_transposes else 1)
 
     def _owned_parameters(self, counts: StageParameters) -> float:
         """Number of parameters whose optimizer state a rank of a stage with these parameters holds."""
         dense = counts.trained_dense / (self.layout.data_parallel * self.layout.context_parallel)
         return dense + counts.trained_expert / self.layout.expert_data_parallel
-
-    def widened_bytes(self, counts: StageParameters) -> float:
-        """Bytes of the float32 copies that the optimizer makes of bfloat16 gradients when it steps.
-
-        The precision-aware optimizer on the GPU needs no copies.
-        """
-        host = offloaded(self.recipe)
-        aware = self.recipe.megatron_optimizer.get("use_precision_aware_optimizer", False) and not host
-        if aware or self.recipe.megatron_ddp.get("grad_reduce_in_fp32", True):
-            return 0.0
-        return 4 * (1 - host) * self._owned_parameters(counts)
 
     @cached_property
     def host(self) -> dict[str, float]:
@@ -210,16 +184,6 @@ class Plan:
         }
 
     @property
-    def host_seconds(self) -> float:
-        """Seconds that Adam in host memory adds to an update: its work, and gradients and weights over the link.
-
-        Adam reads 16 bytes of a parameter and writes 12. Megatron sends gradients in float32 and gets weights in bf16.
-        """
-        owned = offloaded(self.recipe) * max(map(self._owned_parameters, self.stages))
-        adam = 28 * owned * self.recipe.actor.processes_per_node / self.assume.host_bandwidth
-        return adam + (4 + 2) * owned / self.assume.link
-
-    @property
     def usable(self) -> float:
         """Bytes of a GPU that the optimize phase can fill."""
         return self.device.memory * (1 - self.assume.fragmentation)
@@ -229,31 +193,22 @@ class Plan:
         """Bytes of a GPU that trainers in memory leave to an engine on the same GPU."""
         return self.usable - sum(self.optimize.values())
 
-    @property
-    def margin(self) -> float:
-        """Share of a GPU's usable memory that is free in the optimize phase, beside engines that share it."""
-        engines = self.engine_share if self.recipe.schedule.colocate else 0.0
-        return (self.left_to_engines - engines) / self.usable
-
-    def update_seconds(self, more: float = 0.0) -> float:
-        """Seconds of an update: all passes, with the pipeline's bubble, and Adam if it is in host memory.
+    def update_seconds(self) -> float:
+        """Seconds of an update: all passes, with the pipeline's bubble.
 
         The stage with the most layers sets the pace of all. Frozen weights need only half of the backward pass, since
         they have no gradients; the arithmetic of adapters is not counted.
-
-        more: forward passes in addition to those that the objective needs.
         """
         hf, layout, length = self.hf, self.layout, self.mean_sequence
         one = sizes.forward_flops(hf, self.active_parameters, length)
         saved = self.prompts_saved * sizes.forward_flops(hf, self.active_parameters, self.mean_prompt)
         again = sizes.repeated_share(hf, self.recipe, layout, one, length)
-        passes = (3 if self.recipe.actor.lora is None else 2) + again + self.extra_passes + more
+        passes = (3 if self.recipe.actor.lora is None else 2) + again + self.extra_passes
         stages = layout.stage_layers(hf["num_hidden_layers"])
         slowest = max(stages) * len(stages) / sum(stages)
         bubble = (1 + (layout.pipeline_parallel - 1) / layout.virtual_stages / self.micro_batches_per_rank) * slowest
-        mfu = self.assume.mfu_experts if hf["num_experts"] else self.assume.mfu_dense
-        flops = layout.ranks * self.device.flops * mfu
-        return (self.responses_per_update * one - saved) * passes * bubble / flops + self.host_seconds
+        flops = layout.ranks * self.device.flops * self.assumed["mfu"]
+        return (self.responses_per_update * one - saved) * passes * bubble / flops
 
     @cached_property
     def rollout(self) -> dict[str, float]:
@@ -261,8 +216,7 @@ class Plan:
         items = {
             f"weights, {'fp8' if self._in_8_bits else 'bf16'}": self.engine_weights(self.parameters)
             / self.recipe.rollout.tensor_parallel,
-            "activations and CUDA graphs": self.assume.engine_bytes,
-            "logits and log-probs of a step": self._decoding_logit_bytes,
+            "activations, logits and CUDA graphs": self.assume.engine_memory,
         }
         items["KV cache"] = max(0.0, self.engine_share - sum(items.values()))
         return items
@@ -275,7 +229,7 @@ class Plan:
         """
         engine, fraction = ENGINES[self.recipe.rollout.engine], self.recipe.rollout.memory_fraction
         share = engine.takes(self.device.memory) if fraction is None else fraction * self.device.memory
-        return share + self.assume.engine_bytes + self._decoding_logit_bytes if engine.share_of_cache else share
+        return share + self.assume.engine_memory if engine.share_of_cache else share
 
     @property
     def _in_8_bits(self) -> bool:
@@ -292,16 +246,6 @@ class Plan:
             return 2.0 * parameters
         tables = 1 if self.hf.get("tie_word_embeddings") else 2
         return parameters + tables * float(self.hf["vocab_size"] * self.hf["hidden_size"])
-
-    @property
-    def _decoding_logit_bytes(self) -> float:
-        """Bytes of logits and log-probs in a decoding step, for one token of every response.
-
-        The head's logits, of this rank's share and of all ranks; a float32 copy if they are bf16; float32 log-probs.
-        """
-        tensor, width = self.recipe.rollout.tensor_parallel, 4 if self.recipe.rollout.float32_head else 2
-        each = width * (1 + (tensor > 1) / tensor) + 4 * (width == 2) + 4
-        return self.engine_responses * self.hf["vocab_size"] * each
 
     @property
     def _cache_bytes(self) -> tuple[int, float]:
@@ -379,8 +323,18 @@ class Plan:
 
     @cached_property
     def disk(self) -> dict[str, float]:
-        """Bytes on disk, by kind of file."""
-        return disk_bytes(self.hf, self.recipe, self.parameters, self.assume, self.whole.trained)
+        """Bytes on disk, by kind of file. A response is int32 tokens, float32 log-probs and, for routing replay, the
+        experts of each token and layer; it is stored with its prompt."""
+        recipe, hf = self.recipe, self.hf
+        response = 4 * (self.mean_sequence + self.mean_response)
+        if recipe.actor.trains_recorded_experts:
+            each = hf["num_hidden_layers"] * hf["num_experts_per_tok"] * expert_type(hf["num_experts"]).itemsize
+            response += self.mean_sequence * each
+        return {
+            "rollouts of a stage": recipe.candidates_per_stage * recipe.rollout.responses_per_prompt * response,
+            "one checkpoint": (2.0 + OptimizerBytes.of(recipe).checkpoint) * self.whole.trained,
+            "one policy": 2.0 * self.parameters,
+        }
 
     @cached_property
     def seconds(self) -> dict[str, float]:
@@ -396,7 +350,7 @@ class Plan:
             "rollouts": self.rollout_seconds,
             f"{updates} updates of {update:.1f} s": update * updates,
             f"{checkpoints} checkpoints": checkpoints * disk["one checkpoint"] / storage,
-            "export" if versions == 1 else f"{versions} exports": versions * disk["one export"] / storage,
+            "export" if versions == 1 else f"{versions} exports": versions * disk["one policy"] / storage,
         }
 
     @property
@@ -448,10 +402,10 @@ class Plan:
         """Why engines do not fit in the memory that trainers leave with ``schedule.colocate``; None if they do."""
         if not self.recipe.schedule.colocate or self.engine_share <= self.left_to_engines:
             return None
-        least = self.engine_share - self.left_to_engines + MARGIN * self.usable
+        least = self.engine_share - self.left_to_engines
         return (
             f"schedule.colocate: engines have {gib(self.engine_share)} of a GPU, but trainers, which stay in memory, "
-            f"leave {gib(self.left_to_engines)}: lower rollout.memory_fraction by {least / self.device.memory:.2f}"
+            f"leave {gib(self.left_to_engines)}: lower rollout.memory_fraction by {least / self.device.memory:.3f}"
         )
 
 

@@ -1,13 +1,13 @@
-"""``megarl simulate``: hours to N updates of a staged, a lock-step and a live run on the same GPUs, over seeds.
+"""``megarl simulate``: hours to N updates of a staged, a lock-step and a live run on the same GPUs.
 
-Times of decoding steps and updates come from a `megarl.planner.plan.Plan`. Lengths of responses are random
-(`megarl.planner.cluster`); failures take what they take on average.
+Times of decoding steps and updates come from a `megarl.planner.plan.Plan`. Responses have all lengths from 0 to the
+longest, with the plan's mean; nothing is random.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,32 +16,23 @@ import numpy as np
 
 from megarl.errors import UserError
 from megarl.planner.assumptions import WITHIN, Assumptions
-from megarl.planner.cluster import Lengths, decode_seconds, ends_of_batches
 from megarl.planner.fit import make_plan
 from megarl.planner.plan import Plan
 from megarl.recipe.load import load_recipe
 from megarl.recipe.tables import Recipe, ScheduleTable
 
-HOUR, DAY = 3600.0, 86400.0
-# bytes of weights a second in a system that hands them from trainers' GPUs to engines' without storage: Kimi's
-# checkpoint-engine, 1 TB in about 20 s; verl needs 0.12 s for 7 B parameters
-DIRECT = 50e9
+HOUR = 3600.0
 
 
 @dataclass(frozen=True)
 class Scenario:
-    """The schedules that are compared, and the conditions in the cluster; most fields are options of the command."""
+    """The schedules that are compared; the fields are options of the command."""
 
     updates: int
     stage: int  # S: updates of a stage of the staged run
     sync_every: int  # updates between two versions of the lock-step and the live run
     lag: int  # largest, of the live run
-    spread: float = 0.6  # standard deviation of the logarithm of a response's length; 0: all are equally long
-    failures: float = 0.004  # per node and day; as in Llama 3's training, see docs/scale.md
-    restart: float = 600.0  # seconds until a failed job runs again, without loading of engines
     handover: float | None = None  # seconds to give engines new weights; None: through shared storage, as megarl does
-    passes: float = 0.0  # additional forward passes per update of the lock-step run
-    seeds: int = 20
 
     @classmethod
     def of(cls, schedule: ScheduleTable, given: dict[str, float | None]) -> Scenario:
@@ -64,29 +55,26 @@ class Scenario:
                 f"--lag {self.lag}: with new weights every {self.sync_every} updates it must be at least "
                 f"{self.sync_every - 1}"
             )
-        for name in ("spread", "failures", "restart", "handover", "passes"):
-            value = getattr(self, name)
-            if value is not None and not 0 <= value < math.inf:
-                raise UserError(f"--{name} {value:g}: at least 0")
-        if self.spread > 3:
-            raise UserError(f"--spread {self.spread:g}: up to 3")
 
 
 @dataclass(frozen=True)
 class Run:
-    """Seconds of one simulated run, by what they are spent on."""
+    """Seconds of one run, by what they are spent on."""
 
     generating: float
     training: float
     storage: float  # starts and loads of engines, exports, checkpoints
-    lost: float  # to failures, on average
     total: float
-    idle: float = 0.0  # share of the trainers' time in which they wait; live run only
+
+    @property
+    def idle(self) -> float:
+        """Share of the time in which trainers of a live run wait."""
+        return 1 - (self.training + self.storage) / self.total
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """Simulates runs, from the plan of a staged run on all GPUs."""
+    """The times of runs, from the plan of a staged run on all GPUs."""
 
     plan: Plan
     scenario: Scenario
@@ -110,165 +98,92 @@ class Simulation:
         )
 
     @cached_property
-    def lengths(self) -> Lengths:
-        longest = self.plan.recipe.rollout.max_response_tokens
-        return Lengths.of_mean(self.plan.mean_response, longest, self.scenario.spread)
+    def beside_trainers(self) -> Simulation:
+        """The same with engines in the memory that trainers leave; with those of the plan if none fits there."""
+        plan, table = self.plan, self.plan.recipe.rollout
+        # an engine whose memory_fraction is the share of the whole of it
+        share = min(plan.engine_share, plan.left_to_engines) / plan.device.memory
+        small = table.model_copy(update={"memory_fraction": share, "engine": "builtin"})
+        beside = replace(plan, recipe=plan.recipe.model_copy(update={"rollout": small}))
+        return self if beside.rollout_misfit() is not None else replace(self, plan=beside)
 
     @cached_property
     def step(self) -> np.ndarray:
         """Seconds of a decoding step, by the number of responses that a replica decodes together."""
-        return self._steps(self.plan)
-
-    @cached_property
-    def beside_trainers(self) -> np.ndarray | None:
-        """As `step`, for engines in the memory that trainers leave; None if no engine fits beside them."""
-        table, memory = self.plan.recipe.rollout, self.plan.device.memory
-        share = min(self.plan.engine_share, self.plan.left_to_engines) / memory
-        if share <= 0:
-            return None
-        # an engine whose memory_fraction is the share of the whole of it
-        small = table.model_copy(update={"memory_fraction": share, "engine": "builtin"})
-        beside = replace(self.plan, recipe=self.plan.recipe.model_copy(update={"rollout": small}))
-        return None if beside.rollout_misfit() is not None else self._steps(beside)
-
-    @staticmethod
-    def _steps(plan: Plan) -> np.ndarray:
+        plan = self.plan
         slots = max(1, min(int(plan.responses_that_fit(plan.cached_tokens)), plan.engine_responses))
         return np.array([plan.decode_step_seconds(running) for running in range(slots + 1)])
+
+    def decode_seconds(self, updates: int, replicas: int) -> float:
+        """Seconds in which ``replicas`` engines generate the responses of ``updates`` updates, to the last token.
+
+        While more responses wait than there are slots, all slots are taken; then steps have fewer and fewer responses.
+        """
+        responses = updates * self.plan.responses_per_update / replicas
+        running = min(math.ceil(responses), len(self.step) - 1)
+        full = max(0.0, responses - running) * self.plan.mean_response / running * self.step[running]
+        # the lengths of `running` responses: L u^(L / mean - 1) has the mean of the plan for u in [0, 1]
+        longest = self.plan.recipe.rollout.max_response_tokens
+        ends = longest * ((np.arange(running) + 0.5) / running) ** (longest / self.plan.mean_response - 1)
+        return float(full + (np.diff(ends, prepend=0.0) * self.step[running:0:-1]).sum())
 
     @property
     def export(self) -> float:
         """Seconds to write weights to shared storage, or for one engine to read them."""
-        return 2.0 * self.plan.parameters / self.plan.assume.storage
-
-    @property
-    def direct(self) -> float:
-        """Seconds in which a system that hands weights from GPU to GPU would give them to all engines."""
-        return 2.0 * self.plan.parameters / DIRECT
+        return self.plan.disk["one policy"] / self.plan.assume.storage
 
     @property
     def checkpoint(self) -> float:
         return self.plan.disk["one checkpoint"] / self.plan.assume.storage
 
-    def batch(self, rng: np.random.Generator, updates: int) -> np.ndarray:
-        """[replicas, responses] random lengths of the responses of ``updates`` updates, shared evenly (rounded up)."""
-        each = math.ceil(updates * self.plan.responses_per_update / self.plan.replicas)
-        return self.lengths.draw(rng, (self.plan.replicas, each))
-
-    def staged(self, rng: np.random.Generator) -> Run:
+    def staged(self) -> Run:
         """Stages of ``scenario.stage`` updates: engines start, generate and end; then trainers train."""
-        update = self.plan.update_seconds()
-        return self._in_turns(rng, self.scenario.stage, self.step, self.plan.assume.engine_start, None, update)
+        size, every = self.scenario.stage, self.plan.recipe.actor.checkpoint_every
+        stages = self.scenario.updates // size
+        exchange = self.export * (1 + self.plan.replicas)
+        storage = stages * (self.plan.assume.engine_start + exchange + math.ceil(size / every) * self.checkpoint)
+        return self._in_turns(size, self.decode_seconds(size, self.plan.replicas), storage)
 
-    def lockstep(self, rng: np.random.Generator) -> Run:
-        """Turns of ``scenario.sync_every`` updates. Engines stay in memory beside the trainers.
-
-        If trainers leave too little memory for that, engines start anew in each turn.
-        """
-        beside, scenario = self.beside_trainers, self.scenario
-        step, start = (self.step, self.plan.assume.engine_start) if beside is None else (beside, 0.0)
-        update = self.plan.update_seconds(scenario.passes)
-        return self._in_turns(rng, scenario.sync_every, step, start, scenario.handover, update)
-
-    def _in_turns(
-        self,
-        rng: np.random.Generator,
-        size: int,
-        step: np.ndarray,
-        start: float,
-        handover: float | None,
-        update: float,
-    ) -> Run:
-        """Turns of ``size`` updates of ``update`` seconds, each after generation.
-
-        Turns of fewer than `checkpoint_every` updates share a checkpoint.
-
-        Args:
-            step: seconds of a decoding step, as in `step`.
-            start: seconds in which engines start, in each turn.
-            handover: seconds to give engines new weights; None: through shared storage.
-        """
+    def lockstep(self) -> Run:
+        """Turns of ``scenario.sync_every`` updates. Engines stay in memory beside the trainers."""
         scenario, every = self.scenario, self.plan.recipe.actor.checkpoint_every
-        exchange = self.export + self.export * self.plan.replicas if handover is None else handover
-        turns = scenario.updates // size
-        generating = sum(float(decode_seconds(self.batch(rng, size), step).max()) for _ in range(turns))
-        saves = turns * math.ceil(size / every) if size >= every else math.ceil(scenario.updates / every)
-        storage, training = turns * (start + exchange) + saves * self.checkpoint, scenario.updates * update
-        return self._run(generating + training + storage, saves, generating, training, storage)
+        exchange = self.export * (1 + self.plan.replicas) if scenario.handover is None else scenario.handover
+        storage = scenario.updates // scenario.sync_every * exchange
+        storage += math.ceil(scenario.updates / every) * self.checkpoint
+        generating = self.beside_trainers.decode_seconds(scenario.sync_every, self.plan.replicas)
+        return self._in_turns(scenario.sync_every, generating, storage)
 
-    def live(self, rng: np.random.Generator, engines: int) -> Run:
+    def _in_turns(self, size: int, generating: float, storage: float) -> Run:
+        """Turns of ``size`` updates, each after its generation of ``generating`` seconds."""
+        generating *= self.scenario.updates // size
+        training = self.scenario.updates * self.plan.update_seconds()
+        return Run(generating, training, storage, generating + training + storage)
+
+    def live(self, engines: int) -> Run:
         """Engines on ``engines`` GPUs of each node generate while the other GPUs train.
 
-        A batch begins as soon as engines have room and a policy exists that is not older than the lag allows; it ends
-        with its longest response. Generated batches survive a failure; updates since the last checkpoint do not.
+        If the lag allows that a version is generated while the one before is trained, the slower role sets the pace.
+        Otherwise engines begin when a version has been trained, and trainers when its responses have ended.
         """
         plan, scenario, k = self.plan, self.scenario, self.scenario.sync_every
-        devices = plan.recipe.actor.processes_per_node
+        devices, versions = plan.recipe.actor.processes_per_node, scenario.updates // k
         replicas = max(1, plan.nodes * engines // plan.recipe.rollout.tensor_parallel)
-        update = plan.update_seconds() * devices / (devices - engines)
-        each = plan.responses_per_update
-        sync = self.export * replicas if scenario.handover is None else scenario.handover
-        export = self.export if scenario.handover is None else 0.0
-        ended = np.zeros(scenario.updates + 1)  # [n]: the second at which n updates are done, and published
-        begun, idle = plan.assume.engine_start, 0.0
-        for first in range(0, scenario.updates, k):
-            lengths = self.lengths.draw(rng, (k, each))
-            allowed = [float(ended[max(0, -(-(first + i - scenario.lag) // k) * k)]) for i in range(k)]
-            begun, there = self._generated(lengths, max(begun, allowed[0]) + sync, allowed, replicas)
-            for batch, at in enumerate(there, first):
-                idle += max(0.0, at - ended[batch])
-                work = update + (export if (batch + 1) % k == 0 else 0.0)
-                if (batch + 1) % plan.recipe.actor.checkpoint_every == 0 or batch + 1 == scenario.updates:
-                    work += self.checkpoint
-                ended[batch + 1] = max(ended[batch], at) + work
+        load, export = (self.export * replicas, self.export) if scenario.handover is None else (scenario.handover, 0.0)
+        training = scenario.updates * plan.update_seconds() * devices / (devices - engines)
         saves = math.ceil(scenario.updates / plan.recipe.actor.checkpoint_every)
-        storage, training = saves * self.checkpoint + scenario.updates // k * export, scenario.updates * update
-        run = self._run(float(ended[-1]), saves, float(begun), training, storage)
-        return replace(run, idle=idle / float(ended[-1]))
-
-    def _generated(
-        self, lengths: np.ndarray, begun: float, allowed: list[float], replicas: int
-    ) -> tuple[float, list[float]]:
-        """(second at which the next batches can begin, second at which each of these batches ends).
-
-        Args:
-            lengths: [batches, responses] tokens.
-            begun: second at which the engines are free.
-            allowed: second at which a policy exists that may generate the batch, for each batch.
-        """
-        slots, together = len(self.step) - 1, math.ceil(lengths.size / replicas)
-        if self.scenario.lag < 2 * self.scenario.sync_every - 1:
-            # no batch of the next policy may begin before these have ended, so engines run empty
-            if together <= slots:
-                there = begun + ends_of_batches(lengths, self.step, replicas)
-            else:
-                last = decode_seconds(np.resize(lengths, (replicas, together)), self.step).max()
-                there = begun + last * np.arange(1, len(lengths) + 1) / len(lengths)
-            return float(there.max()), there.tolist()
-        running = max(1, min(slots, math.ceil((self.scenario.lag + 1) * lengths.shape[1] / replicas)))
-        token, ends = float(self.step[running]), []
-        for batch, policy in zip(lengths, allowed, strict=True):
-            begun = max(begun, policy)
-            seconds = float(batch.sum()) * token / replicas / running
-            ends.append(begun + max(seconds, float(batch.max()) * token))
-            begun += seconds
-        return begun, ends
-
-    def _run(self, work: float, saves: int, generating: float, training: float, storage: float) -> Run:
-        """A run of ``work`` seconds in which ``saves`` checkpoints are written, with failures.
-
-        They take what they take on average. Each loses the work since the last checkpoint.
-        """
-        scenario, segment = self.scenario, work / saves
-        rate = scenario.failures * self.plan.nodes / DAY
-        if rate * segment > 10:
-            raise UserError(
-                f"--failures {scenario.failures:g}: the {segment / HOUR:.1f} hours of work between two "
-                "checkpoints hardly ever end without a failure; lower actor.checkpoint_every"
-            )
-        # s seconds between two checkpoints take (exp(rate s) - 1) (1 / rate + restart) in the mean
-        lost = saves * math.expm1(rate * segment) * (1 / rate + scenario.restart) - work if rate else 0.0
-        return Run(generating, training, storage, lost, work + lost)
+        writing = versions * export + saves * self.checkpoint
+        first = load + self.decode_seconds(k, replicas)
+        if scenario.lag < 2 * k - 1:
+            generating = versions * first
+            total = generating + training + writing
+        else:
+            waiting = (scenario.lag + 1) * plan.responses_per_update / replicas
+            running = max(1, min(len(self.step) - 1, math.ceil(waiting)))
+            responses = scenario.updates * plan.responses_per_update / replicas
+            generating = versions * load + responses * plan.mean_response / running * float(self.step[running])
+            total = first + max(generating, training + writing)
+        start = plan.assume.engine_start
+        return Run(generating, training, start + writing, start + total)
 
     @cached_property
     def engines(self) -> int:
@@ -277,52 +192,25 @@ class Simulation:
         choices = range(tensor, devices, tensor)
         if not choices:
             raise UserError(f"a live run needs more than {devices} GPUs a node with rollout.tensor_parallel = {tensor}")
-        calm = replace(self, scenario=replace(self.scenario, spread=0.0, failures=0.0))
-        few = replace(calm, scenario=replace(calm.scenario, updates=self.scenario.stage))
-        return min(choices, key=lambda engines: few.live(np.random.default_rng(0), engines).total)
-
-    def runs(self) -> dict[str, list[Run]]:
-        """{description of a schedule: its runs, one per seed}."""
-        scenario, devices = self.scenario, self.plan.recipe.actor.processes_per_node
-        direct = replace(self, scenario=replace(scenario, handover=self.direct))
-        schedules: dict[str, Callable[[np.random.Generator], Run]] = {
-            f"staged, S = {scenario.stage}": self.staged,
-            f"lock-step, new weights every {scenario.sync_every}": self.lockstep,
-            f"live, lag up to {scenario.lag}, engines on {self.engines} of {devices}": lambda r: self.live(
-                r, self.engines
-            ),
-        }
-        if scenario.handover is None:  # as megarl does; other systems do it otherwise
-            schedules |= {
-                f"lock-step, every {scenario.sync_every}, GPU to GPU": direct.lockstep,
-                f"live, lag up to {scenario.lag}, GPU to GPU": lambda r: direct.live(r, direct.engines),
-            }
-        return {
-            name: [simulate(np.random.default_rng(seed)) for seed in range(scenario.seeds)]
-            for name, simulate in schedules.items()
-        }
+        return min(choices, key=lambda engines: self.live(engines).total)
 
     def table(self) -> Iterator[str]:
         scenario, plan = self.scenario, self.plan
-        recipe, gpus = plan.recipe, f"{plan.nodes} x {plan.recipe.actor.processes_per_node} {plan.gpu}"
+        recipe, devices = plan.recipe, plan.recipe.actor.processes_per_node
         batch = f"{recipe.schedule.prompts_per_update} prompts x {recipe.rollout.responses_per_prompt} responses"
-        yield f"{scenario.updates} updates of {batch} on {gpus}: hours, mean of {scenario.seeds} seeds"
+        yield f"{scenario.updates} updates of {batch} on {plan.nodes} x {devices} {plan.gpu}: hours"
         yield f"calibrated with published figures, within a factor of {WITHIN} each (docs/scale.md)"
-        if scenario.handover is None:
-            yield (
-                f"engines get new weights through storage: {self.export:.1f} s to write, "
-                f"{self.export * plan.replicas:.1f} s for {plan.replicas} replicas to read; GPU to GPU (not in "
-                f"megarl): {self.direct:.1f} s"
-            )
-        else:
-            yield f"engines of lock-step and live get new weights in {scenario.handover:g} s (--handover)"
-        names = ("total", "generating", "training", "storage", "lost")
-        yield f"  {'':<44}{'total':>8}{'generate':>10}{'train':>8}{'storage':>9}{'lost':>7}  trainers wait"
-        for schedule, runs in self.runs().items():
-            hours = [np.mean([getattr(run, name) for run in runs]) / HOUR for name in names]
-            columns = "".join(f"{size:{width}.2f}" for size, width in zip(hours, (8, 10, 8, 9, 7), strict=True))
-            idle = np.mean([run.idle for run in runs])
-            yield f"  {schedule:<44}{columns}" + (f"{idle:15.1%}" if idle else "")
+        yield f"  {'':<42}{'total':>18}{'generate':>10}{'train':>8}{'storage':>9}  trainers wait"
+        runs = {
+            f"staged, S = {scenario.stage}": self.staged(),
+            f"lock-step, new weights every {scenario.sync_every}": self.lockstep(),
+            f"live, lag up to {scenario.lag}, engines on {self.engines} of {devices}": self.live(self.engines),
+        }
+        for schedule, run in runs.items():
+            low, high = run.total / HOUR / WITHIN, run.total / HOUR * WITHIN
+            parts = zip((run.generating, run.training, run.storage), (10, 8, 9), strict=True)
+            columns = f"{low:8.2f} .. {high:<6.2f}" + "".join(f"{size / HOUR:{width}.2f}" for size, width in parts)
+            yield f"  {schedule:<42}{columns}" + (f"{run.idle:15.1%}" if schedule.startswith("live") else "")
 
 
 def make_simulation(
@@ -331,7 +219,6 @@ def make_simulation(
     gpu: str,
     overrides: Sequence[str],
     assume: Assumptions,
-    hbm: float | None,
     given: dict[str, float | None],
 ) -> Simulation:
     """`UserError` if the recipe, as a staged run, does not fit these GPUs, or for options out of range.
@@ -339,7 +226,7 @@ def make_simulation(
     given: options of the command by the names of the fields of `Scenario`; None: not given.
     """
     scenario = Scenario.of(load_recipe(recipe_path, overrides).schedule, given)
-    fit = make_plan(recipe_path, nodes, gpu, overrides, assume, hbm, lambda r: Simulation.recipe(r, scenario.stage))
+    fit = make_plan(recipe_path, nodes, gpu, overrides, assume, lambda r: Simulation.recipe(r, scenario.stage))
     if fit.misfit is not None:
         raise UserError(fit.text())
     return Simulation(fit.plan, scenario)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.models import family_of
-from megarl.models.lora import matrices
 from megarl.planner.assumptions import GIB
 from megarl.planner.parameter_counts import StageParameters
 from megarl.recipe.actor_table import Recompute
@@ -28,16 +27,14 @@ class Gpu:
     memory: float  # bytes that a process can allocate
     flops: float  # bfloat16 a second, dense, as the vendor states it
     bandwidth: float  # bytes a second of its memory
-    fp8: bool = True  # whether it can multiply in 8 bits
-    fp8_transposes: bool = True  # whether its 8-bit products of the backward pass need transposed copies of the weights
 
 
 GPUS = {
-    "a100": Gpu(79.1 * GIB, 312e12, 2.04e12, fp8=False),
+    "a100": Gpu(79.1 * GIB, 312e12, 2.04e12),
     "h100": Gpu(79.1 * GIB, 989e12, 3.35e12),
     "h200": Gpu(139.8 * GIB, 989e12, 4.8e12),
     "h20": Gpu(95.1 * GIB, 148e12, 4.0e12),
-    "b200": Gpu(178.3 * GIB, 2250e12, 8.0e12, fp8_transposes=False),
+    "b200": Gpu(178.3 * GIB, 2250e12, 8.0e12),
 }
 
 
@@ -125,9 +122,8 @@ def repeated_share(hf: dict[str, Any], recipe: Recipe, layout: Layout, forward: 
     if again.whole:
         chunk = max(map(len, layout.chunks(hf["num_hidden_layers"])))
         return again.again(chunk) / chunk
-    chosen, total = hf.get("num_experts_per_tok", 1), 0.0
-    for layer in range(hf["num_hidden_layers"]):
-        for matrix in matrices(hf, layer):
-            if matrix.recomputed_as & again.modules:
-                total += 2 * length * matrix.outputs * matrix.inputs * (chosen if matrix.of_experts else 1)
-    return (total + ("core_attn" in again.modules) * family_of(hf).mixing_flops(hf, length)) / forward
+    family = family_of(hf)
+    feed_forwards = [family.sublayers(hf, layer)[1] for layer in range(hf["num_hidden_layers"])]
+    width = sum(each.repeated_width(hf, again.modules) for each in feed_forwards)
+    total = 6 * length * width * hf["hidden_size"]  # of gate, up and down
+    return (total + ("core_attn" in again.modules) * family.mixing_flops(hf, length)) / forward

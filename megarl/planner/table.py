@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import fields
 
 from megarl.planner.assumptions import GIB, WITHIN
-from megarl.planner.plan import MARGIN, Plan, gib
+from megarl.planner.plan import Plan, gib
 
 
 def table(plan: Plan) -> str:
@@ -48,17 +47,10 @@ def memory(plan: Plan) -> Iterator[str]:
         f"  {plan.running_responses:,.0f} responses decode together, on average; groups_per_chunk allows "
         f"{plan.engine_responses:,}"
     )
-    asked = min(plan.engine_responses, math.ceil(plan.responses_of_version))
-    groups = math.ceil(plan.responses_that_fit(plan.cached_tokens) / plan.recipe.rollout.responses_per_prompt)
-    if asked > groups * plan.recipe.rollout.responses_per_prompt:
-        yield f"  warning: {asked:,} responses do not fit in the cache together; some are evicted and computed again"
-        yield f"  rollout.groups_per_chunk={groups} fills it; with more tensor_parallel or another GPU more would fit"
     yield ""
     yield f"optimize, GiB on each GPU ({plan.micro_batch_tokens:,} tokens in the largest micro-batch)"
     yield from _rows(plan.optimize)
     yield _row(f"of this GPU, {1 - plan.assume.fragmentation:.0%}", plan.usable)
-    if 0 <= plan.margin < MARGIN:
-        yield f"  warning: {plan.margin:.1%} of it are left; what is not counted here may need more"
     yield ""
     yield "optimize, GiB of a node's host memory"
     yield from _rows(plan.host)
@@ -71,25 +63,22 @@ def _disk(plan: Plan) -> Iterator[str]:
 
 
 def _time(plan: Plan) -> Iterator[str]:
-    stages, tokens = plan.recipe.schedule.stages, plan.responses_per_update * plan.mean_sequence
+    stages = plan.recipe.schedule.stages
     beside = "; rollouts beside the rest" if plan.overlaps else ""
     yield f"time of a stage, hours{beside}"
     total = {f"the run of {stages} stages, without evaluations": plan.stage_seconds * stages}
     for name, seconds in (plan.seconds | total).items():
         low, high = seconds / 3600 / WITHIN, seconds / 3600 * WITHIN
         yield f"  {name:<48}{low:9.2f} .. {high:.2f}"
-    if plan.prompts_saved:
-        yield f"  an update computes {plan.tokens_per_update / tokens:.0%} of its tokens: docs/scale.md, shared prompts"
     yield f"  calibrated with published figures of H100 and H200, within a factor of {WITHIN} (docs/scale.md)"
     yield "  an update of two layers on one card took less: docs/gpu.md"
 
 
 def _assumed(plan: Plan) -> Iterator[str]:
     yield "assumed (each an option: megarl plan --help)"
-    yield f"  {'hbm':<30}{gib(plan.device.memory):>12}  of a GPU that a process can allocate"
     for item in fields(plan.assume):
-        value = getattr(plan.assume, item.name)
-        shown = gib(value) if item.name.endswith("_bytes") else f"{value:g}"
+        value = plan.assumed[item.name]
+        shown = gib(value) if item.metadata["unit"] == GIB else f"{value:g}"
         yield f"  {item.name.replace('_', ' '):<30}{shown:>12}  {item.metadata['of']}"
 
 

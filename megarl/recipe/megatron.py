@@ -10,7 +10,6 @@ import functools
 import importlib.metadata
 import importlib.util
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -109,32 +108,8 @@ def shares_prompts(settings: Mapping[str, Any]) -> bool:
     return not (balances or moves or whole)
 
 
-_BLOCK = 32  # mxfp8: elements that share a scale of one byte
-_ROW = 128  # blockwise: weights share a scale of four bytes per 128 x 128 block
-
-
-@dataclass(frozen=True)
-class Scaling:
-    """Memory and alignment of one way to scale matrices in 8 bits, a value of ``fp8_recipe``.
-
-    With ``[megatron] fp8`` Transformer Engine's layers multiply matrices in 8 bits; parameters stay bfloat16. The
-    memory that this takes follows from the source of Transformer Engine 2.6 and Megatron-Core 0.16.1 and was never
-    measured. An 8-bit copy of every weight and its transpose are cached from an update's first micro-batch on
-    (``get_weight_workspace`` in ``module/base.py``, ``is_first_microbatch`` in ``extensions/transformer_engine.py``;
-    GPUs of compute capability 10 need no transpose).
-    """
-
-    weight: float  # bytes of the 8-bit copy per weight, scales included
-    transposes: bool  # whether every GPU needs a separate transposed copy, because scales run along the other axis
-    align: int = 16  # a product's tokens must be a multiple of this: ``get_fp8_align_size`` in ``fp8_utils.py``
-
-
-SCALINGS = {
-    "delayed": Scaling(1.0, False),
-    "tensorwise": Scaling(1.0, False),
-    "blockwise": Scaling(1 + 4 / _ROW**2, True),
-    "mxfp8": Scaling(1 + 1 / _BLOCK, True, align=32),
-}
+# fp8_recipe: a product's tokens must be a multiple of this, ``get_fp8_align_size`` in Megatron's ``fp8_utils.py``
+SCALINGS = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
 
 
 def scaling_of(megatron: dict[str, Any]) -> str | None:
@@ -145,4 +120,4 @@ def scaling_of(megatron: dict[str, Any]) -> str | None:
 def token_alignment(megatron: dict[str, Any]) -> int:
     """The number that the tokens of a micro-batch must be a multiple of on every rank; 1 without fp8."""
     name = scaling_of(megatron)
-    return 1 if name is None else SCALINGS[name].align
+    return 1 if name is None else SCALINGS[name]

@@ -64,10 +64,7 @@ def prepare():
 
 
 def allocated(folder, text, ranks, rank):
-    """{kind: bytes}; "widened gradients" are the float32 copies that the optimizer makes of bfloat16 gradients.
-
-    folder: that of config.json. text: of the recipe.
-    """
+    """{kind: bytes}. folder: that of config.json. text: of the recipe."""
     prepare()
     recipe = override_recipe(parse_recipe(tomllib.loads(text)), ON_META)
     from megatron.core import parallel_state as mpu
@@ -90,7 +87,6 @@ def allocated(folder, text, ranks, rank):
             "weights": distinct([*weights, *(b.param_data for b in buffers if b.param_data is not None)]),
             "gradients": distinct([b.grad_data for b in buffers]),
             "optimizer": 0,
-            "widened gradients": 0,
         }
         largest = max(parameter.numel() for model in models for parameter in model.parameters())
         for part in distributed_optimizers(optimizer):
@@ -108,9 +104,6 @@ def allocated(folder, text, ranks, rank):
             with Live([*state, *(p.grad for p in owned)]) as live:
                 part.optimizer.step()
             assert live.peak <= 3 * 4 * largest  # the optimizer steps one parameter at a time
-            with Live([b.grad_data for b in buffers]) as live:
-                part._copy_model_grads_to_main_grads()
-            found["widened gradients"] += live.now
         return found
     finally:
         mpu.destroy_model_parallel()

@@ -55,7 +55,5 @@ def test_planned_bytes_equal_those_that_megatron_allocates(pool, counter, name):
             "weights": items["weights, bf16"],
             "gradients": gradients,
             "optimizer": items["optimizer, fp32 master and two moments"],
-            "widened gradients": plan.widened_bytes(plan.stages[stage]),
         }
         assert said == pytest.approx(found, rel=0.001)
-        assert (found["widened gradients"] > 0) is ("bf16" in name)
