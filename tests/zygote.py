@@ -6,6 +6,7 @@ The fork server of a forked `megarl` is a fork too. All else is the code that us
 from __future__ import annotations
 
 import builtins
+import ctypes
 import importlib
 import io
 import multiprocessing
@@ -28,6 +29,8 @@ from megarl.phases.entry import become
 from megarl.workers import processes
 from tests.fork_servers import RUNS, functions
 
+CLONE_NEWNET = 0x40000000
+
 
 def run_command(order: dict[str, Any]) -> None:
     from megarl import cli
@@ -35,6 +38,9 @@ def run_command(order: dict[str, Any]) -> None:
     become(order["log"], order["environment"])
     os.dup2(os.open(order["errors"], os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
     os.chdir(order["cwd"])
+    if namespace := os.environ.get("MEGARL_TEST_NETWORK"):
+        with open(namespace) as file:
+            assert ctypes.CDLL(None).setns(file.fileno(), CLONE_NEWNET) == 0
     util.spawnv_passfds = fork_server
     if order["hold"]:
         hold(*order["hold"])

@@ -19,9 +19,10 @@ from tests.helpers import (
     stop_and_release,
     wait_until_nobody_works_on,
 )
+from tests.network import Network
 from tests.phases import commands
 from tests.phases.commands import train
-from tests.phases.test_kill import rollouts_of
+from tests.phases.test_kill import lines, rollouts_of
 
 # a task that an untrained model sometimes solves, since one letter in its place is enough: else there is no gradient
 EASY = ("reward.kind=reasoning_gym", "reward.correct_above=0.1", "reward.require_stop=false")
@@ -30,9 +31,11 @@ EASY += ("data.prompt_template={word}=", "data.max_prompt_tokens=16")
 SETTINGS = (*EASY, "schedule.stages=1", "actor.tokens_per_micro_batch=40", "eval.every=0", "run.max_restarts=1")
 SETTINGS += ("run.seed=4",)  # with which nearly every update has a gradient
 SETTINGS += ("actor.checkpoint_every=6",)  # only a signal makes a checkpoint before the end
+BLINK_SECONDS = 3.0  # TCP sends again up to twice as late; an agent counts as dead after 15 s
 LEADER, BOTH = (0,), (0, 1)
 SECOND_UPDATE = (LEADER, "open .*/metrics.jsonl", 2)  # of six
 A_SHARD = (BOTH, r"replace .*\.arrow", 1)  # of the node that generates it; the other one finds nothing to do
+SILENT = "or hangs: no heartbeat for 15 s"  # as docs/architecture.md says
 
 
 def settings(*others):
@@ -42,10 +45,11 @@ def settings(*others):
 class TwoNodes:
     """The agents of ``megarl train`` on two nodes; each phase has one process per node.
 
+    network: where the nodes are, instead of on the loopback interface.
     hold: (nodes, pattern, count) of a file operation at which a process of a phase is held there (`tests.zygote.hold`).
     """
 
-    def __init__(self, recipe, run, *options, hold=((), "", 0)):
+    def __init__(self, recipe, run, *options, network=None, hold=((), "", 0)):
         port = str(free_ports(2)[0])
         shared = {**os.environ, "NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
         nodes, *operation = hold
@@ -53,7 +57,7 @@ class TwoNodes:
         arguments = ("train", recipe, "--run-dir", run, *settings(), *options)
         self.agents = []
         for rank in (0, 1):
-            environment = shared | {"NODE_RANK": str(rank)}
+            environment = shared | (network.environment(rank) if network else {}) | {"NODE_RANK": str(rank)}
             held = [*operation, str(self.held[rank])] if rank in nodes else None
             self.agents.append(start_megarl(*arguments, env=environment, hold=held))
 
@@ -153,8 +157,7 @@ def test_killed_or_stopped_follower_fails_the_run_with_the_cause(number, recipe,
         two.agents[1].send_signal(signal.SIGCONT)
         (_, output), (other, _) = two.wait()
     assert (code, other) == (1, -signal.SIGKILL if number == signal.SIGKILL else 1)
-    said = "died or hangs: no heartbeat for 15 s"  # as docs/architecture.md says
-    assert "the agent of node 1" in complaint(output) and said in complaint(output)
+    assert "the agent of node 1" in complaint(output) and f"died {SILENT}" in complaint(output)
     wait_until_nobody_works_on(sealed)
     assert len(events(sealed, "phase_failed")) == 1
 
@@ -227,6 +230,33 @@ def test_mistake_ends_all_agents_at_once(recipe, tmp_path):
         (code, output), (other, _) = two.wait()
     assert (code, other) == (2, 2)
     assert "pipeline_parallel = 3" in complaint(output)
+
+
+@pytest.mark.crash
+def test_nodes_on_a_slow_link_survive_a_moment_without_it_and_end_in_time_once_it_is_cut(recipe, two_nodes, tmp_path):
+    """Each agent ends by itself; the run continues when it is started again, and every update is done once."""
+    run = tmp_path / "run"
+    with Network("8mbit") as network:
+        with TwoNodes(recipe, run, network=network, hold=(LEADER, "open .*/metrics.jsonl", 4)) as two:
+            two.wait_for(lambda run: lines(run / "metrics.jsonl") >= 1)
+            network.cut(True)
+            time.sleep(BLINK_SECONDS)
+            network.cut(False)
+            two.wait_until_held()
+            network.cut(True)
+            leader, follower = two.agents[0].wait(), two.agents[1].wait(2 * LEADER_LOST_SECONDS)
+            said = [agent.stdout + agent.stderr for agent in two.agents]
+        assert (leader, follower) == (1, 1), said
+        assert "the agent of node 1" in complaint(said[0]) and SILENT in complaint(said[0])
+        assert "lost the agent of node 0" in complaint(said[1])
+        wait_until_nobody_works_on(run)
+        assert events(run, "restart") == []
+        network.cut(False)
+        with TwoNodes(recipe, run, network=network) as two:
+            two.succeed()
+    assert [update["update"] for update in updates(run)] == list(range(1, 7))
+    assert_same_rollouts(two_nodes, run)
+    assert_same_result(two_nodes, run)
 
 
 TWO = {"NNODES": "2", "NODE_RANK": "1", "MASTER_ADDR": "h"}
