@@ -71,7 +71,8 @@ def become(log: Path, environment: dict[str, str]) -> None:
 def report_end(function: Callable[[], None], end: Path, into_log: bool = True) -> int:
     """Call ``function``; returns the exit code. An exception is printed.
 
-    end: the file to which the exit code and the message of an exception are written, for `read_end`.
+    end: the file to which the exit code, which a fork server that dies cannot report, and the message of an exception
+    are written, for `read_end`.
     into_log: whether the output goes to a log of its own. If not, it goes to the terminal of the parent, which reads
     the message of a `UserError` or `PhaseFailed` and prints it itself, so that this process does not.
     """

@@ -156,9 +156,9 @@ class Here:
         return Watch(watched, self.stage.run.recipe.run.stall_seconds, self.nodes.count == 1, warn)
 
     def start(self) -> Processes:
-        run, of_phase = self.stage.run, PHASES[self.phase]
+        run, of_phase, ends = self.stage.run, PHASES[self.phase], [self.file(rank, "end") for rank in self.ranks]
         calls: list[Call] = []
-        for rank in self.ranks:
+        for rank, end in zip(self.ranks, ends, strict=True):
             variables = {  # those of torch and the engines that tell its rank, and megarl's
                 "RANK": rank,
                 "WORLD_SIZE": self.nodes.count * self.processes,
@@ -171,10 +171,10 @@ class Here:
                 STORE: self.nodes.phase_store or self.folder / "store",
             }
             environment = dict(os.environ) | {name: str(value) for name, value in variables.items()}
-            arguments = (self.phase, run.root, self.stage.number, self.log(rank), environment, self.file(rank, "end"))
+            arguments = (self.phase, run.root, self.stage.number, self.log(rank), environment, end)
             calls.append((become_phase, arguments))
         new = of_phase.engine and engine_module(self.stage.rollout.engine).NEW_INTERPRETER
-        return self.nodes.starter.start(calls, run.recipe, of_phase.actor, new)
+        return self.nodes.starter.start(calls, ends, run.recipe, of_phase.actor, new)
 
     def report(self, ended: Ended) -> Report:
         ends = {rank: read_end(self.file(rank, "end")) for rank in self.ranks}

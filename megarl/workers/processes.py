@@ -19,12 +19,14 @@ from multiprocessing import forkserver
 from multiprocessing.connection import wait
 from multiprocessing.context import ForkServerContext, SpawnContext
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import psutil
 
 from megarl.errors import STOP_SIGNALS, PhaseFailed
 from megarl.phases import preload
+from megarl.phases.entry import read_end
 from megarl.rollout.signals import kept_from_children
 from megarl.workers.watch import Stall, Watch
 
@@ -50,8 +52,8 @@ Call = tuple[Callable[..., object], tuple[Any, ...]]  # what a process runs, suc
 class Processes:
     """The started processes of a phase on this node; ``index`` is an index into ``pids``."""
 
-    def __init__(self, started: Sequence[BaseProcess]) -> None:
-        self._started = started
+    def __init__(self, started: Sequence[BaseProcess], ends: Sequence[Path]) -> None:
+        self._started, self._ends = started, ends
         self.pids = [process.pid or 0 for process in started]
         self._codes: dict[int, int] = {}
 
@@ -61,8 +63,15 @@ class Processes:
         wait([self._started[index].sentinel for index in left], seconds)
         for index in left:
             if (code := self._started[index].exitcode) is not None:
-                self._codes[index] = -signal.SIGKILL if code == NOT_REPORTED else code  # the forks of a dead server die
+                self._codes[index] = self._own_code(index) if code == NOT_REPORTED else code
         return self._codes
+
+    def _own_code(self, index: int) -> int:
+        """The exit code that a process has written, or that of a kill: the kernel kills the forks of a dead server."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pids[index], signal.SIGKILL)
+        code: int | None = read_end(self._ends[index])["code"]
+        return -signal.SIGKILL if code is None else code
 
     def terminate(self) -> None:
         for process in self._started:
@@ -111,10 +120,14 @@ class Starter:
         finally:
             del os.environ[preload.ORDER]
 
-    def start(self, calls: Sequence[Call], recipe: Recipe, trains: bool, new: bool) -> Processes:
-        """Start the processes of a phase. new: as new interpreters, as they are on GPUs and without a fork server."""
+    def start(self, calls: Sequence[Call], ends: Sequence[Path], recipe: Recipe, trains: bool, new: bool) -> Processes:
+        """Start the processes of a phase.
+
+        ends: the files to which they write how they end (`report_end`).
+        new: as new interpreters, as they are on GPUs and without a fork server.
+        """
         fork = not new and recipe.actor.backend == "cpu"
-        return Processes((fork and self._fork(calls, recipe, trains)) or _start(NEW, calls))
+        return Processes((fork and self._fork(calls, recipe, trains)) or _start(NEW, calls), ends)
 
     def run(self, recipe: Recipe, trains: bool, call: Call) -> int | None:
         """Call a function in a fork; returns its exit code, None if the fork server failed or did not answer."""

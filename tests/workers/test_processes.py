@@ -14,6 +14,7 @@ import psutil
 import pytest
 
 from megarl.errors import UserError
+from megarl.linux import state_of
 from megarl.phases import preload
 from megarl.phases.entry import become, report_end
 from megarl.planner.preflight import check
@@ -264,13 +265,33 @@ def say(log, environment):
     sys.exit(7)
 
 
-def test_forks_count_as_killed_when_their_server_dies(recipe, server):
-    starter = processes.Starter()
-    started = processes.Processes(starter._fork([(signal.pause, ())], load_recipe(recipe), trains=False))
-    server().kill()
-    while not (codes := started.poll(0.01)):
-        pass
-    assert codes == {0: -signal.SIGKILL}
+@pytest.mark.parametrize("reaped", [True, False])
+def test_an_end_is_no_kill_because_the_fork_server_dies_before_it_is_heard(tmp_path, recipe, server, reaped):
+    """Neither if the report arrives together with the end of the connection, nor if there was none."""
+    starter, go = processes.Starter(), tmp_path / "go"
+    ends = [tmp_path / name for name in "012"]
+    calls = [(end_with, (str(go), code, ends[n])) for n, code in enumerate((0, 5, None))]
+    started = processes.Processes(starter._fork(calls, load_recipe(recipe), trains=False), ends)
+    if not reaped:
+        server().suspend()
+        while state_of(server().pid) != "T":
+            time.sleep(0.01)
+    go.touch()
+    while any(state_of(pid) != ("" if reaped else "Z") for pid in started.pids[:2]):
+        time.sleep(0.01)
+    killed = server()
+    processes.kill_server()
+    killed.wait()
+    codes = {}
+    while len(codes) < 3:
+        codes = started.poll(0.01)
+    assert codes == {0: 0, 1: 5, 2: -signal.SIGKILL}
+
+
+def end_with(go, code, end):
+    while not os.path.exists(go) or code is None:
+        time.sleep(0.01)
+    sys.exit(report_end(lambda: sys.exit(code), end))
 
 
 READY_TO_FORK = """
