@@ -167,6 +167,9 @@ class VllmEngine(ContinuousEngine):
             raise RuntimeError("the engine sleeps: call load_weights() before submit()")
         vocabulary = self._engine.model_config.get_vocab_size()
         check_request(request.prompts, request.sampling, vocabulary, self._engine.model_config.max_model_len)
+        low, high = TEMPERATURES
+        if request.sampling.temperature and not low <= request.sampling.temperature <= high:
+            raise UserError(f"temperature {request.sampling.temperature}: vLLM samples at temperatures {low} to {high}")
 
     def _send(self, responses: dict[str, Running], sampling: Sampling) -> None:
         """A response begins with its first token, because vLLM queues those that its cache has no room for."""

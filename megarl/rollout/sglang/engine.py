@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from megarl.data.tokenizer import end_of_sequence
 from megarl.errors import UserError
 from megarl.heartbeats import beat
 from megarl.models.hf_config import read_hf_config
@@ -159,6 +160,12 @@ class SglangEngine(ContinuousEngine):
         if self._asleep:
             raise RuntimeError("the engine sleeps: call load_weights() before submit()")
         check_request(request.prompts, request.sampling, self._hf["vocab_size"], self.settings.context)
+        stops = set(request.sampling.stop_token_ids)
+        if stops and (more := end_of_sequence(self.policy_dir) - stops):
+            raise UserError(
+                f"the stop tokens {sorted(stops)} do not include {sorted(more)}, at which SGLang ends a response "
+                f"anyway: eos_token_id in config.json or generation_config.json of {self.policy_dir}"
+            )
 
     def _send(self, responses: dict[str, Running], sampling: Sampling) -> None:
         """A response begins when the event of its first token arrives."""
