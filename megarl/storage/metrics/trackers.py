@@ -102,7 +102,7 @@ class _TensorBoard:
     def __init__(self, root: Path, first_update: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer = SummaryWriter(str(root / "tensorboard"), purge_step=first_update)
+        self._writer: Any = SummaryWriter(str(root / "tensorboard"), purge_step=first_update)
 
     def append(self, record: dict[str, Any]) -> None:
         self._add(record["update"], scalars(record))
