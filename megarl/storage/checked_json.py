@@ -117,10 +117,13 @@ class JsonTail:
         `UserError` for a directory in the place of the file.
         """
         try:
+            size = os.stat(self.path).st_size
+            if size == self._offset:
+                return False, []
+            truncated = size < self._offset
+            if truncated:
+                self._offset = self._lines = 0
             with open(self.path, "rb") as file:
-                truncated = os.fstat(file.fileno()).st_size < self._offset
-                if truncated:
-                    self._offset = self._lines = 0
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
