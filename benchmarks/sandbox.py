@@ -2,7 +2,7 @@
 
 The programs: Python with one pair of input and output; Python with assertions (two sandboxes each); C++ (compiled, then
 run) with ``<iostream>``, with ``<bits/stdc++.h>`` and with templates of it; and ``/bin/true``, which shows the cost of
-the sandbox itself.
+the sandbox itself. ``--plain``: C++ without precompiled headers.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from megarl.data.prompts import Prompt
 from megarl.recipe.tables import RewardTable
 from megarl.rewards.code import Code
+from megarl.rewards.cpp import make_headers
 from megarl.rewards.sandbox import Program, check_sandbox, run
 
 PAIR = {"tests": [{"input": "1 2\n", "output": "3\n"}]}
@@ -58,8 +59,13 @@ def cpu_seconds() -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--programs", type=int, default=200)
+    parser.add_argument("--plain", action="store_true")
     arguments = parser.parse_args()
     check_sandbox()
+    if arguments.plain:
+        os.environ["MEGARL_CACHE"] = "/nowhere"
+    else:
+        make_headers()
     few = max(1, arguments.programs // 10)
     cores = len(os.sched_getaffinity(0))
     kinds = {

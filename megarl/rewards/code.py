@@ -17,15 +17,16 @@ import secrets
 import select
 import socket
 import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megarl.data.prompts import Prompt, PromptSource
-from megarl.errors import UserError
+from megarl.errors import Note, UserError
 from megarl.recipe.tables import Recipe, RewardTable
-from megarl.rewards import TAGGED, Score, Verifier, check_rows, inside
+from megarl.rewards import TAGGED, Score, Verifier, check_rows, cpp, inside
 from megarl.rewards.harness import HARNESSES, LIVECODEBENCH, PLAIN, Harness
 from megarl.rewards.sandbox import (
     POLL_SECONDS,
@@ -50,7 +51,6 @@ LANGUAGE = re.compile(r"[\w+#.-]*\s*")
 TAGS = re.compile(r"\s*(?:</\w+>\s*)*")  # such as </answer>
 TILDES = re.compile(r"^( *)(~{3,})", re.MULTILINE)  # the other sign of a fence
 OTHER = re.compile(r"\s*(?:te?xt|plaintext|output|console|bash|sh|shell)\b", re.IGNORECASE)
-COMPILING = Limits(seconds=30, memory=4 << 30, output=64 << 20, disk=128 << 20, forks=True)
 # the program may print integers of any length
 PYTHON = functools.partial(python_command, "-X", "int_max_str_digits=0")
 
@@ -68,19 +68,36 @@ class Tests:
 
 
 def check(recipe: Recipe) -> None:
-    """Raise `UserError` if a row has no tests, or if its language cannot be run in a sandbox on this machine."""
+    """Raise `UserError` if a row has no tests, or if its language cannot be run in a sandbox on this machine.
+
+    Warns of rows whose tests every program passes that prints nothing.
+    """
     if any(table.source != "file" for table in recipe.prompt_sources()):
         raise UserError('reward.kind = "code" needs prompt files, whose rows have tests; generators have none')
     languages: set[str] = set()
-    check_rows(recipe, lambda prompt: languages.add(read_tests(prompt, recipe.reward.language).language))
+    silent: list[Prompt] = []
+
+    def check_row(prompt: Prompt) -> None:
+        tests = read_tests(prompt, recipe.reward.language)
+        languages.add(tests.language)
+        if tests.pairs and not any(expected.strip() for _, expected in tests.pairs):
+            silent.append(prompt)
+
+    check_rows(recipe, check_row)
+    if silent:
+        warnings.warn(f"{len(silent)} prompts have only tests that expect no output", Note, stacklevel=2)
     check_sandbox()
-    if "cpp" in languages and not compiled(b"int main() {}").succeeded:
-        raise UserError("C++ programs need g++ in /usr/bin, and it does not work in the sandbox: apt install g++")
+    if "cpp" in languages:
+        if not cpp.COMPILER.exists() or not cpp.compiled(b"int main() {}").succeeded:
+            raise UserError("C++ programs need g++ in /usr/bin, and it does not work in the sandbox: apt install g++")
+        cpp.make_headers()
 
 
 def build(table: RewardTable, prompts: PromptSource) -> Verifier:
     """See `VerifierModule`."""
     check_sandbox()
+    if table.language == "cpp":
+        cpp.make_headers()  # this node may not be the one where `check` was called
     return Code(table)
 
 
@@ -103,7 +120,7 @@ class Code:
         if tests.preamble:
             program = _script("running.py", _sources(source, tests))
         if tests.language == "cpp":
-            binary = compiled(_bytes(source))
+            binary = cpp.compiled(_bytes(source))
             if not binary.succeeded:
                 return Score(0.0, over=binary.over)
             program = Program(("/box/program",), {"/box/program": binary.output})
@@ -128,14 +145,6 @@ class Code:
         passed, ended, program = twice(functools.partial(asserted, source, tests, self._limits))
         unusable = "arguments that are no plain data" if ended.code == UNUSABLE else None
         return Score(float(passed), over=program.over or ended.over or unusable)
-
-
-def compiled(source: bytes) -> Outcome:
-    """Compile and link a program in C++. If the outcome succeeded, its output is the binary."""
-    # the gold linker takes a third of the default linker's time
-    linker = "-fuse-ld=gold" if Path("/usr/bin/ld.gold").exists() else ""
-    command = f"g++ -std=gnu++17 -O2 {linker} -pipe -o /tmp/program -x c++ /box/main.cpp && cat /tmp/program"
-    return run(Program(("/bin/sh", "-c", command), {"/box/main.cpp": source}), limits=COMPILING)
 
 
 def program_of(response: str) -> str:

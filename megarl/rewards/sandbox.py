@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -67,10 +67,15 @@ class Limits:
 
 @dataclass(frozen=True)
 class Program:
-    """A command to run in the sandbox. files: absolute name inside -> content; they are readable and executable."""
+    """A command to run in the sandbox, and what it finds there.
+
+    files: absolute name inside -> content; they are readable and executable. binds: additional read-only folders, path
+    outside -> path inside.
+    """
 
     command: tuple[str, ...]
     files: dict[str, bytes]
+    binds: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -302,7 +307,7 @@ def _command(program: Program, limits: Limits, status: int, contents: list[int])
         f"open_files={limits.open_files}", f"file_size={limits.file_size}", f"tmp_size={limits.disk}",
         f"tmp_files={limits.files}", f"forks={int(limits.forks)}",
         *(f"env={name}={value}" for name, value in environment.items()),
-        *(f"bind={outside}:{inside}" for outside, inside in (binds | python_binds).items()),
+        *(f"bind={outside}:{inside}" for outside, inside in (binds | python_binds | program.binds).items()),
         *(f"link={target}:{name}" for name, target in links.items()),
         *(f"hide={name}" for name in hidden),
         *(f"file={content}:{name}" for name, content in files),

@@ -8,7 +8,7 @@ import pytest
 from megarl.data.prompts import Prompt
 from megarl.errors import UserError
 from megarl.recipe.tables import RewardTable
-from megarl.rewards import code
+from megarl.rewards import code, cpp
 from megarl.rewards.code import Code, is_right, program_of, read_tests
 from megarl.rewards.parts import check_reward
 from megarl.rewards.sandbox import Outcome
@@ -227,3 +227,36 @@ def test_a_recipe_for_code_is_checked_row_by_row(tmp_path):
     check_reward(recipe(file=write(file, [good]), kind="code"))
     with pytest.raises(UserError, match="needs prompt files"):
         check_reward(recipe("chain_sum", kind="code"))
+
+
+def test_a_warning_counts_rows_whose_tests_expect_no_output(tmp_path):
+    some = [{"input": "1", "output": ""}, {"input": "2", "output": "2"}]
+    tests = [some[:1], some, [some[0] | {"output": " \n"}], "assert f(1) == 1"]
+    file = write(tmp_path / "p.jsonl", [{"prompt": "?", "answer": "see tests", "tests": one} for one in tests])
+    with pytest.warns(UserWarning, match="^2 prompts have only tests that expect no output"):
+        check_reward(recipe(file=file, kind="code"))
+
+
+def test_a_precompiled_header_is_used_only_where_it_cannot_change_the_program(tmp_path, monkeypatch):
+    def adds(program):
+        return score(prompt_for(tests=[{"input": "1 2", "output": "3"}]), program, language="cpp")
+
+    monkeypatch.setenv("MEGARL_CACHE", str(tmp_path))
+    marked = SUM.replace("a + b", "a + b + precompiled")
+    assert adds(f"#include <iostream>\n{SUM}") == 1, "without precompiled headers"
+    cpp.precompile("iostream", "#include <iostream>\nconstexpr int precompiled = 0;")
+    assert cpp.compiled(f"// why\n#define mine\n#include<iostream>\n{marked}".encode()).succeeded
+    for before in ("#include <vector>", "#define private public"):
+        assert not cpp.compiled(f"{before}\n#include <iostream>\n{marked}".encode()).succeeded, before
+    assert adds(f"#include <vector>\n#include <iostream>\n{SUM}") == 1
+    assert adds(f"#include <iostream>\nstd::map<int, int> m;\n{SUM}") == 0, "it does not include <map>"
+    path = cpp.headers_folder() / "iostream.gch"
+    path.write_bytes(b"?" + path.read_bytes()[1:])
+    assert adds(f"#include <iostream>\n{SUM}") == 1, "a damaged precompiled header is not used"
+
+
+def test_headers_that_cannot_be_written_are_only_reported(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MEGARL_CACHE", str(tmp_path / "file"))
+    cpp.make_headers()
+    assert "without precompiled headers: " in capsys.readouterr().err

@@ -19,7 +19,7 @@ import pytest
 
 from megarl.errors import UserError
 from megarl.recipe.tables import RewardTable
-from megarl.rewards import code, sandbox
+from megarl.rewards import code, cpp, sandbox
 from megarl.rewards.code import Code
 from megarl.rewards.pool import Limits
 from megarl.rewards.sandbox import SandboxError
@@ -105,7 +105,7 @@ def test_assertions_cannot_be_forged(name):
 @pytest.mark.usefixtures("nothing_left")
 @pytest.mark.parametrize("name", attacks.CPP)
 def test_hostile_cpp_scores_0_and_leaves_no_process(name, host, monkeypatch):
-    monkeypatch.setattr(code, "COMPILING", replace(code.COMPILING, seconds=2, memory=1 << 30, disk=64 << 20))
+    monkeypatch.setattr(cpp, "COMPILING", replace(cpp.COMPILING, seconds=2, memory=1 << 30, disk=64 << 20))
     assert verifier(language="cpp").score(question_for(host), attacks.CPP[name].format(**host)).value == 0
 
 
