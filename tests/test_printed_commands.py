@@ -13,7 +13,7 @@ from tests.helpers import ROOT
 COMMAND = re.compile(r"(?:megarl (?!needs|process|reads|trains)[a-z]+|python|hf download) [^`\n#]*")
 NO_PATHS = re.compile(
     r"(html\.escape\()?quoted\(.*|[\w.]*\b(number|stage|first_update|name|cls)"
-    r"|branch|own\[name\]|platform.*"
+    r"|branch|setting|platform.*"
 )
 
 

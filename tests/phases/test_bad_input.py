@@ -56,7 +56,7 @@ def fails(capfd, monkeypatch):
         ("data.prompt_template={wrd}=", ["wrd", "prompt"]),
         ("data.train=prompts.txt", ["prompts.txt", ".jsonl"]),
         ("data.train=/none.jsonl", ["/none.jsonl"]),
-        ("reward.kind=reasoning_gym", ["reward.kind", "data.source"]),
+        ("reward.kind=reasoning_gym", ["reward.kind", "cannot score a file"]),
         ("data.max_prompt_tokens=1", ["max_prompt_tokens"]),
         ("model.path=/nowhere", ["/nowhere"]),
         ("model.path=/none/examples/quickstart/base", ["A script makes it, in the directory /none: python"]),
@@ -179,7 +179,7 @@ def test_damage_and_wrong_stages_of_a_run_directory_are_refused(fails, recipe, t
 
 def test_errors_of_the_file_system_are_reported(fails, recipe, tmp_path):
     (tmp_path / "run/.lock").mkdir(parents=True)
-    fails("train", recipe, "--run-dir", tmp_path / "run", words=["run/.lock", "Is a directory"])
+    fails("train", recipe, "--run-dir", tmp_path / "run", words=["run/.lock is a directory", "move it away"])
 
 
 def test_a_branch_whose_origin_has_moved_is_refused(fails, recipe, tmp_path):
