@@ -24,7 +24,7 @@ from megarl.models.hf_config import read_hf_config
 from megarl.objectives import build_objective
 from megarl.rollout.builtin import BuiltinEngine
 from megarl.rollout.continuous import checked_experts
-from tests.actor.conftest import FAMILIES, make_hf_model, make_recipe
+from tests.actor.conftest import make_hf_model, make_recipe
 from tests.actor.test_lora import check_peft, every_target
 from tests.actor.test_step import make_samples
 from tests.extent import few
@@ -34,20 +34,14 @@ KINDS = ("torch", "transformer_engine")
 COMPOSITIONS = few(("", " lora", " actor", " lora actor", " replay", " lora replay"), "", " lora replay")
 STEADY = {"eps": 1e-3}  # Adam's default turns the rounding of a gradient near 0 into a step of full size
 RESUMED = ("qwen3_moe", "deepseek_v3", "gpt_oss")  # families whose checkpoints are loaded into the other kind of layers
-# every size is a multiple of 16
-WIDE = dict(intermediate_size=32, moe_intermediate_size=32, shared_expert_intermediate_size=48, q_lora_rank=32,
-            kv_lora_rank=32, qk_rope_head_dim=16, v_head_dim=16)  # fmt: skip
-WIDE_ROTARY = {"head_dim": 16}  # of latent attention, where transformers calls qk_rope_head_dim so as well
 TEXT = [[(7 * i + 3) % 67 for i in range(20)]]
 CPU = torch.device("cpu")
 
 
 def check(family: str, folder: Path) -> None:
     """Assert what every composition and kind of layers must have in common, and what not."""
-    wide = {key: size for key, size in WIDE.items() if key in FAMILIES[family]}
-    latent_attention = WIDE_ROTARY if "qk_rope_head_dim" in wide else {}
     model = folder / "model"
-    make_hf_model(family, **wide, **latent_attention).save_pretrained(model)
+    make_hf_model(family).save_pretrained(model)
     hf = read_hf_config(model)
     adapters = {"lora": {"rank": 4, "targets": every_target(hf)}}
     first: dict[str, float] = {}
