@@ -54,9 +54,7 @@ def _check_recompute(recipe: Recipe, hf: dict[str, Any]) -> None:
     of_engine = recipe.actor.layers == "transformer_engine" and hf["num_experts"]
     for name in sorted(again.modules):
         reason = None
-        if name == "mla_up_proj":
-            reason = "latent attention is megarl's own, which cannot recompute it"
-        elif name == "moe_act" and not of_engine:
+        if name == "moe_act" and not of_engine:
             reason = "only Transformer Engine's experts can recompute it; \"moe\" recomputes all of a layer's experts"
         elif name in modules and f"{modules[name]}.linear_fc1" not in there:
             reason = f"no layer of this {hf['model_type']} has it"

@@ -30,7 +30,6 @@ def parts(*names):
         ("qwen3_moe", parts("shared_experts"), {}, "'shared_experts': no layer of this qwen3_moe has it"),
         ("qwen3_moe", parts("moe_act"), {}, "'moe_act': only Transformer Engine's experts can recompute it"),
         ("glm4_moe", parts("moe", "shared_experts"), {}, '"moe" includes "shared_experts"'),
-        ("deepseek_v3", parts("mla_up_proj"), {}, "'mla_up_proj': latent attention is megarl's own"),
         # Megatron's settings of recomputation
         ("glm4_moe", {}, {"recompute_granularity": "selective"}, r"granularity: use \[actor\] recompute"),
         ("glm4_moe", parts("mlp"), {"recompute_num_layers": 2}, "recompute_num_layers: it has an effect only with"),

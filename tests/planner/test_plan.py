@@ -230,7 +230,7 @@ def test_time_of_a_live_stage(moe_plan, plan_of):
         (MOE, 1, "h900", (), "--gpu h900: known are a100, h100, h200, h20, b200"),
         (MOE, 0, "h200", (), "--nodes 0: at least 1"),
         (QUICKSTART, 1, "h200", (), "backend=cuda"),
-        (DEEPSEEK, 32, "h200", ['actor.recompute=["mla_up_proj"]'], "'mla_up_proj': latent attention is megarl's own"),
+        (DEEPSEEK, 32, "h200", ['actor.recompute=["moe_act"]'], "'moe_act': only Transformer Engine's experts"),
         (QUICKSTART, 1, "h200", ["actor.backend=cuda", "model.path=/none"], r"put its config\.json beside the recipe"),
     ],
 )
