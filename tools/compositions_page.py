@@ -28,17 +28,16 @@ reason below, in the words of the message.
 
 `make test-slow WHAT=families` compares all that works. It makes updates, exports and log-probs of the families on
 Transformer Engine (stand-ins for it, on a CPU), with adapters and replayed experts: they are those of the torch layers
-to 1e-4, and with FP8 the loss is within .03. The first loss with adapters or `routing_replay = "actor"` is that
-without. For each cell of the second table a run ends with the weights, byte for byte, of a plain loop over its
-rollouts, which finds the groups to train by a plain search. All tokens have the log-probs, to 1e-4, of the policies
-that the schedule names, and replayed experts are those that the engine recorded (the built-in engine is made to record
-some). `make test` also compares the files of a run with `lockstep` with those of a staged run, byte for byte.
+to 1e-4. The first loss with adapters or `routing_replay = "actor"` is that without. For each cell of the second table a
+run ends with the weights, byte for byte, of a plain loop over its rollouts, which finds the groups to train by a plain
+search. All tokens have the log-probs, to 1e-4, of the policies that the schedule names, and replayed experts are those
+that the engine recorded (the built-in engine is made to record some). `make test` also compares the files of a run with
+`lockstep` with those of a staged run, byte for byte.
 """
 Tables = dict[str, dict[str, Any]]
 LAYERS: dict[str, Tables] = {
     "torch": {},
     "Transformer Engine": {"actor": {"layers": "transformer_engine"}},
-    "FP8": {"actor": {"layers": "transformer_engine"}, "megatron": {"fp8": "hybrid"}},
 }
 REPLAYS = ("none", "actor", "engine")
 SYNC_EVERY = 4
@@ -142,7 +141,7 @@ def page() -> str:
     listed = "".join(f"{number}. {reason}\n" for number, reason in enumerate(reasons, 1))
     return (
         f"{HEAD}\n{cells.count(None)} of {len(cells)} combinations work, and all of these are compared.\n\n"
-        "## Model family, layers, adapters, precision, replay\n"
+        "## Model family, layers, adapters, replay\n"
         f"{first}\n## Schedule\n\n{second}\n## Reasons\n\n{listed}"
     )
 

@@ -271,7 +271,7 @@ def _sharded_state(actor: Actor) -> dict[str, Any]:
         "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
         "singleton_local_shards": True,
     }
-    # Transformer Engine's extra state (pickles with the scaling history of fp8) is left out
+    # Transformer Engine's extra state (pickles, with nothing in them in bfloat16) is left out
     state = {
         f"model{i}": lora.sharded_state(model)
         if actor.recipe.actor.lora

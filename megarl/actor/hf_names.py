@@ -37,7 +37,6 @@ class HfTensor:
     name: str  # has "{}" in place of the expert's number in tensors of single experts
     views: tuple[torch.Tensor, ...]  # views of a Megatron parameter; concatenated along dimension 0 they are the slice
     split: int | None  # dimension that tensor parallelism splits; None: replicated
-    parameter: str  # the Megatron parameter's name
     local_expert: int | None = None  # the expert's number on this rank
     low_rank: LowRank | None = None  # with an adapter: its product, not yet added to the views
 
@@ -84,7 +83,7 @@ def hf_tensors(models: list[PolicyModel]) -> Iterator[HfTensor]:
             yield from _tensors_of_parameter(name, parameter.detach(), model)
         if model.share_embeddings_and_output_weights and model.pre_process and model.post_process:
             weight = model.embedding.word_embeddings.weight.detach()
-            yield HfTensor(LM_HEAD, (weight,), 0, "embedding.word_embeddings.weight")
+            yield HfTensor(LM_HEAD, (weight,), 0)
 
 
 def _tensors_of_parameter(name: str, parameter: torch.Tensor, model: PolicyModel) -> Iterator[HfTensor]:
@@ -94,7 +93,7 @@ def _tensors_of_parameter(name: str, parameter: torch.Tensor, model: PolicyModel
         prefix = ""
     else:
         _, _, local, rest = name.split(".", 3)  # decoder.layers.<local>.<rest>
-        layer, native = _layer(model, int(local)), rest
+        layer, native = int(model.decoder.layers[int(local)].layer_number) - 1, rest
         prefix = f"{family.prefix}layers.{layer}."
         if match := _EXPERT.fullmatch(rest):
             number, experts = _experts(match, parameter, model.config)
@@ -106,7 +105,7 @@ def _tensors_of_parameter(name: str, parameter: torch.Tensor, model: PolicyModel
     for expert, weight in experts:
         added = _adapter_products(adapter, expert, tensors) if adapter else [None] * len(tensors.names)
         for hf_name, views, low_rank in zip(tensors.names, _views(weight, tensors), added, strict=True):
-            yield HfTensor(prefix + hf_name, views, tensors.split, name, expert, low_rank)
+            yield HfTensor(prefix + hf_name, views, tensors.split, expert, low_rank)
 
 
 def _adapter_products(adapter: Adapter, expert: int | None, tensors: TensorNames) -> list[LowRank | None]:
@@ -118,11 +117,6 @@ def _adapter_products(adapter: Adapter, expert: int | None, tensors: TensorNames
         (turned,) = _views(up, tensors)
         return [LowRank((a.t(),), turned[0].flatten(1), adapter.scale)]
     return [LowRank(ups, a, adapter.scale) for ups in _views(up, tensors)]
-
-
-def _layer(model: PolicyModel, local: int) -> int:
-    """The layer's number in the whole model, from 0; ``local``: its number on this rank."""
-    return int(model.decoder.layers[local].layer_number) - 1
 
 
 def _views(parameter: torch.Tensor, tensors: TensorNames) -> list[tuple[torch.Tensor, ...]]:

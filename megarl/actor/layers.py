@@ -1,8 +1,8 @@
 """Megatron layer specs of megarl's modules, for every model family.
 
-With ``[actor] layers = "transformer_engine"`` the same layers multiply matrices with Transformer Engine, which can do
-so in 8 bits: those of softmax attention, of dense feed-forwards, and of routed and shared experts. Norms, attention and
-rotary embedding are megarl's either way, so both kinds of layers compute the same function of the same parameters.
+With ``[actor] layers = "transformer_engine"`` the same layers multiply matrices with Transformer Engine: those of
+softmax attention, of dense feed-forwards, and of routed and shared experts. Norms, attention and rotary embedding are
+megarl's either way, so both kinds of layers compute the same function of the same parameters.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ if not hasattr(moe_utils, "te_general_gemm"):
     # Megatron-Core 0.16.1 defines this name only with Transformer Engine, but its routers always compare it with None
     moe_utils.te_general_gemm = None
 if not hasattr(megatron_random, "FP8GlobalStateManager"):
-    # likewise undefined without Transformer Engine, but used whenever norms are recomputed, with fp8 or without
+    # likewise undefined without Transformer Engine, but used whenever norms are recomputed
     megatron_random.FP8GlobalStateManager = SimpleNamespace(is_fp8_enabled=lambda: False)
     megatron_random.activation_recompute_forward = megatron_random.fp8_autocast = lambda **_: nullcontext()
 

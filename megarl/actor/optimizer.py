@@ -12,7 +12,6 @@ from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_mega
 
 from megarl.actor.model import PolicyModel
 from megarl.errors import UserError
-from megarl.recipe.megatron import DTYPES
 from megarl.recipe.tables import Recipe
 
 
@@ -79,7 +78,7 @@ def optimizer_config(recipe: Recipe, params_dtype: torch.dtype) -> OptimizerConf
         use_distributed_optimizer=True,
         store_param_remainders=False,  # checkpoints hold whole master weights
     )
-    given = {k: getattr(torch, v) if v in DTYPES else v for k, v in recipe.megatron_optimizer.items()}
+    given = recipe.megatron_optimizer
     if not given.get("optimizer_cpu_offload"):
         return OptimizerConfig(**settings | given)
     # Megatron-Core 0.16.1 would check Transformer Engine's version here, even if it is neither installed nor needed

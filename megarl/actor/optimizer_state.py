@@ -58,7 +58,7 @@ def sharded_adam_state(optimizer: MegatronOptimizer, model_state: Any) -> dict[s
             shard = part.optimizer.param_groups[group]["params"][order]
             held = part.optimizer.state[shard]
             tensors = {name: held[name] for name in ("exp_avg", "exp_avg_sq")}
-            if parameter.dtype != torch.float32:  # a precision-aware optimizer keeps the master weights in its state
+            if parameter.dtype != torch.float32:  # an optimizer on the host keeps the master weights in its state
                 tensors["parameter"] = held.get("master_param", shard)
             owned = part._get_model_param_range_map(parameter)["param"]
             for name, tensor in tensors.items():
@@ -114,9 +114,6 @@ def create_adam_state(optimizer: DistributedOptimizer) -> None:
 
 
 def _create(inner: Any, parameter: torch.Tensor, group: dict[str, Any]) -> None:
-    if getattr(inner, "master_weights", False):  # Transformer Engine's precision-aware Adam
-        inner.initialize_state(parameter, store_param_remainders=False)
-        return
     state = inner.state[parameter]
     if isinstance(inner, torch.optim.Adam):
         state["step"] = torch.tensor(0.0, device=parameter.device if group["fused"] else "cpu")

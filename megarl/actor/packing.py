@@ -381,14 +381,13 @@ def _sharing_pays(samples: Sequence[Sample]) -> bool:
 
 
 def micro_batches(
-    samples: Sequence[Sample], budget: int, device: torch.device, align: int = 1, share: bool = False
+    samples: Sequence[Sample], budget: int, device: torch.device, share: bool = False
 ) -> list[MicroBatch]:
     """This data-parallel rank's micro-batches of an update; every rank gets the same number of them.
 
-    budget: tokens of a micro-batch. align: the tokens that each rank multiplies with a matrix are a multiple of this,
-    as fp8 needs it (`megarl.recipe.megatron.token_alignment`). share: whether a micro-batch may hold each prompt once,
-    which needs `PolicyModel.shares_prompts`. Sequence parallelism needs T to be a multiple of its ranks. Virtual
-    pipeline stages need all micro-batches equally long, and their number to be a multiple of the pipeline ranks.
+    budget: tokens of a micro-batch. share: whether a micro-batch may hold each prompt once, which needs
+    `PolicyModel.shares_prompts`. Sequence parallelism needs T to be a multiple of its ranks. Virtual pipeline stages
+    need all micro-batches equally long, and their number to be a multiple of the pipeline ranks.
     """
     replica, replicas = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
     virtual = mpu.get_virtual_pipeline_model_parallel_world_size() is not None
@@ -397,7 +396,7 @@ def micro_batches(
     bins = assign_groups(samples, replicas, budget, rounds, share)[replica]
     filler = replace(min(samples, key=len), trained=False)  # an empty bin still takes part in every collective
     parts = [[samples[i] for i in bin] or [filler] for bin in bins]
-    shard, multiple = context_shard(), align * mpu.get_tensor_model_parallel_world_size()
+    shard, multiple = context_shard(), mpu.get_tensor_model_parallel_world_size()
     tokens = [packed_length(part, multiple, shard, share) for part in parts]
     if virtual:
         tokens = [max(tokens)] * len(parts)

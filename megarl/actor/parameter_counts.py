@@ -31,9 +31,7 @@ def count_parameters(hf: dict[str, Any], recipe: Recipe, ranks: int) -> list[dic
         "megatron.init_model_with_meta_device=true",
         "megatron.perform_initialization=false",
     )
-    # fp8 needs Transformer Engine, which is absent here, and does not change the parameters
-    megatron = {name: value for name, value in recipe.megatron.items() if "fp8" not in name}
-    recipe = override_recipe(recipe.model_copy(update={"megatron": megatron}), settings)
+    recipe = override_recipe(recipe, settings)
     per_stage = ranks // recipe.actor.pipeline_parallel
     return [_count(hf, recipe, ranks, stage * per_stage) for stage in range(recipe.actor.pipeline_parallel)]
 

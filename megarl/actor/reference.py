@@ -12,7 +12,6 @@ import torch.distributed as dist
 from megarl.actor.model import PolicyModel
 from megarl.actor.packing import Sample, micro_batches
 from megarl.actor.schedule import collect, run_micro_batches
-from megarl.recipe.megatron import token_alignment
 
 
 def score(
@@ -26,13 +25,11 @@ def score(
         Sample(np.array(tokens[:1]), np.array(tokens[1:]), np.zeros(len(tokens) - 1, np.float32), advantage=0.0)
         for tokens in sequences
     ]
-    config = models[0].config
-    align = token_alignment({"fp8": config.fp8, "fp8_recipe": config.fp8_recipe})
     temperatures = [model.temperature for model in models]
     try:
         for model in models:
             model.temperature = 1.0
-        logs = run_micro_batches(models, micro_batches(samples, budget, device, align), collect, forward_only=True)
+        logs = run_micro_batches(models, micro_batches(samples, budget, device), collect, forward_only=True)
     finally:
         for model, temperature in zip(models, temperatures, strict=True):
             model.temperature = temperature

@@ -8,7 +8,6 @@ from megarl.errors import UserError
 from megarl.models import family_of
 from megarl.models.lora import matrices
 from megarl.recipe.actor_table import OWNED, Recompute
-from megarl.recipe.megatron import SCALINGS, scaling_of
 from megarl.recipe.tables import Recipe
 
 # settings of Megatron that megarl's layers, schedules or checkpoints do not support
@@ -16,7 +15,8 @@ _UNSUPPORTED = {
     "megatron": (
         "attention_dropout", "hidden_dropout", "moe_input_jitter_eps", "mtp_num_layers", "no_rope_freq",
         "rotary_interleaved", "moe_apply_probs_on_input", "moe_latent_size", "moe_expert_capacity_factor",
-        "moe_shared_expert_overlap", "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "fp4", "fp8_param",
+        "moe_shared_expert_overlap", "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "fp4", "fp8",
+        "fp8_param",
     ),
     "megatron_ddp": ("use_megatron_fsdp", "use_custom_fsdp", "align_param_gather", "fp8_param_gather", "nccl_ub"),
 }  # fmt: skip
@@ -27,7 +27,7 @@ _OF_SOME = (
 
 
 def check_layers(recipe: Recipe, hf: dict[str, Any]) -> None:
-    """`UserError` if ``[actor] layers``, recompute, fp8 or another setting is not supported for this model."""
+    """`UserError` if ``[actor] layers``, recompute or another setting is not supported for this model."""
     # with another value the model would not be that of its config.json, which no engine could load
     decided = {*family_of(hf).megatron_settings(hf), *_OF_SOME} - {"moe_router_bias_update_rate"}
     if taken := sorted(decided & recipe.megatron.keys()):  # whatever the value: 0 and [] may change the model too
@@ -37,7 +37,6 @@ def check_layers(recipe: Recipe, hf: dict[str, Any]) -> None:
             if value := getattr(recipe, table).get(name):
                 raise UserError(f"[{table}] {name} = {value!r}: megarl does not support it; remove the key")
     _check_recompute(recipe, hf)
-    _check_fp8(recipe)
 
 
 def _check_recompute(recipe: Recipe, hf: dict[str, Any]) -> None:
@@ -55,9 +54,7 @@ def _check_recompute(recipe: Recipe, hf: dict[str, Any]) -> None:
     of_engine = recipe.actor.layers == "transformer_engine" and hf["num_experts"]
     for name in sorted(again.modules):
         reason = None
-        if name == "mla_up_proj":
-            reason = "latent attention is megarl's own, which cannot recompute it"
-        elif name == "moe_act" and not of_engine:
+        if name == "moe_act" and not of_engine:
             reason = "only Transformer Engine's experts can recompute it; \"moe\" recomputes all of a layer's experts"
         elif name in modules and f"{modules[name]}.linear_fc1" not in there:
             reason = f"no layer of this {hf['model_type']} has it"
@@ -65,19 +62,3 @@ def _check_recompute(recipe: Recipe, hf: dict[str, Any]) -> None:
             raise UserError(f"[actor] recompute: {name!r}: {reason}")
     if {"moe", "shared_experts"} <= again.modules or {"moe", "moe_act"} <= again.modules:
         raise UserError('[actor] recompute: "moe" includes "shared_experts" and "moe_act"; leave these out')
-    if {"layernorm", "moe_act"} & again.modules and scaling_of(recipe.megatron) == "delayed":
-        raise UserError(
-            '[actor] recompute: with fp8, "layernorm" and "moe_act" need another [megatron] fp8_recipe than "delayed", '
-            "which is the default"
-        )
-
-
-def _check_fp8(recipe: Recipe) -> None:
-    name = scaling_of(recipe.megatron)
-    if name is None:
-        return
-    asked = f"[megatron] fp8 = {recipe.megatron['fp8']!r}"
-    if name not in SCALINGS:
-        raise UserError(f"[megatron] fp8_recipe = {name!r} is unknown; known are {', '.join(SCALINGS)}")
-    if recipe.actor.backend == "cpu" or recipe.actor.layers == "torch":
-        raise UserError(f'{asked} needs [actor] backend = "cuda" and layers = "transformer_engine"')

@@ -34,7 +34,6 @@ from megarl.phases.samples import (
     tokens_by_group,
 )
 from megarl.phases.stop import StopRequest
-from megarl.recipe.megatron import token_alignment
 from megarl.storage.checked_json import append_json
 from megarl.storage.checkpoints import checkpoints, read_manifest, read_metrics, set_aside
 from megarl.storage.files import appears
@@ -215,14 +214,8 @@ def pack(actor: Actor, groups: list[Group]) -> tuple[list[Sample], list[packing.
     """The samples of ``groups``, and this rank's micro-batches of them."""
     recipe = actor.recipe
     samples = to_samples(groups, recipe.objective, recipe.actor.trains_recorded_experts)
-    micro_batches = packing.micro_batches(
-        samples,
-        recipe.actor.tokens_per_micro_batch,
-        actor.device,
-        token_alignment(recipe.megatron),
-        actor.models[0].shares_prompts,
-    )
-    return samples, micro_batches
+    budget, share = recipe.actor.tokens_per_micro_batch, actor.models[0].shares_prompts
+    return samples, packing.micro_batches(samples, budget, actor.device, share)
 
 
 def _open_metrics(stage: Stage, start: Start) -> MetricsWriter | None:

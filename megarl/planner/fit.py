@@ -97,7 +97,7 @@ def make_plan(
     check_layout(recipe, hf, nodes)
     check_layers(recipe, hf)
     check_lora(recipe, hf)
-    check_optimizer(recipe, here=False)
+    check_optimizer(recipe)
     with ParameterCounter() as counter:
         plan = Plan.of(recipe, hf, nodes, gpu, counter, assume)
         trainers_alone = plan.rollout_misfit() is None and plan.optimize_misfit() is not None

@@ -20,7 +20,7 @@ from megarl.planner.sizes import GPUS, Gpu
 from megarl.recipe.layout import Layout
 from megarl.recipe.megatron import shares_prompts
 from megarl.recipe.names import ENGINES
-from megarl.recipe.optimizer import OptimizerBytes, offloaded
+from megarl.recipe.optimizer import STATE_BYTES, offloaded
 from megarl.recipe.tables import Recipe
 from megarl.rollout.engine import expert_type
 
@@ -150,12 +150,12 @@ class Plan:
         kept, layer = sizes.stage_bytes(hf, recipe, layout, stage, tokens, in_flight, self.assume.expert_imbalance)
         last = stage == layout.pipeline_parallel - 1
         head = sizes.head_bytes(hf, layout, tokens, self.device, frozen=bool(counts.adapters)) if last else 0.0
-        wide = recipe.megatron_ddp.get("grad_reduce_in_fp32", True)
+        wide, on_gpu = recipe.megatron_ddp.get("grad_reduce_in_fp32", True), 1 - offloaded(recipe)
         return {
             "CUDA, NCCL and workspaces": self.assume.runtime_memory,
             "weights, bf16": 2.0 * (parameters + counts.adapters),
             f"gradients, {'fp32' if wide else 'bf16'}": (4.0 if wide else 2.0) * counts.trained,
-            "optimizer, fp32 master and two moments": OptimizerBytes.of(recipe).gpu * self._owned_parameters(counts),
+            "optimizer, fp32 master and two moments": on_gpu * STATE_BYTES * self._owned_parameters(counts),
             "frozen policies, bf16": 2.0 * parameters * self.frozen,
             "activations": kept,  # also with adapters: they keep the inputs that frozen matrices do not
             "backward pass of a layer, or of log-probs": max(layer, head),  # one after the other
@@ -173,13 +173,13 @@ class Plan:
         A checkpoint is copied into pinned memory before it is written. torch rounds the size of each such tensor up to
         a power of two, and keeps the memory. State that is in host memory anyway is copied beside it.
         """
-        owned, state = max(map(self._owned_parameters, self.stages)), OptimizerBytes.of(self.recipe)
         ranks, share = self.recipe.actor.processes_per_node, offloaded(self.recipe)
+        owned = ranks * max(map(self._owned_parameters, self.stages))  # by all ranks of a node
         weights = 2.0 * min(self.whole.trained, ranks * max(stage.trained for stage in self.stages))
         return {
-            "optimizer": state.host * owned * ranks,
-            "checkpoint, pinned": 2 * (weights + (1 - share) * state.checkpoint * owned * ranks),
-            "optimizer, as it is written": share * state.checkpoint * owned * ranks,
+            "optimizer": share * (STATE_BYTES + 4) * owned,  # with a copy of the gradients
+            "checkpoint, pinned": 2 * (weights + (1 - share) * STATE_BYTES * owned),
+            "optimizer, as it is written": share * STATE_BYTES * owned,
         }
 
     @property
@@ -331,7 +331,7 @@ class Plan:
             response += self.mean_sequence * each
         return {
             "rollouts of a stage": recipe.candidates_per_stage * recipe.rollout.responses_per_prompt * response,
-            "one checkpoint": (2.0 + OptimizerBytes.of(recipe).checkpoint) * self.whole.trained,
+            "one checkpoint": (2.0 + STATE_BYTES) * self.whole.trained,
             "one policy": 2.0 * self.parameters,
         }
 

@@ -12,8 +12,8 @@ from pydantic import AfterValidator, Field, field_validator, model_validator
 from megarl.errors import did_you_mean
 from megarl.recipe.base import Table
 
-# parts of layers for ``[actor] recompute``, which are ``recompute_modules`` of Megatron-Core 0.16.1
-MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
+# parts of layers for ``[actor] recompute``: ``recompute_modules`` of Megatron-Core 0.16.1 that megarl's layers have
+MODULES = ("core_attn", "moe_act", "layernorm", "mlp", "moe", "shared_experts")
 # keys of ``[megatron]`` that ``[actor] recompute`` replaces
 OWNED = ("recompute_granularity", "recompute_modules", "moe_layer_recompute")
 

@@ -1,4 +1,4 @@
-"""The tables that are passed through to Megatron-Core: checked against its source, and what fp8 implies.
+"""The tables that are passed through to Megatron-Core: checked against its source.
 
 Megatron-Core's configuration dataclasses are parsed as text, not imported, since importing them would load torch.
 """
@@ -26,7 +26,7 @@ CONFIGS = {  # table of the recipe -> (file, dataclass), base classes last
     "megatron_ddp": (("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),),
     "megatron_optimizer": (("optimizer/optimizer_config.py", "OptimizerConfig"),),
 }
-DTYPES = ("float32", "bfloat16", "float16", "uint8")  # the names for a torch.dtype in a recipe
+_DTYPES = ("float32", "bfloat16", "float16", "uint8")  # the names for a torch.dtype in a recipe
 _TYPES: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 
 
@@ -81,7 +81,7 @@ def _fits(value: Any, annotation: str) -> bool:
     """Whether a TOML value fits a type annotation; True for all types that are not checked, such as unions."""
     kind = annotation.removeprefix("Optional[").removesuffix("]") if annotation.startswith("Optional[") else annotation
     if kind == "torch.dtype":
-        return value in DTYPES
+        return value in _DTYPES
     if kind.startswith("Literal["):
         return value in ast.literal_eval(f"({kind[len('Literal[') : -1]},)")
     if kind not in _TYPES:
@@ -101,18 +101,3 @@ def shares_prompts(settings: Mapping[str, Any]) -> bool:
     biased = settings.get("moe_router_enable_expert_bias", False)
     moves = biased and settings.get("moe_router_bias_update_rate", _BIAS_UPDATE_RATE) != 0
     return not (moves or settings.get("linear_attention_freq"))
-
-
-# fp8_recipe: a product's tokens must be a multiple of this, ``get_fp8_align_size`` in Megatron's ``fp8_utils.py``
-SCALINGS = {"delayed": 16, "tensorwise": 16, "blockwise": 16, "mxfp8": 32}
-
-
-def scaling_of(megatron: dict[str, Any]) -> str | None:
-    """The key in `SCALINGS` that ``[megatron]`` asks for; None without fp8."""
-    return str(megatron.get("fp8_recipe", "delayed")) if megatron.get("fp8") else None
-
-
-def token_alignment(megatron: dict[str, Any]) -> int:
-    """The number that the tokens of a micro-batch must be a multiple of on every rank; 1 without fp8."""
-    name = scaling_of(megatron)
-    return 1 if name is None else SCALINGS[name]

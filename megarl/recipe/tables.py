@@ -104,7 +104,7 @@ class Recipe(Table):
     actor: ActorTable = ActorTable()
     megatron: dict[str, Any] = Field({})  # passed through to megatron.core's TransformerConfig
     megatron_ddp: dict[str, Any] = Field({})  # passed through to its DistributedDataParallelConfig
-    megatron_optimizer: dict[str, Any] = Field({})  # passed through to its OptimizerConfig; dtypes as "bfloat16"
+    megatron_optimizer: dict[str, Any] = Field({})  # passed through to its OptimizerConfig
     eval: EvalTable = EvalTable()
     metrics: MetricsTable = MetricsTable()
     run: RunTable = RunTable()

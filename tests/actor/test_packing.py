@@ -8,9 +8,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megarl.actor.packing import Sample, assign, assign_groups, micro_batches, pack, packed_length
+from megarl.actor.packing import Sample, assign, assign_groups, pack, packed_length
 from megarl.batch import ContextShard
-from megarl.recipe.megatron import shares_prompts, token_alignment
+from megarl.recipe.megatron import shares_prompts
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 CPU = torch.device("cpu")
@@ -123,15 +123,6 @@ def test_filler_reaches_the_length_in_sequences_no_longer_than_the_longest_sampl
     batch = pack(samples, [0], CPU, tokens=11)
     assert batch.packed.length_runs == ((3, 3), (1, 2))
     assert batch.token_count == int(batch.batch.loss_mask.sum()) == 2
-
-
-def test_micro_batches_for_fp8_are_padded_to_its_alignment():
-    samples = group([10], *(np.arange(20, 21 + n) for n in (3, 9, 14, 30)))
-    align = token_alignment({"fp8": "hybrid", "fp8_recipe": "mxfp8"})
-    assert (align, token_alignment({"fp8": "e4m3"}), token_alignment({"fp8_recipe": "mxfp8"})) == (32, 16, 1)
-    batches = micro_batches(samples, 40, CPU, align)
-    assert [batch.tokens.size(1) for batch in batches] == [32, 32]
-    assert sum(batch.token_count for batch in batches) == sum(len(sample.response_tokens) for sample in samples)
 
 
 @given(

@@ -1,5 +1,5 @@
 """Layers with Transformer Engine's products, with torch stand-ins for its classes: every composition of layers,
-adapters, precision and replay against the torch-native layers."""
+adapters and replay against the torch-native layers."""
 
 import os
 import subprocess

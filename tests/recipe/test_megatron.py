@@ -1,7 +1,5 @@
 """Tables of a recipe for Megatron-Core are checked, against its source too, before anything starts."""
 
-import importlib.util
-
 import pytest
 
 from megarl.errors import UserError
@@ -38,14 +36,12 @@ HOST = AWARE | {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0
     [
         ({"decoupled_lr": 1e-7}, "decoupled_lr = 1e-07: all parameters have one learning rate"),
         ({"clip_grad": 2.0}, r"clip_grad = 2.0: set it in \[optimizer\] instead"),
-        ({"main_params_dtype": "float16"}, "main_params_dtype = float16: megarl keeps master weights in float32"),
+        ({"main_params_dtype": "float16"}, "main_params_dtype = float16: megarl keeps master weights and"),
         (AWARE | {"store_param_remainders": True}, "checkpoints hold whole master weights"),
-        (AWARE | {"exp_avg_dtype": "uint8"}, "exp_avg_dtype = uint8: checkpoints do not hold the scaling factors"),
-        ({"exp_avg_sq_dtype": "bfloat16"}, "= bfloat16: it needs use_precision_aware_optimizer"),
-        (HOST | {"exp_avg_dtype": "bfloat16"}, "the optimizer on the host keeps float32; leave it out"),
+        (HOST | {"exp_avg_dtype": "bfloat16"}, "exp_avg_dtype = bfloat16: megarl keeps master weights and moments in"),
         ({"optimizer_cpu_offload": True}, "without use_precision_aware_optimizer = true master weights would stay"),
         (HOST | {"optimizer_offload_fraction": 0.0}, "set optimizer_offload_fraction, the share"),
-        (AWARE, "it needs Transformer Engine, which is not installed; optimizer_cpu_offload = true works without it"),
+        (AWARE, "use_precision_aware_optimizer = true: it is supported only with optimizer_cpu_offload"),
     ],
 )
 def test_settings_that_megarl_does_not_support_are_refused(table, message):
@@ -58,10 +54,5 @@ def test_the_cpu_has_no_other_memory_for_the_optimizer():
         check_optimizer(make_recipe(megatron_optimizer=HOST))
 
 
-def test_settings_that_megarl_supports_pass(monkeypatch):
+def test_the_optimizer_may_be_on_the_host():
     check_optimizer(make_recipe(megatron_optimizer=HOST, actor={"backend": "cuda"}))
-    narrow = AWARE | {"exp_avg_dtype": "bfloat16", "exp_avg_sq_dtype": "bfloat16"}
-    recipe = make_recipe(megatron_optimizer=narrow, actor={"backend": "cuda"})
-    check_optimizer(recipe, here=False)
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
-    check_optimizer(recipe)

@@ -12,28 +12,12 @@ def _parameter(*shape, dtype, device=None):
     return torch.nn.Parameter(torch.empty(*shape, dtype=dtype, device=device))
 
 
-def _in_8_bits(x):
-    """x rounded to float8_e4m3 at a scale that uses its whole range; its gradient is that of x."""
-    scale = 448 / x.detach().abs().amax().clamp(min=1e-12)
-    return x + ((x.detach() * scale).to(FP8GlobalStateManager.rounded_to).to(x.dtype) / scale - x.detach())
-
-
-def _product(x, weight):
-    """x weight^T, in 8 bits inside `fp8_autocast`, with the conditions of `assert_dim_for_fp8_exec` in utils.py."""
-    if not FP8GlobalStateManager.enabled:
-        return F.linear(x, weight)
-    assert x[..., 0].numel() % 8 == 0 and x.shape[-1] % 16 == 0, x.shape
-    assert weight.shape[0] % 8 == 0 and weight.shape[1] % 16 == 0, weight.shape
-    FP8GlobalStateManager.products += 1
-    return F.linear(_in_8_bits(x), _in_8_bits(weight)) if x.numel() else F.linear(x, weight)
-
-
 class _Module(torch.nn.Module):
     fp8 = fp8_calibration = False
     fp8_meta = {"fp8_checkpoint": False}  # noqa: RUF012
 
     def get_extra_state(self):
-        return torch.empty(0, dtype=torch.uint8)  # as without fp8
+        return torch.empty(0, dtype=torch.uint8)
 
     def set_extra_state(self, state): ...
 
@@ -69,8 +53,8 @@ class Linear(_Module):
 
     def forward(self, inp, is_first_microbatch=None, fp8_output=False, fp8_grad=False):
         if self.return_bias:
-            return _product(inp, self.weight), self.bias
-        return _product(inp, self.weight) + (self.bias if self.use_bias else 0)
+            return F.linear(inp, self.weight), self.bias
+        return F.linear(inp, self.weight) + (self.bias if self.use_bias else 0)
 
 
 class LayerNormLinear(Linear): ...  # Megatron derives a class from it, which megarl does not use
@@ -100,36 +84,13 @@ class GroupedLinear(_Module):
     def forward(self, inp, m_splits, is_first_microbatch=None):
         assert isinstance(m_splits, list) and len(m_splits) == self.num_gemms
         parts = inp.split(m_splits)
-        products = [_product(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)]
+        products = [F.linear(part, getattr(self, f"weight{i}")) for i, part in enumerate(parts)]
         if not self.use_bias:
             return torch.cat(products)
         biases = [getattr(self, f"bias{i}") for i in range(self.num_gemms)]
         if self.return_bias:
             return torch.cat(products), biases
         return torch.cat([product + bias for product, bias in zip(products, biases, strict=True)])
-
-
-class Fp8Padding(torch.nn.Module):
-    """Pads each expert's rows with zeros to a multiple of 16."""
-
-    def __init__(self, num_gemms, align_size=None):
-        super().__init__()
-
-    def forward(self, inp, m_splits):
-        padded = [-(-rows // 16) * 16 for rows in m_splits]
-        parts = zip(inp.split(m_splits), padded, strict=True)
-        return torch.cat([F.pad(part, (0, 0, 0, rows - len(part))) for part, rows in parts]), padded
-
-
-class Fp8Unpadding(torch.nn.Module):
-    """Removes the rows that `Fp8Padding` added."""
-
-    def __init__(self, num_gemms, align_size=None):
-        super().__init__()
-
-    def forward(self, inp, m_splits):
-        padded = inp.split([-(-rows // 16) * 16 for rows in m_splits])
-        return torch.cat([part[:rows] for part, rows in zip(padded, m_splits, strict=True)])
 
 
 class DotProductAttention(_Module): ...  # likewise
