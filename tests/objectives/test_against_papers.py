@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import cache, partial
 
 import pytest
@@ -15,7 +16,7 @@ from megarl.objectives.parts.clip_bounds import BEYOND, contributions
 from tests.extent import EVERY
 from tests.kernels.test_token_pass import compare
 from tests.objectives import papers
-from tests.objectives.random_batches import KINDS, random_batch
+from tests.objectives.random_batches import KINDS, VARIANTS, random_batch
 
 BACKENDS = ("torch", "cpp")
 SEEDS = range(504 if EVERY else 96)  # a multiple of 24: all kinds, a third of each with NaN at untrained tokens
@@ -23,6 +24,7 @@ SEEDS = range(504 if EVERY else 96)  # a multiple of 24: all kinds, a third of e
 # fails, and so does prefix_filter with its defaults, which filter nothing out of so few tokens.
 DEFAULTS = {n: (objective(), getattr(papers, n)) for n, objective in OBJECTIVES.items() if n != "prefix_filter"}
 RELEASED = {"variant": "released"}
+SOFT = ("cispo", "minpro", "full_prefix")
 BAPO = [
     {"low_start": 0.8, "low_end": 0.95, "high_end": 2.0, "positive_target": 0.5},
     {"low_start": 0.8, "low_end": 0.95, "low_step": 0.05, "positive_target": 0.9},  # .15 / .05 rounds to 2.99...
@@ -32,7 +34,14 @@ BAPO = [
     {"low_start": 0.6, "low_end": 0.65, "high_start": 1.2, "high_end": 1.29, "positive_target": 0.9},
 ]
 SETTINGS = [
+    ("dcpo", {"eps_high": 2.0, "ratio_max": 1.4}, papers.dcpo, (0.16, 2.0, 1.4)),
     ("dppo", {"divergence": "kl"}, papers.dppo, ("kl", 0.05)),
+    ("dppo", {"threshold": 0.25, "ratio_max": 1.2}, papers.dppo, ("tv", 0.25, 1.2)),
+    *((name, {"eps_low": 0.2, "eps_high": 0.4}, getattr(papers, name), (0.2, 0.4)) for name in SOFT),
+    ("m2po", {"m2_threshold": 0.19}, papers.m2po, (0.19,)),
+    ("topr", {"ratio_max": 0.5}, papers.topr, (0.5,)),
+    ("ctpo", {"eps_low": 0.2, "eps_high": 0.3}, papers.ctpo, (0.2, 0.3)),
+    ("decoupled_ppo", {"behaviour_weight_max": 1.05}, papers.decoupled_ppo, (1.05,)),
     ("trm", {"estimator": "k3", "threshold": 0.5}, papers.trm, ("k3", 0.5)),
     ("m2po", RELEASED, papers.m2po_released, ()),
     ("prefix_ratio_grpo", {"prefix_gradient": "full"}, papers.prefix_ratio_grpo_full, ()),
@@ -121,9 +130,18 @@ def test_value_mask_and_gradient_equal_the_paper(name: str) -> None:
         ours = torch.cat(torch.autograd.grad((loss * weights).sum(), [batch.logprobs for batch in batches]))
         assert_close(ours.double(), theirs, f"{name}, {backend}, gradient", seeds)
     assert int(expected_kept.sum()) > 300
-    assert int((mask & ~expected_kept).sum()) > 6 or name.startswith(
-        ("cispo", "full_prefix", "minpro", "oapl", "topr", "vespo")
-    )
+    assert int((mask & ~expected_kept).sum()) > 6 or name.startswith((*SOFT, "oapl", "topr", "vespo"))
+
+
+@pytest.mark.parametrize(("name", "fields"), VARIANTS)
+def test_only_the_policy_receives_a_gradient(name: str, fields: dict[str, str]) -> None:
+    batch, others = random_batch(0), ("rollout_logprobs", "advantages", "old_logprobs")
+    batch = replace(batch, **{other: getattr(batch, other).clone().requires_grad_() for other in others})
+    terms = OBJECTIVES[name](**fields)(batch)
+    terms.loss.sum().backward()
+    assert batch.logprobs.grad is not None and float(batch.logprobs.grad.abs().sum()) > 0
+    assert not any(getattr(batch, other).grad is not None for other in others)
+    assert not any(value.requires_grad for pair in terms.metrics.values() for value in pair)
 
 
 SEQUENCE_FORMS = {  # of an objective whose tokens, summed or averaged over a response, have the gradient of one number
