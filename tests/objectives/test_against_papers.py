@@ -34,14 +34,7 @@ BAPO = [
     {"low_start": 0.6, "low_end": 0.65, "high_start": 1.2, "high_end": 1.29, "positive_target": 0.9},
 ]
 SETTINGS = [
-    ("dcpo", {"eps_high": 2.0, "ratio_max": 1.4}, papers.dcpo, (0.16, 2.0, 1.4)),
     ("dppo", {"divergence": "kl"}, papers.dppo, ("kl", 0.05)),
-    ("dppo", {"threshold": 0.25, "ratio_max": 1.2}, papers.dppo, ("tv", 0.25, 1.2)),
-    *((name, {"eps_low": 0.2, "eps_high": 0.4}, getattr(papers, name), (0.2, 0.4)) for name in SOFT),
-    ("m2po", {"m2_threshold": 0.19}, papers.m2po, (0.19,)),
-    ("topr", {"ratio_max": 0.5}, papers.topr, (0.5,)),
-    ("ctpo", {"eps_low": 0.2, "eps_high": 0.3}, papers.ctpo, (0.2, 0.3)),
-    ("decoupled_ppo", {"behaviour_weight_max": 1.05}, papers.decoupled_ppo, (1.05,)),
     ("trm", {"estimator": "k3", "threshold": 0.5}, papers.trm, ("k3", 0.5)),
     ("m2po", RELEASED, papers.m2po_released, ()),
     ("prefix_ratio_grpo", {"prefix_gradient": "full"}, papers.prefix_ratio_grpo_full, ()),
@@ -61,6 +54,13 @@ SETTINGS = [
         )
         for scope in ("sequence", "suffix", "non_trigger_suffix", "trigger")
     ),
+    ("dcpo", {"eps_high": 2.0, "ratio_max": 1.4}, papers.dcpo, (0.16, 2.0, 1.4)),
+    ("dppo", {"threshold": 0.25, "ratio_max": 1.2}, papers.dppo, ("tv", 0.25, 1.2)),
+    *((name, {"eps_low": 0.2, "eps_high": 0.4}, getattr(papers, name), (0.2, 0.4)) for name in SOFT),
+    ("m2po", {"m2_threshold": 0.19}, papers.m2po, (0.19,)),
+    ("topr", {"ratio_max": 0.5}, papers.topr, (0.5,)),
+    ("ctpo", {"eps_low": 0.2, "eps_high": 0.3}, papers.ctpo, (0.2, 0.3)),
+    ("decoupled_ppo", {"behaviour_weight_max": 1.05}, papers.decoupled_ppo, (1.05,)),
 ]
 CASES = DEFAULTS | {
     f"{name}-{'-'.join(map(str, fields.values()))}": (
