@@ -109,8 +109,8 @@ def gspo(o, i, eps=2e-3):
 
 
 def gspo_sequence(rs, eps=2e-3):
-    """Eq. 5: one value for each response with trained tokens."""
-    return [ppo(o[0], torch.exp(sum(t.l for t in o) / len(o)), 1 - eps, 1 + eps)[0] for o in rs if o]
+    """Eq. 5: one loss for each response with trained tokens."""
+    return [-ppo(o[0], torch.exp(sum(t.l for t in o) / len(o)), 1 - eps, 1 + eps)[0] for o in rs if o]
 
 
 @tokenwise

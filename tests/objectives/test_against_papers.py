@@ -144,18 +144,15 @@ def test_only_the_policy_receives_a_gradient(name: str, fields: dict[str, str]) 
     assert not any(value.requires_grad for pair in terms.metrics.values() for value in pair)
 
 
-SEQUENCE_FORMS = {  # of an objective whose tokens, summed or averaged over a response, have the gradient of one number
-    "gspo": (OBJECTIVES["gspo"](), lambda rs: [-value for value in papers.gspo_sequence(rs)], "sequence_mean"),
-    "oapl": (OBJECTIVES["oapl"](), papers.oapl_sequence, "token_mean"),
-    "oapl-strong": (OBJECTIVES["oapl"](beta=0.7), lambda rs: papers.oapl_sequence(rs, 0.7), "token_mean"),
-}
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", SEQUENCE_FORMS)
-def test_tokens_have_the_gradient_of_the_objective_of_whole_responses(name: str, backend: str) -> None:
+@pytest.mark.parametrize(
+    ("objective", "literal", "aggregation"),
+    [
+        (OBJECTIVES["gspo"](), papers.gspo_sequence, "sequence_mean"),
+        (OBJECTIVES["oapl"](beta=0.7), partial(papers.oapl_sequence, beta=0.7), "token_mean"),
+    ],
+)
+def test_tokens_have_the_gradient_of_the_objective_of_whole_responses(objective, literal, aggregation) -> None:
     """Eq. 5 of GSPO, one clipped ratio per response, and Eq. 3 of OAPL, its squared error."""
-    objective, literal, aggregation = SEQUENCE_FORMS[name]
     for seed in range(40):
         batch = random_batch(seed, "continuous")
         precise = batch.logprobs.detach().double().requires_grad_()
@@ -164,7 +161,7 @@ def test_tokens_have_the_gradient_of_the_objective_of_whole_responses(name: str,
             continue
         (theirs,) = torch.autograd.grad(sum(losses), precise, allow_unused=True)
         weights = token_weights(batch.loss_mask, batch.cu_seqlens, aggregation)
-        loss = (objective(batch, backend=backend).loss * weights).sum()
+        loss = (objective(batch).loss * weights).sum()
         (ours,) = torch.autograd.grad(loss, batch.logprobs)
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=1e-6)
         if aggregation == "sequence_mean":
