@@ -80,7 +80,7 @@ def bapo_ways(batch: TokenBatch, backends: list[str], loop: bool) -> dict[str, C
     objective = OBJECTIVES["bapo"](positive_target=target)
     ways: dict[str, Callable[[], torch.Tensor]] = {}
     for backend in ("torch", *backends):
-        ways[backend] = lambda backend=backend: objective.statistics(batch, None, backend).ratio_min
+        ways[backend] = lambda backend=backend: objective.statistics(batch, None, backend)[0]
     return ways | ({"released loop": loop_over_states} if loop else {})
 
 

@@ -12,7 +12,7 @@ from megarl.errors import UserError
 from megarl.kernels.token_pass import Rule
 from megarl.kernels.token_pass.language import RULES, Outcome, Sequence, Token, rule
 from megarl.objectives.objective import Objective
-from megarl.objectives.parts.clip_bounds import RatioBounds, contributions, first_high, grid, path
+from megarl.objectives.parts.clip_bounds import contributions, first_high, grid, path
 from megarl.objectives.parts.clipping import dual_clip, hard_clip
 from megarl.objectives.parts.fields import choice, number
 
@@ -60,13 +60,15 @@ class Bapo(Objective):
             if not start <= end:
                 raise UserError(f"Bapo.{side}_end is {end}; expected at least {side}_start = {start}")
 
-    def statistics(self, batch: TokenBatch, group: ProcessGroup | None = None, backend: str = "torch") -> RatioBounds:
-        """The bounds at which the search over the tokens of all ranks of `group` stops; one all-reduce."""
-        released, device = self.variant == "released", batch.loss_mask.device
+    def statistics(
+        self, batch: TokenBatch, group: ProcessGroup | None = None, backend: str = "torch"
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The bounds c_low and c_high at which the search over the tokens of all ranks of `group` stops, and the share
+        of the positive contribution there, 0 for an empty batch; 0-d float64. One all-reduce, and with an infinite
+        high_end those of `first_high`."""
+        released, endless, device = self.variant == "released", self.high_end == math.inf, batch.loss_mask.device
         lows = grid(self.low_start, self.low_end, self.low_step, device, cut=released)
-        if self.high_end == math.inf:
-            return self._endless(batch, lows, group, backend)
-        highs = grid(self.high_start, self.high_end, self.high_step, device, cut=released)
+        highs = grid(self.high_start, self.high_start if endless else self.high_end, self.high_step, device, released)
         if released:
             low, high = path(lows.numel(), highs.numel(), device)
         else:
@@ -75,33 +77,22 @@ class Bapo(Objective):
         positive, negative = contributions(batch, lows, highs, not released, group, backend)
         positive, negative = positive[high], negative[low]  # [states]
         stop = (~self._enough(positive, negative)).long().cumprod(0).sum().clamp(max=low.numel() - 1)
-        return RatioBounds(*(x.take(stop) for x in (lows[low], highs[high], positive, negative)))
+        c_low, c_high, positive, negative = (x.take(stop) for x in (lows[low], highs[high], positive, negative))
+        if endless and (released or lows.numel() > 1):
+            c_low = c_low if released else lows[0]  # which the released loop raises first, and the paper's never
+            c_high, positive, negative = first_high(
+                batch, c_low, self.high_start, self.high_step, self._enough, not released, group, backend
+            )
+        whole = positive + negative
+        return c_low, c_high, positive / torch.where(whole > 0, whole, 1)
 
     def _enough(self, positive: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
         """Bool: whether the positive contribution reaches its target. Arguments: float64, of shapes that broadcast."""
         whole = negative + 1e-8 if self.variant == "released" else positive + negative
         return (positive >= self.positive_target * whole) | (negative <= 0)
 
-    def _endless(self, batch: TokenBatch, lows: torch.Tensor, group: ProcessGroup | None, backend: str) -> RatioBounds:
-        """`statistics` for high_end = inf."""
-        weighted = self.variant == "paper"
-        low = lows[0]
-        if self.variant == "released":  # c_low goes first
-            start = grid(self.high_start, self.high_start, self.high_step, lows.device)
-            positive, negative = contributions(batch, lows, start, weighted, group, backend)
-            stop = (~self._enough(positive, negative)).long().cumprod(0).sum()
-            low = lows.take(stop.clamp(max=lows.numel() - 1))
-        elif lows.numel() == 1:  # the paper's loop ends before it moves anything
-            high = torch.full_like(low, self.high_start)
-            positive, negative = contributions(batch, lows, high[None], weighted, group, backend)
-            return RatioBounds(low, high, positive[0], negative[0])
-        high, at_high, at_low = first_high(
-            batch, low, self.high_start, self.high_step, self._enough, weighted, group, backend
-        )
-        return RatioBounds(low, high, at_high, at_low)
-
-    def rule(self, statistics: RatioBounds) -> Rule:
-        low, high, share = statistics.ratio_min, statistics.ratio_max, statistics.positive_share
+    def rule(self, statistics: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> Rule:
+        low, high, share = statistics
         scalars = {"bapo/ratio_min": low, "bapo/ratio_max": high, "bapo/positive_contribution": share}
         if self.variant == "paper":
             return Rule(RULES["clip_token"], (low, high), first="clip_fraction", scalars=scalars)

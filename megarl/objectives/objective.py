@@ -71,7 +71,7 @@ class Objective:
     @property
     def fused(self) -> bool:
         """Whether the fused token pass computes all of `terms` from the rule."""
-        return type(self).rule is not Objective.rule
+        return type(self).rule is not Objective.rule and not self.couples_tokens
 
     @property
     def updates_per_proximal_policy(self) -> int:

@@ -13,7 +13,7 @@ from megarl.objectives.parts.clipping import hard_clip
 from megarl.objectives.parts.fields import choice, number
 from megarl.objectives.parts.prefix_min import sum_at_minima
 from megarl.objectives.parts.ratios import log_ratio
-from megarl.objectives.parts.terms import Terms, outcome_terms, tokens_of
+from megarl.objectives.parts.terms import Terms
 
 
 @rule()
@@ -50,17 +50,11 @@ class PrefixRatioGrpo(Objective):
     def rule(self, statistics: Any) -> Rule:
         return Rule(clip_prefix, (1 - self.eps_low, 1 + self.eps_high), first="clip_fraction")
 
-    @property
-    def fused(self) -> bool:
-        return self.prefix_gradient == "stopped"
-
     def terms(self, batch: TokenBatch, statistics: Any) -> Terms:
-        t, log_m = tokens_of(batch)
-        o = clip_prefix.function(t, None, 1 - self.eps_low, 1 + self.eps_high)
-        terms = outcome_terms(self, batch, t, log_m, o, "clip_fraction")
-        if self.prefix_gradient == "stopped":
+        terms = super().terms(batch, statistics)
+        if not self.couples_tokens:
             return terms
         # adds 0 to the loss, but adds the gradient through m_t to earlier tokens, on whichever rank they are
         l, _ = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
-        pushed = sum_at_minima(l, torch.where(o.first, 0, o.value), batch).to(l.dtype)
+        pushed = sum_at_minima(l, torch.where(terms.flags["clip_fraction"], 0, -terms.loss), batch).to(l.dtype)
         return replace(terms, loss=terms.loss - pushed * (l - l.detach()))

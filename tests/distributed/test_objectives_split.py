@@ -16,7 +16,6 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 from megarl.batch import ContextShard, TokenBatch
 from megarl.objectives import OBJECTIVES, build_objective, denominator, token_weights
-from megarl.objectives.parts.clip_bounds import RatioBounds
 
 pytestmark = pytest.mark.layouts
 
@@ -158,7 +157,7 @@ def update(
     vector_to_parameters(total(parameters_to_vector(results.values())), results.values())
     if isinstance(statistics, torch.Tensor):
         return results, [statistics]
-    return results, list(vars(statistics).values() if isinstance(statistics, RatioBounds) else statistics or ())
+    return results, list(statistics or ())
 
 
 def deal(layout: tuple[int, int], rank: int, partition: int, sequences: int) -> list[list[int]]:

@@ -22,7 +22,6 @@ from megarl.kernels.token_pass.compiled import token_pass_compiled
 from megarl.kernels.token_pass.language import RULES, RuleFunction
 from megarl.kernels.tokens import Tokens
 from megarl.objectives import OBJECTIVES, Objective, build_objective
-from megarl.objectives.parts.clip_bounds import RatioBounds
 from tests.helpers import ROOT
 from tests.objectives.random_batches import VARIANTS
 
@@ -120,9 +119,8 @@ def gradient(objective: Objective, batch: TokenBatch, backend: str) -> list[torc
     statistics = objective.statistics(batch.detach(), None, backend)
     terms = objective(batch, statistics, backend)
     metrics = [x for pair in terms.metrics.values() for x in pair]
-    found = vars(statistics).values() if isinstance(statistics, RatioBounds) else statistics or ()
     grad = torch.autograd.grad(terms.loss.sum(), batch.logprobs)[0]
-    return [*(x for x in found if x is not None), terms.loss, grad, terms.kept, *metrics, *terms.histograms.values()]
+    return [*(statistics or ()), terms.loss, grad, terms.kept, *metrics, *terms.histograms.values()]
 
 
 def digest(threads: int) -> str:

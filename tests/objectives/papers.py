@@ -109,8 +109,8 @@ def gspo(o, i, eps=2e-3):
 
 
 def gspo_sequence(rs, eps=2e-3):
-    """Eq. 5: one value for each response with trained tokens."""
-    return [ppo(o[0], torch.exp(sum(t.l for t in o) / len(o)), 1 - eps, 1 + eps)[0] for o in rs if o]
+    """Eq. 5: one loss for each response with trained tokens."""
+    return [-ppo(o[0], torch.exp(sum(t.l for t in o) / len(o)), 1 - eps, 1 + eps)[0] for o in rs if o]
 
 
 @tokenwise
@@ -244,15 +244,15 @@ def bapo_released(rs, **settings):
 
 
 @tokenwise
-def topr(o, i):
-    weight = 1.0 if o[i].a > 0 else within(math.prod(t.rho_value for t in o), 0.0, 1.0)
+def topr(o, i, most=1.0):
+    weight = 1.0 if o[i].a > 0 else within(math.prod(t.rho_value for t in o), 0.0, most)
     return weight * o[i].a * o[i].logprob, True
 
 
 @tokenwise
-def decoupled_ppo(o, i, eps=0.2):
+def decoupled_ppo(o, i, most=math.inf, eps=0.2):
     t = o[i]
-    weight, raw = math.exp(within(t.old - t.rollout, -LIMIT, LIMIT)), t.logprob - t.old
+    weight, raw = min(math.exp(within(t.old - t.rollout, -LIMIT, LIMIT)), most), t.logprob - t.old
     r = torch.exp(torch.clamp(raw, -LIMIT, LIMIT))
     value, kept = ppo(t, r, 1 - eps, 1 + eps, clamped=abs(raw.item()) > LIMIT)
     return weight * value, kept

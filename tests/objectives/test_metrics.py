@@ -11,6 +11,7 @@ import torch
 from megarl.batch import TokenBatch
 from megarl.objectives import build_objective
 from megarl.objectives.parts.histograms import QUANTILES, histogram, quantiles
+from megarl.objectives.parts.metrics import response_metrics
 from megarl.objectives.parts.summary import summarise
 from tests.objectives import papers
 from tests.objectives.random_batches import random_batch
@@ -123,6 +124,13 @@ def test_summary_is_that_of_all_micro_batches() -> None:
     largest = float(l.abs().max())
     assert out["chi2"] <= math.exp(2 * largest) * out["m2/all"] <= out["chi2/bound"] * (1 + 1e-6)
     assert all(math.isfinite(x) for x in out.values())
+
+
+def test_effective_sample_size_of_responses() -> None:
+    """The weights of the responses are .75 and 2.25, so it is 1.5^2 / 2.8125; untrained responses do not count."""
+    rho, mask = torch.tensor([1.5, 0.5, 1.5, 1.5, 9.0]), torch.tensor([True, True, True, True, False])
+    batch = TokenBatch(rho.log(), torch.zeros(5), torch.ones(5), mask, torch.tensor([0, 2, 4, 5]))
+    assert summarise(response_metrics(batch))["ess/responses"] == pytest.approx(0.8)
 
 
 def test_summary_is_empty_without_trained_tokens() -> None:

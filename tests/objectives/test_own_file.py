@@ -38,11 +38,6 @@ from megarl.objectives.parts.ratios import log_ratio
 
 
 @dataclass(frozen=True)
-class MeanLogRatio:
-    value: torch.Tensor
-
-
-@dataclass(frozen=True)
 class Quiet(Objective):
     """rho A without the tokens whose log-ratio is above the batch's mean."""
 
@@ -54,11 +49,11 @@ class Quiet(Objective):
         sums = torch.stack([l.double().sum(), batch.loss_mask.sum().double()])
         if group is not None:
             dist.all_reduce(sums, group=group)
-        return MeanLogRatio(sums[0] / sums[1].clamp(min=1))
+        return sums[0] / sums[1].clamp(min=1)
 
     def terms(self, batch, statistics):
         l, clamped = log_ratio(batch.logprobs, batch.rollout_logprobs, batch.loss_mask)
-        loud = l.detach() > statistics.value + self.margin
+        loud = l.detach() > statistics + self.margin
         value = torch.where(loud, 0, l.exp() * batch.advantages)
         terms = make_terms(self, batch, -value, ~loud & ~clamped, l, clamped, {})
         return terms.flagged("loud_fraction", loud, batch)

@@ -26,14 +26,9 @@ def token_weights(
 def denominator(
     loss_mask: torch.Tensor, cu_seqlens: torch.Tensor, aggregation: str, shard: ContextShard | None = None
 ) -> torch.Tensor:
-    """0-d int64, this rank's share of the count; sum it over all ranks and micro-batches, then divide once."""
-    return loss_mask.sum() if aggregation == "token_mean" else sequence_count(loss_mask, cu_seqlens, shard)
-
-
-def sequence_count(
-    loss_mask: torch.Tensor, cu_seqlens: torch.Tensor, shard: ContextShard | None = None
-) -> torch.Tensor:
-    """0-d int64, number of responses with a trained token; responses that context-parallel ranks share count on the
-    first of these."""
+    """0-d int64, this rank's share of the count; sum it over all ranks and micro-batches, then divide once. Responses
+    that context-parallel ranks share count on the first of these."""
+    if aggregation == "token_mean":
+        return loss_mask.sum()
     count = (sequence_sum(loss_mask, cu_seqlens, shard) > 0).sum()
     return count if shard is None or shard.rank == 0 else torch.zeros_like(count)

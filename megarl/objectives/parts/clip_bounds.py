@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -21,23 +20,7 @@ from megarl.kernels.contributions import binned_contributions
 from megarl.kernels.tokens import Tokens
 
 
-@dataclass(frozen=True)
-class RatioBounds:
-    """BAPO's clip bounds of a whole batch, and the positive and negative contributions at them; all 0-d tensors."""
-
-    ratio_min: torch.Tensor
-    ratio_max: torch.Tensor
-    positive: torch.Tensor
-    negative: torch.Tensor
-
-    @property
-    def positive_share(self) -> torch.Tensor:
-        """Positive contribution divided by the sum of both contributions; 0 for an empty batch."""
-        whole = self.positive + self.negative
-        return self.positive / torch.where(whole > 0, whole, 1)
-
-
-def grid(start: float, end: float, step: float, device: torch.device, cut: bool = False) -> torch.Tensor:
+def grid(start: float, end: float, step: float, device: torch.device, cut: bool) -> torch.Tensor:
     """start, start + step, ... up to end, float64. cut: a shorter last step reaches end exactly. The number of steps is
     computed beforehand, since rounding errors of repeated addition could lose the last one."""
     steps = (end - start) / step

@@ -9,7 +9,7 @@ from megarl.kernels.constants import NEVER
 from megarl.kernels.token_pass import Given, Rule, token_pass
 from megarl.kernels.token_pass.outputs import SUMS
 from megarl.kernels.tokens import Tokens
-from megarl.objectives.parts.aggregation import sequence_count
+from megarl.objectives.parts.aggregation import denominator
 from megarl.objectives.parts.metrics import Metric, mean_metric, token_metrics
 from megarl.objectives.parts.prefix_min import min_of_earlier_chunks, segment_minima
 from megarl.objectives.parts.sequences import sequence_sum
@@ -42,7 +42,7 @@ def _loss_metric(
         return loss.sum(), trained.sum()
     if counts is None:
         return (loss / trained.clamp(min=1)).sum(), (trained > 0).sum().double()
-    responses = sequence_count(batch.loss_mask, batch.cu_seqlens, batch.shard)
+    responses = denominator(batch.loss_mask, batch.cu_seqlens, aggregation, batch.shard)
     return (loss / _twice(counts).clamp(min=1)).sum(), responses.double()
 
 

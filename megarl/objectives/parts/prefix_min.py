@@ -19,41 +19,26 @@ def prefix_min_log_ratio(l: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
     A NaN at a trained token makes log m_t NaN for every later token of the response, also on other ranks; untrained
     tokens have no effect. With a shard: one all-gather of [S, 2] minima.
     """
-    values, shard = l.detach().float(), batch.shard
-    if shard is None:
-        return exclusive_min(values, batch.loss_mask, batch.cu_seqlens).to(l.dtype)
-    before = min_of_earlier_chunks(segment_minima(values, batch).view(-1, 2), shard).flatten()
-    return exclusive_min(values, batch.loss_mask, batch.segments, before).to(l.dtype)
+    least = _earlier_keys(l.detach().float(), batch)
+    return torch.where(least == _NONE, 0.0, _from_key(least)).to(l.dtype)
 
 
-def exclusive_min(
-    log_ratio: torch.Tensor,  # [T] float32
-    mask: torch.Tensor,  # [T] bool, True = trained
-    boundaries: torch.Tensor,  # [segments + 1], from 0 to T
-    before: torch.Tensor | None = None,  # [segments] float32, minimum over earlier segments of the sequence, inf: none
-) -> torch.Tensor:
-    """[T] float32: minimum of log_ratio over the earlier trained tokens of the segment and `before`, 0 for none.
+def _earlier_keys(l: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
+    """[T]: keys of the minimum of l [T] float32 over the earlier trained tokens of the response, _NONE for none.
 
     One cummin over integer keys that sort like the floats. The keys of a segment are lowered by segment * 2^32, below
     those of all earlier segments, so the minimum starts afresh in each.
     """
-    least = _exclusive_keys(log_ratio, mask, boundaries, before)
-    return torch.where(least == _NONE, 0.0, _from_key(least))
-
-
-def _exclusive_keys(
-    log_ratio: torch.Tensor, mask: torch.Tensor, boundaries: torch.Tensor, before: torch.Tensor | None
-) -> torch.Tensor:
-    """The keys [T] of `exclusive_min`; _NONE where there is no earlier token."""
-    ids = segment_ids(boundaries, mask.numel())
+    ids = segment_ids(batch.segments, l.numel())
     offset = ids << 32
-    inclusive = (torch.where(mask, _to_key(log_ratio), _NONE) - offset).cummin(0).values
+    inclusive = (torch.where(batch.loss_mask, _to_key(l), _NONE) - offset).cummin(0).values
     # on a segment's first token the minimum is from an earlier segment: the sum exceeds 2^31, and is clamped to _NONE
     exclusive = torch.cat([inclusive.new_full((1,), _NONE), inclusive])[:-1] + offset
     least = exclusive.clamp(max=_NONE)
-    if before is not None:
-        least = torch.minimum(least, torch.where(before == math.inf, _NONE, _to_key(before))[ids])
-    return least
+    if batch.shard is None:
+        return least
+    before = min_of_earlier_chunks(segment_minima(l, batch).view(-1, 2), batch.shard).flatten()
+    return torch.minimum(least, torch.where(before == math.inf, _NONE, _to_key(before))[ids])
 
 
 def sum_at_minima(l: torch.Tensor, values: torch.Tensor, batch: TokenBatch) -> torch.Tensor:
@@ -67,9 +52,7 @@ def sum_at_minima(l: torch.Tensor, values: torch.Tensor, batch: TokenBatch) -> t
     values = torch.where(batch.loss_mask, values.detach().double(), 0)
     boundaries, tokens = batch.segments.long(), values.numel()
     ids = segment_ids(boundaries, tokens)
-    minima = segment_minima(l, batch)
-    before = None if batch.shard is None else min_of_earlier_chunks(minima.view(-1, 2), batch.shard).flatten()
-    record = batch.loss_mask & (_to_key(l) < _exclusive_keys(l, batch.loss_mask, boundaries, before))
+    record = batch.loss_mask & (_to_key(l) < _earlier_keys(l, batch))
     index = torch.where(record, torch.arange(tokens, device=l.device), -1)
     latest = torch.cat([index.new_full((1,), -1), index]).cummax(0).values  # [T + 1], the last record before each place
     owner = latest[:-1]
@@ -77,6 +60,7 @@ def sum_at_minima(l: torch.Tensor, values: torch.Tensor, batch: TokenBatch) -> t
     sums = values.new_zeros(tokens).index_add_(0, owner.clamp(min=0), torch.where(mine, values, 0))
     if batch.shard is None:
         return sums
+    minima = segment_minima(l, batch)
     foreign = values.new_zeros(minima.numel()).index_add_(0, ids, torch.where(mine, 0, values))
     received = _from_later_chunks(foreign.view(-1, 2), minima.view(-1, 2), batch.shard).flatten()
     place = latest[boundaries[1:]]  # each chunk's minimum; used only if it is lower than all chunks before
