@@ -72,14 +72,6 @@ def rule_digest(device: str, rule: str) -> str | None:
     return None if found is None else found.decode()
 
 
-def check(code: int, function: str) -> None:
-    """Raise ValueError or RuntimeError for a non-zero return code of a kernel."""
-    if code in _MESSAGES:
-        raise ValueError(f"{function}: {_MESSAGES[code]}")
-    if code:
-        raise RuntimeError(f"{function} failed with CUDA error {code - CUDA_ERROR}")
-
-
 class TokenPointers(ctypes.Structure):
     """``megarl_tokens`` of the header. Keep the tensors alive while a kernel may read them."""
 
@@ -91,14 +83,20 @@ class TokenPointers(ctypes.Structure):
 
 def call(name: str, device: torch.device, *arguments: Any) -> None:
     """Call ``megarl_<name>_<device>``. Tensors become pointers, structures are passed by reference, a str becomes a C
-    string, an int int64_t, a float double, None NULL. CUDA functions get the current stream as last argument."""
+    string, an int int64_t, a float double, None NULL. CUDA functions get the current stream as last argument. Raises
+    ValueError or RuntimeError for what the function returns."""
     converted: list[Any] = [_convert(a) for a in arguments]
     function = getattr(load_library(device.type), f"megarl_{name}_{device.type}")
     if device.type == "cuda":
         with torch.cuda.device(device):
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-            return check(function(*converted, stream), name)
-    return check(function(*converted), name)
+            code = function(*converted, stream)
+    else:
+        code = function(*converted)
+    if code in _MESSAGES:
+        raise ValueError(f"{name}: {_MESSAGES[code]}")
+    if code:
+        raise RuntimeError(f"{name} failed with CUDA error {code - CUDA_ERROR}")
 
 
 def _convert(argument: Any) -> Any:

@@ -87,20 +87,15 @@ def tie_places(batch: TokenBatch) -> torch.Tensor:
 
 
 def check_backend(backend: str, device: torch.device) -> None:
-    """`UserError` if `backend` is unknown, not installed, or does not run on `device`."""
+    """`UserError` if `backend` is unknown or does not run on `device`, or Triton is not installed. Whether the compiled
+    kernels are, `megarl.kernels.library.call` checks."""
     if backend not in BACKENDS:
         raise UserError(f"kernel backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
-    if backend == "triton":
-        _check_triton(device)
-    needed = {"cpp": "cpu", "cuda": "cuda"}.get(backend)
-    if needed is None:
-        return
+    needed = {"cpp": "cpu", "cuda": "cuda"}.get(backend, device.type)
     if device.type != needed:
         raise UserError(f"kernel backend {backend!r} runs on {needed}, but the tensors are on {device.type}")
-    library.load_library(needed)
-
-
-def _check_triton(device: torch.device) -> None:
+    if backend != "triton":
+        return
     if importlib.util.find_spec("triton") is None:
         raise UserError("kernel backend 'triton' needs the package triton, which is not installed; pip install triton")
     from triton import knobs

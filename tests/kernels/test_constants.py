@@ -18,9 +18,8 @@ import pytest
 
 from megarl.errors import UserError
 from megarl.kernels import constants, library
-from megarl.kernels.token_pass import has_rule, language
+from megarl.kernels.token_pass import SUMS, has_rule, language
 from megarl.kernels.token_pass.language import RULES
-from megarl.kernels.token_pass.outputs import SUMS
 from megarl.objectives.parts import second_moment
 from tests.helpers import ROOT
 

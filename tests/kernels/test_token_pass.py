@@ -1,4 +1,4 @@
-"""The compiled token pass as a torch operation; its values are tested against the papers in tests/objectives, its
+"""The compiled token pass; its values are tested against the papers in tests/objectives, its
 segments under context parallelism in tests/distributed."""
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from megarl.errors import UserError
 from megarl.kernels import library
 from megarl.kernels.constants import NEVER
 from megarl.kernels.token_pass import Given, PassResult, Rule, token_pass
-from megarl.kernels.token_pass.compiled import token_pass_compiled
 from megarl.kernels.token_pass.language import RULES, RuleFunction
 from megarl.kernels.tokens import Tokens
 from megarl.objectives import OBJECTIVES, Objective, build_objective
@@ -51,6 +50,10 @@ def given_values() -> Given:
     )
 
 
+def to_device(fields: Any, device: str) -> Any:
+    return type(fields)(*(None if x is None else x.to(device) for x in vars(fields).values()))
+
+
 def as_in_cpp(
     rule: Rule,
     batch: TokenBatch,
@@ -60,15 +63,9 @@ def as_in_cpp(
     atol: float = 1e-5,
 ) -> PassResult:
     """The result of a backend, which is that of the C++ pass."""
-
-    def on_device(x: Any) -> Any:
-        if isinstance(x, Tokens | Given):
-            return type(x)(*(on_device(value) for value in vars(x).values()))
-        return x.to(device) if isinstance(x, torch.Tensor) else x
-
     inputs = (Tokens.of(batch.detach()), given)
-    theirs, ours = token_pass(rule, *inputs, "cpp"), token_pass(rule, *map(on_device, inputs), backend)
-    ours = type(ours)(*(x.cpu() for x in vars(ours).values()))
+    theirs = token_pass(rule, *inputs, "cpp")
+    ours = to_device(token_pass(rule, *(to_device(x, device) for x in inputs), backend), "cpu")
     assert torch.equal(ours.kept, theirs.kept) and torch.equal(ours.histograms, theirs.histograms)
     torch.testing.assert_close(ours.loss, theirs.loss, rtol=4e-6, atol=1e-6, equal_nan=True)
     torch.testing.assert_close(ours.segment_sums, theirs.segment_sums, rtol=1e-5, atol=atol, equal_nan=True)
@@ -141,20 +138,6 @@ def test_every_number_of_threads_gives_the_same_bytes() -> None:
     fresh = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     digests = fresh.stdout.split()
     assert len(digests) == 3 and len(set(digests)) == 1
-
-
-def check_operation(operation: Any) -> None:
-    """torch's own checks of schema, fake implementation, autograd and tracing pass."""
-    tokens = Tokens.of(make_batch([5, 0, 9]))
-    arguments = (
-        "clip_token", torch.tensor([0.8, 1.2]).double(), 0.7, tokens.logprobs, tokens.rollout_logprobs,
-        None, tokens.advantages, tokens.mask, tokens.cu_seqlens, None, None, None,
-    )  # fmt: skip
-    torch.library.opcheck(operation, arguments)
-
-
-def test_the_operation_is_registered_correctly() -> None:
-    check_operation(token_pass_compiled)
 
 
 def bounds(*values: int) -> dict[str, torch.Tensor]:

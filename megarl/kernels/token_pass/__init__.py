@@ -7,18 +7,41 @@ objective's file.
 from __future__ import annotations
 
 import functools
-import importlib
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from megarl.errors import UserError
 from megarl.kernels import library
-from megarl.kernels.constants import BAD_PREFIX
-from megarl.kernels.token_pass.compiled import token_pass_compiled
+from megarl.kernels.constants import BAD_PREFIX, BINS
 from megarl.kernels.token_pass.language import RuleFunction
 from megarl.kernels.tokens import Tokens, check_backend
+
+# sums over the trained tokens, explained at enum megarl_sum in csrc/include/megarl_kernels.h
+SUMS = (
+    "tokens",
+    "positive",
+    "negative",
+    "ratio",
+    "ratio_square",
+    "chi2",
+    "log_ratio",
+    "k3",
+    "square",
+    "trust",
+    "trust_square",
+    "trust_kept",
+    "trust_kept_square",
+    "clamped",
+    *(f"{flag}{sign}" for flag in ("kept", "first", "second") for sign in ("", "_positive", "_negative")),
+    "bad_prefix",
+    *(f"dampened_{kind}{after}" for kind in ("token", "prefix") for after in ("", "_bad")),
+    "ratio_positive",
+    "ratio_negative",
+    "loss_positive",
+)
 
 
 @dataclass(frozen=True)
@@ -62,7 +85,7 @@ class PassResult:
     loss: torch.Tensor  # [T] float32, carries gradient to the log-probs
     kept: torch.Tensor  # [T] bool, trained tokens whose gradient survives
     segment_sums: torch.Tensor  # [segments, 2] float64: number of trained tokens, sum of their loss
-    sums: torch.Tensor  # [len(SUMS)] float64, see `megarl.kernels.token_pass.outputs`
+    sums: torch.Tensor  # [len(SUMS)] float64, see `SUMS`
     histograms: torch.Tensor  # [2, BINS] int64: of the log-ratio, of the prefix minimum
 
 
@@ -78,25 +101,45 @@ def token_pass(
     Results do not depend on the number of threads. `UserError` if the backend is not installed.
     """
     check_backend(backend, tokens.logprobs.device)
-    operation: Any = token_pass_compiled
-    if backend == "triton":
-        operation = importlib.import_module("megarl.kernels.token_pass.triton_backend").token_pass_triton
-    loss, _, kept, segment_sums, sums, histograms = operation(
-        rule.function.name,
-        rule.on(tokens.logprobs.device),
-        dampened,
-        tokens.logprobs,
-        tokens.rollout_logprobs,
-        tokens.old_logprobs,
-        tokens.advantages,
-        tokens.mask,
-        tokens.cu_seqlens,
-        given.prefix_min,
-        given.value,
-        given.index,
-    )
-    # autograd marks all float outputs of the operation, but the operation has no gradient for the sums
-    return PassResult(loss, kept, segment_sums.detach(), sums.detach(), histograms)
+    return PassResult(*_TokenPass.apply(tokens.logprobs, rule, tokens, given, backend, float(dampened)))
+
+
+class _TokenPass(torch.autograd.Function):
+    """The fields of `PassResult`. The gradient of every loss with respect to its own log-prob: one multiplication."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, logprobs: torch.Tensor, rule: Rule, tokens: Tokens, given: Given, backend: str, dampened: float
+    ) -> tuple[torch.Tensor, ...]:
+        device, length = logprobs.device, logprobs.numel()
+        if device.type == "cpu" and (end := tokens.cu_seqlens.numpy()[-1]) != length:  # a GPU's values are not read
+            raise ValueError(f"cu_seqlens ends at {end}, but there are {length} tokens")
+        # of each token its loss and the derivative of that with respect to its log-prob
+        loss, coefficient, kept = torch.empty_like(logprobs), torch.empty_like(logprobs), torch.empty_like(tokens.mask)
+        segment_sums = logprobs.new_zeros(tokens.segments, 2, dtype=torch.float64)
+        sums = logprobs.new_zeros(len(SUMS), dtype=torch.float64)
+        histograms = logprobs.new_zeros(2, BINS, dtype=torch.int64)
+        parameters, values = rule.on(device), (given.prefix_min, given.value, given.index)
+        outputs = [loss, coefficient, kept, segment_sums, sums, histograms]
+        if backend == "triton":
+            from megarl.kernels.token_pass import triton_backend
+
+            triton_backend.launch(rule.function, parameters, dampened, tokens, values, *outputs)
+        else:
+            if device.type == "cuda":  # memory that the kernels use
+                outputs.append(logprobs.new_empty(tokens.segments, len(SUMS), dtype=torch.float64))
+            arguments = (rule.function.name, parameters, dampened, tokens.pointers(), *values, *outputs)
+            library.call("token_pass", device, *arguments)
+        ctx.save_for_backward(coefficient)
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(kept, segment_sums, sums, histograms)
+        return loss, kept, segment_sums, sums, histograms
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_loss: torch.Tensor, *_: None) -> tuple[torch.Tensor | None, ...]:
+        (coefficient,) = ctx.saved_tensors
+        return grad_loss * coefficient, None, None, None, None, None
 
 
 def has_rule(function: RuleFunction, backend: str) -> bool:

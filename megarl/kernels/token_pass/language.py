@@ -111,19 +111,16 @@ def computed(quantity: Callable[..., Sequence]) -> Callable[..., Sequence]:
     return quantity
 
 
-RULES: dict[str, RuleFunction] = {}  # by name, which torch's operators take
+RULES: dict[str, RuleFunction] = {}  # by name
 
 
 def rule(
     quantity: Callable[..., Sequence] | None = None, per_token: bool = False
 ) -> Callable[[Callable[..., Outcome]], RuleFunction]:
-    """Decorator of a rule. Raises ValueError for a name that a rule of another module has."""
+    """Decorator of a rule."""
 
     def register(function: Callable[..., Outcome]) -> RuleFunction:
         made = RuleFunction(function, quantity, per_token)
-        known = RULES.get(made.name)
-        if known is not None and known.function.__module__ != function.__module__:
-            raise ValueError(f"{function.__module__} and {known.function.__module__} have a rule {made.name}")
         RULES[made.name] = made
         return made
 

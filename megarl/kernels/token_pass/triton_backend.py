@@ -13,21 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from megarl.kernels.constants import (
-    BAD_PREFIX,
-    BINS,
-    BINS_PER_SIGN,
-    HISTOGRAM_BASE,
-    HISTOGRAM_SHIFT,
-)
-from megarl.kernels.token_pass.language import RULES, Outcome, RuleFunction, Sequence, Token
-from megarl.kernels.token_pass.outputs import SUMS, Arguments, empty_outputs, operator
+from megarl.kernels.constants import BAD_PREFIX, BINS, BINS_PER_SIGN, HISTOGRAM_BASE, HISTOGRAM_SHIFT
+from megarl.kernels.token_pass.language import Outcome, RuleFunction, Sequence, Token
 from megarl.kernels.token_pass.triton_rules import LOG_RATIO_LIMIT, NEVER, clamp, compiled, excess, exponential
+from megarl.kernels.tokens import Tokens
 
 TILE = 256  # tokens per tile
 WARPS = 4
 _ROW = tl.constexpr(32)  # number of sums per segment: those of SUMS, and the loss
-_LOSS = len(SUMS)
 _STRETCH = tl.constexpr(64)  # tiles that are summed in float32 before the sum is added to a float64 sum
 _BINS = tl.constexpr(BINS)
 _PER_SIGN = tl.constexpr(BINS_PER_SIGN)
@@ -217,20 +210,31 @@ def token_pass_kernel(
     tl.atomic_add(histograms + _BINS + bins, by_minimum.to(tl.int64), mask=counted, sem="relaxed")
 
 
-@operator("token_pass_triton")
-def token_pass_triton(a: Arguments) -> tuple[torch.Tensor, ...]:
-    """The operation on a GPU, or on a CPU in Triton's interpreter. It does not check the values of cu_seqlens, because
-    the host would wait for the device."""
-    segments, chosen = a.tokens.segments, RULES[a.rule]
-    loss, coefficient, kept, *_, histograms = empty_outputs(a)
-    rows = a.logprobs.new_empty(segments, _ROW.value, dtype=torch.float64)
-    if segments:
-        with torch.cuda.device_of(a.logprobs):
-            token_pass_kernel[(segments,)](
-                *a[1:], loss, coefficient, kept, rows, histograms, **kernel_constants(chosen), **LAUNCH_OPTIONS
-            )
-    segment_sums = torch.stack([rows[:, 0], rows[:, _LOSS]], 1)
-    return loss, coefficient, kept, segment_sums, rows[:, : len(SUMS)].sum(0), histograms
+def launch(
+    rule: RuleFunction,
+    parameters: torch.Tensor,
+    dampened: float,
+    tokens: Tokens,
+    given: tuple[torch.Tensor | None, ...],  # the fields of `Given`
+    loss: torch.Tensor,
+    coefficient: torch.Tensor,
+    kept: torch.Tensor,
+    segment_sums: torch.Tensor,
+    sums: torch.Tensor,
+    histograms: torch.Tensor,
+) -> None:
+    """Fill the outputs, of which the histograms must be zero, on a GPU, or on a CPU in Triton's interpreter. The values
+    of cu_seqlens are not checked, because the host would wait for the device."""
+    rows = sums.new_empty(tokens.segments, _ROW.value)
+    of_tokens = (tokens.logprobs, tokens.rollout_logprobs, tokens.old_logprobs, tokens.advantages, tokens.mask)
+    if tokens.segments:
+        with torch.cuda.device_of(loss):
+            token_pass_kernel[(tokens.segments,)](
+                parameters, dampened, *of_tokens, tokens.cu_seqlens, *given,
+                loss, coefficient, kept, rows, histograms, **kernel_constants(rule), **LAUNCH_OPTIONS,
+            )  # fmt: skip
+    segment_sums.copy_(rows[:, :: len(sums)])  # the first of the sums, the number of tokens, and the loss
+    torch.sum(rows[:, : len(sums)], 0, out=sums)
 
 
 # With up to 256 registers a thread, two blocks share a multiprocessor. Without a limit ptxas spills registers to reach

@@ -6,8 +6,7 @@ import torch
 
 from megarl.batch import TokenBatch
 from megarl.kernels.constants import NEVER
-from megarl.kernels.token_pass import Given, Rule, token_pass
-from megarl.kernels.token_pass.outputs import SUMS
+from megarl.kernels.token_pass import SUMS, Given, Rule, token_pass
 from megarl.kernels.tokens import Tokens
 from megarl.objectives.parts.aggregation import denominator
 from megarl.objectives.parts.metrics import Metric, mean_metric, token_metrics

@@ -29,7 +29,7 @@ def loss_metric(loss: torch.Tensor, batch: TokenBatch, aggregation: str) -> Metr
 def token_metrics(s: dict[str, torch.Tensor], flags: dict[str, str]) -> dict[str, Metric]:
     """The metrics that every objective has, from sums over its trained tokens, as the fused pass and `make_terms` do.
 
-    s: the sums by name (`megarl.kernels.token_pass.outputs.SUMS`), and that of the losses. flags: {flag: its metric}.
+    s: the sums by name (`megarl.kernels.token_pass.SUMS`), and that of the losses. flags: {flag: its metric}.
 
     ``ratio/mean`` and ``ratio/square_mean`` give the effective sample size mean^2 / square_mean; ``kl/k1`` and
     ``kl/k3`` estimate KL(behaviour || current) from behaviour samples (http://joschu.net/blog/kl-approx.html);

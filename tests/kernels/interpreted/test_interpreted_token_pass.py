@@ -13,7 +13,7 @@ from megarl.kernels.token_pass.language import RULES, Outcome, Sequence, Token, 
 from megarl.kernels.tokens import Tokens
 from megarl.objectives import Objective
 from megarl.objectives.parts.quantities import last_tie
-from tests.kernels.test_token_pass import as_in_cpp, check_operation, compare, given_values, make_batch
+from tests.kernels.test_token_pass import as_in_cpp, compare, given_values, make_batch
 from tests.objectives.random_batches import KINDS, random_batch
 from tests.objectives.test_against_papers import CASES as PAPERS
 
@@ -104,7 +104,3 @@ def test_no_tokens_give_empty_results(lengths: list[int]) -> None:
     result = token_pass(Rule(RULES["clip_token"], (0.8, 1.2)), tokens, backend="triton")
     assert result.loss.shape == (0,) and result.segment_sums.shape == (len(lengths), 2)
     assert not (result.sums.any() or result.segment_sums.any() or result.histograms.any())
-
-
-def test_the_operation_is_registered_correctly() -> None:
-    check_operation(kernels.token_pass_triton)
