@@ -215,7 +215,6 @@ class ContinuousEngine(RolloutEngine):
             self._running.clear()
 
     def submit(self, number: int, request: Request) -> None:
-        self._check(request)
         sampling, submitted = request.sampling, {}
         for index, (seed, limit) in enumerate(zip(sampling.seeds, sampling.limits, strict=True)):
             prompt, sample = divmod(index, sampling.samples)
@@ -259,10 +258,6 @@ class ContinuousEngine(RolloutEngine):
             policy_version=self.version,
             wrong=wrong or (experts if isinstance(experts, str) else None),
         )
-
-    @abstractmethod
-    def _check(self, request: Request) -> None:
-        """Raise `UserError` for a request that the engine cannot serve, RuntimeError if the engine sleeps."""
 
     @abstractmethod
     def _send(self, responses: dict[str, Running], sampling: Sampling) -> None:

@@ -7,14 +7,12 @@ import math
 import os
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from megarl.errors import UserError
 from megarl.recipe.tables import Recipe
 from megarl.storage.shards import FINISH_REASONS, LOGPROB_TOLERANCE, UNFINISHED
 
@@ -162,7 +160,7 @@ class RolloutEngine(Protocol):
         """Whether another request should be submitted now; always true of an engine that is not decoding."""
 
     def submit(self, number: int, request: Request) -> None:
-        """Begin a request, which `step` refers to by ``number``; `UserError` if the engine cannot serve it."""
+        """Begin a request, which `step` refers to by ``number``. It fits: see `megarl.data.prompts.check_data`."""
 
     def step(self) -> list[tuple[int, Completion]]:
         """Decode for a short while; returns (number of the request, completion) of the responses that ended in it."""
@@ -260,29 +258,6 @@ def _seed(name: str) -> int:
     """A hash of ``name`` in [0, 2**63): vLLM 0.32 on GPUs and SGLang 0.5.23 keep int64 seeds; -1 means none to vLLM."""
     digest = hashlib.blake2b(name.encode(), digest_size=8, person=b"megarl")
     return int.from_bytes(digest.digest(), "little") >> 1
-
-
-def check_request(prompts: Sequence[Sequence[int]], sampling: Sampling, vocabulary: int, context: int) -> None:
-    """Raise `UserError` for a request that no engine can serve, naming the prompt that is at fault.
-
-    Refused are empty prompts, token ids outside the vocabulary and prompts that are too long.
-    context: the engine's maximum sequence length in tokens.
-    """
-    for index, prompt in enumerate(prompts):
-        if not prompt:
-            raise UserError(f"prompt {index} is empty: at least one token is needed")
-        for token in (min(prompt), max(prompt)):
-            if not 0 <= token < vocabulary:
-                raise UserError(
-                    f"prompt {index} has token {token}, outside the model's vocabulary [0, {vocabulary}): "
-                    "does the tokenizer belong to the model?"
-                )
-        if len(prompt) + sampling.max_tokens > context:
-            raise UserError(
-                f"prompt {index} has {len(prompt)} tokens; with {sampling.max_tokens} response tokens that exceeds the "
-                f"engine's {context} positions (max_position_embeddings of the model, or the longest prompt and "
-                "response that the recipe allows): shorten the prompts or lower max_response_tokens"
-            )
 
 
 def visible_gpus(first: int, count: int) -> str:

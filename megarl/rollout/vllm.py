@@ -24,10 +24,8 @@ from megarl.recipe.tables import Recipe
 from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check_table, memory_errors
 from megarl.rollout.engine import (
     Completion,
-    Request,
     RolloutEngine,
     Sampling,
-    check_request,
     continuation_seed,
     replica_gpus,
     section,
@@ -162,15 +160,6 @@ class VllmEngine(ContinuousEngine):
         cache = self._engine.vllm_config.cache_config
         self.cache_tokens = cache.num_gpu_blocks * cache.block_size
 
-    def _check(self, request: Request) -> None:
-        if self._asleep or self._engine is None:
-            raise RuntimeError("the engine sleeps: call load_weights() before submit()")
-        vocabulary = self._engine.model_config.get_vocab_size()
-        check_request(request.prompts, request.sampling, vocabulary, self._engine.model_config.max_model_len)
-        low, high = TEMPERATURES
-        if request.sampling.temperature and not low <= request.sampling.temperature <= high:
-            raise UserError(f"temperature {request.sampling.temperature}: vLLM samples at temperatures {low} to {high}")
-
     def _send(self, responses: dict[str, Running], sampling: Sampling) -> None:
         """A response begins with its first token, because vLLM queues those that its cache has no room for."""
         for name, response in responses.items():
@@ -284,8 +273,6 @@ def _prepare_process(settings: Settings) -> None:
 
 
 def _start(policy_dir: Path, settings: Settings) -> Any:
-    if not (policy_dir / "config.json").is_file():
-        raise UserError(f"{policy_dir} is not a Hugging Face model directory: it has no config.json")
     from vllm import EngineArgs
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.llm_engine import LLMEngine

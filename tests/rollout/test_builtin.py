@@ -110,7 +110,7 @@ EXPERT = "model.layers.0.mlp.experts.3.up_proj.weight"
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda path: (path / "config.json").unlink(), "has no config.json"),
+        (lambda path: (path / "config.json").unlink(), "cannot load the policy"),
         (lambda path: (path / "config.json").write_text("{"), "cannot load the policy"),
         (lambda path: (path / "model.safetensors").unlink(), "cannot load the policy.*model.safetensors"),
         (lambda path: os.truncate(path / "model.safetensors", 9999), "cannot load the policy.*not fully covered"),

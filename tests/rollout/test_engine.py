@@ -14,8 +14,6 @@ from megarl.rollout.engine import (
     MOST_DISCARDED,
     Completion,
     EngineFault,
-    Sampling,
-    check_request,
     continuation_seed,
     discard,
     fault,
@@ -126,17 +124,6 @@ def test_only_a_lack_of_memory_is_a_mistake_of_the_recipe(module, kind):
         expected = pytest.raises(UserError, match=words) if lacks else pytest.raises(kind, match="the last lines")
         with expected, module._memory_errors("decoding", SETTINGS):
             raise kind(f"{said}\nthe last lines")
-
-
-def test_invalid_requests_are_refused():
-    for prompts, message in (
-        ([[1], []], "prompt 1 is empty"),
-        ([[1], [2, 39, 3]], r"prompt 1 has token 39, outside .* \[0, 39\)"),
-        ([[1], [2, -1]], "prompt 1 has token -1"),
-        ([[1], [1] * 7], "prompt 1 has 7 tokens; with 10 response tokens .* 16 positions"),
-    ):
-        with pytest.raises(UserError, match=message):
-            check_request(prompts, Sampling(1.0, 10, 1, (), (0, 0)), 39, 16)
 
 
 def test_a_request_is_taken_while_fewer_responses_run_than_may_and_the_cache_has_room():

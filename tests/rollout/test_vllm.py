@@ -165,8 +165,6 @@ def test_an_engine_beside_trainers_sleeps_and_wakes_without_a_new_start(models, 
     for version, policy in enumerate(models["qwen3"][::-1], 1):
         engine.sleep()
         engine.sleep()
-        with pytest.raises(RuntimeError, match="call load_weights"):
-            generate(engine, [[8]], sampling([[8]]))
         engine.load_weights(policy, version)
         assert measure_drift(engine, reference_of(policy)).max < TOLERANCE
     assert calls == ["start", *["sleep 2", "wake", "reload"] * 2]
@@ -199,8 +197,6 @@ def test_tensor_parallel_workers_survive_signals_that_stop_a_run(models):
 def test_sleep_too_little_memory_and_waking_with_more_responses_than_fit_in_a_step(engine):
     """An engine with too little memory is an error. One that wakes can serve more prompts than one step holds."""
     engine.sleep()
-    with pytest.raises(RuntimeError, match="call load_weights"):
-        generate(engine, [[8]], sampling([[8]]))
     with pytest.raises(UserError, match=r"memory.*memory_fraction = 1e-09 .*groups_per_chunk.*max_response_tokens"):
         vllm.VllmEngine(engine.policy_dir, 0, replace(engine.settings, memory_fraction=1e-9))
     engine.settings = replace(engine.settings, responses=100)

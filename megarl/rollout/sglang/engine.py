@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from megarl.data.tokenizer import end_of_sequence
 from megarl.errors import UserError
 from megarl.heartbeats import beat
 from megarl.models.hf_config import read_hf_config
@@ -24,10 +23,8 @@ from megarl.rollout.continuous import ContinuousEngine, Running, Settings, check
 from megarl.rollout.engine import (
     Completion,
     EngineFault,
-    Request,
     RolloutEngine,
     Sampling,
-    check_request,
     replica_gpus,
     section,
 )
@@ -154,18 +151,6 @@ class SglangEngine(ContinuousEngine):
     def close(self) -> None:
         self._server.stop()
         self._folder.cleanup()
-
-    def _check(self, request: Request) -> None:
-        """Nothing is sent unchecked, because a token outside the vocabulary crashes SGLang's CPU build."""
-        if self._asleep:
-            raise RuntimeError("the engine sleeps: call load_weights() before submit()")
-        check_request(request.prompts, request.sampling, self._hf["vocab_size"], self.settings.context)
-        stops = set(request.sampling.stop_token_ids)
-        if stops and (more := end_of_sequence(self.policy_dir) - stops):
-            raise UserError(
-                f"the stop tokens {sorted(stops)} do not include {sorted(more)}, at which SGLang ends a response "
-                f"anyway: eos_token_id in config.json or generation_config.json of {self.policy_dir}"
-            )
 
     def _send(self, responses: dict[str, Running], sampling: Sampling) -> None:
         """A response begins when the event of its first token arrives."""
