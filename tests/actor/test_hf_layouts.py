@@ -12,7 +12,7 @@ from safetensors import safe_open
 from megarl.storage.policies import weight_files
 from tests.actor import layout_ranks
 from tests.actor.conftest import make_hf_model
-from tests.actor.ranks import once, run_ranks
+from tests.actor.ranks import run_ranks
 from tests.extent import few
 
 pytestmark = pytest.mark.layouts
@@ -128,14 +128,12 @@ def take_models_through_layouts(rank, root):
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """The directory in which four processes have taken every model through its layouts."""
-
-    def compute(root):
-        (root / "results").mkdir()
-        for name in MODELS:
-            make_model(root / "models" / name, name)
-        run_ranks(take_models_through_layouts, (root,), WORLD)
-
-    return once(tmp_path_factory, "hf_layouts", compute)
+    root = tmp_path_factory.mktemp("layouts")
+    (root / "results").mkdir()
+    for name in MODELS:
+        make_model(root / "models" / name, name)
+    run_ranks(take_models_through_layouts, (root,), WORLD)
+    return root
 
 
 @pytest.mark.parametrize(("layout", "name"), [(layout, name) for layout in TAKEN for name in models_of(layout)])
