@@ -10,14 +10,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.actor import packing, step
 from megarl.actor.hf import export_hf
 from megarl.actor.nonfinite import NonFiniteUpdate
 from megarl.actor.packing import Sample, micro_batches
 from megarl.actor.step import Actor, train_step
 from megarl.batch import TokenBatch
 from megarl.objectives import build_objective
-from tests.actor.conftest import FAMILIES, make_hf_model, make_recipe
+from tests.actor.conftest import make_hf_model, make_recipe
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 CPU = torch.device("cpu")
@@ -194,27 +193,6 @@ def test_a_gradient_that_is_not_finite_by_itself_is_named_by_its_parameter(saved
     where = f"gradient norm is nan, not finite in 1 of {trained} parameters, the first being {name}; .* gradient is not"
     with pytest.raises(NonFiniteUpdate, match=where):
         update(actor, make_samples(), "reinforce")
-
-
-@pytest.mark.parametrize(
-    ("family", "adapters"), [*((name, False) for name in FAMILIES), ("qwen3_moe", True), ("deepseek_v3", True)]
-)
-def test_every_trained_parameter_is_read_in_a_call_of_its_module(family, adapters, saved_model):
-    """Megatron's DDP waits for a gathered weight only before the call of the module that owns it, so an actor that read
-    one without a call would compute with a weight of before the update."""
-    actor = build(saved_model(family), **({"actor": {"lora": {"rank": 2}}} if adapters else {}))
-    (model,) = actor.models
-    called = set()
-    for module in model.modules():
-        module.register_forward_pre_hook(lambda module, _: called.add(module))
-    step.compute_gradients(actor, packing.micro_batches(make_samples(), 64, CPU), build_objective("reinforce", {}))
-    owners = {
-        name: model.get_submodule(name.rpartition(".")[0])
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-    assert len(owners) > 10
-    assert [name for name, owner in owners.items() if owner not in called] == []
 
 
 def test_an_actor_that_is_dropped_is_freed(saved_model):
