@@ -1,4 +1,4 @@
-"""Statistics over the optimizer batch, whatever the micro-batches; log-probs of policies with fixed weights."""
+"""Log-probs of policies with fixed weights."""
 
 import pytest
 
@@ -6,25 +6,6 @@ from megarl.actor.frozen import FrozenPolicy
 from tests.actor.test_step import build, make_samples, update
 
 pytestmark = pytest.mark.usefixtures("one_rank")
-BATCH_LEVEL = [("m2po", {"m2_threshold": 0.3}), ("m2po", {"variant": "released", "m2_threshold": 0.3}), ("bapo", {})]
-
-
-def metrics_of(path, name, fields, budget, scope):
-    return update(build(path, actor={"statistics_scope": scope}), make_samples(12), name, budget, **fields)
-
-
-@pytest.mark.parametrize(("name", "fields"), BATCH_LEVEL)
-def test_exact_statistics_do_not_depend_on_micro_batches_as_those_of_each_do(saved_model, name, fields):
-    model_dir = saved_model("qwen3")
-    whole = metrics_of(model_dir, name, fields, 10_000, "exact")
-    assert whole["kept_fraction"] < 1
-    for budget in (60, 24):
-        split = metrics_of(model_dir, name, fields, budget, "exact")
-        assert split.keys() == whole.keys()
-        for key in ("loss", "grad_norm", "kept_fraction", "m2/after", "ess", "ratio/q95"):
-            assert split[key] == pytest.approx(whole[key], rel=1e-5), key
-    micro = metrics_of(model_dir, name, fields, 24, "micro")
-    assert micro["loss"] != pytest.approx(whole["loss"], rel=1e-5)
 
 
 def test_frozen_policies_keep_the_log_probs_of_the_beginning(saved_model):

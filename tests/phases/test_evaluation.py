@@ -97,13 +97,6 @@ def test_events_agree_with_the_stored_responses(whole):
             assert len(row["prompt_tokens"]) == len(line["text"])
 
 
-def test_greedy_responses_are_the_most_probable_ones(whole):
-    """The model answers with one of three letters: greedily with the one that it samples most often."""
-    (first,) = {tuple(row["response_tokens"][:1]) for row in table(whole, "greedy", 0)}
-    sampled = [tuple(row["response_tokens"][:1]) for row in table(whole, "heldout", 0)]
-    assert max(set(sampled), key=sampled.count) == first and len(set(sampled)) > 1
-
-
 def test_best_is_the_policy_with_the_highest_accuracy_and_the_earliest_of_equals(whole):
     accuracies = {e["update"]: e["accuracy"] for e in events(whole, "evaluation") if e["suite"] == "heldout"}
     best = min(update for update in accuracies if accuracies[update] == max(accuracies.values()))
