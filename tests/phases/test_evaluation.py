@@ -97,13 +97,6 @@ def test_events_agree_with_the_stored_responses(whole):
             assert len(row["prompt_tokens"]) == len(line["text"])
 
 
-def test_best_is_the_policy_with_the_highest_accuracy_and_the_earliest_of_equals(whole):
-    accuracies = {e["update"]: e["accuracy"] for e in events(whole, "evaluation") if e["suite"] == "heldout"}
-    best = min(update for update in accuracies if accuracies[update] == max(accuracies.values()))
-    assert best_version(whole) == read_info(whole.best).version == best
-    assert all((whole.best / file).exists() for file in ("model.safetensors", "config.json", "tokenizer.json"))
-
-
 @pytest.mark.crash
 def test_a_killed_run_repeats_no_stored_response_and_gives_the_same_figures(whole, suites, tmp_path):
     run, arguments = tmp_path / "run", ("train", suites, "--run-dir", tmp_path / "run", *settings(*SMALL))

@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from megarl.storage.checked_json import read_checked
 from megarl.storage.policies import read_info
 from tests.actor.test_lora import check_peft
-from tests.helpers import megarl, read_lines
+from tests.helpers import megarl
 from tests.phases.commands import succeed, train
 from tests.phases.test_kill import assert_same_run, kill_at, moments
 
@@ -28,14 +28,6 @@ def test_a_killed_run_ends_with_the_same_bytes(undisturbed, recipe, tmp_path):
         kill_at(*moments(stage)[moment], recipe, killed, *LORA)
     train(recipe, killed, *LORA)
     assert_same_run(undisturbed, killed)
-
-
-def test_engine_with_merged_weights_and_actor_with_adapters_compute_the_same_log_probs(undisturbed):
-    policies = [undisturbed / "stages/000/policy", undisturbed / "stages/001/policy", undisturbed / "final"]
-    assert len({(policy / WEIGHTS).read_bytes() for policy in policies}) == 3
-    begins = [update for update in read_lines(undisturbed / "metrics.jsonl") if update["staleness"] == 0]
-    assert [update["stage"] for update in begins] == [0, 1]
-    assert all(update["ratio/q100"] == pytest.approx(1, abs=1e-4) for update in begins)
 
 
 def test_the_rehearsal_passes_with_adapters(recipe):
