@@ -196,6 +196,16 @@ def test_a_gradient_that_is_not_finite_by_itself_is_named_by_its_parameter(saved
         update(actor, make_samples(), "reinforce")
 
 
+def test_statistics_are_those_of_the_optimizer_batch_or_of_each_micro_batch(saved_model):
+    def loss(scope, budget):
+        actor = build(saved_model("qwen3"), actor={"statistics_scope": scope})
+        return update(actor, make_samples(12), "m2po", budget, m2_threshold=0.3)["loss"]
+
+    whole = loss("exact", 10_000)
+    assert loss("exact", 24) == pytest.approx(whole, rel=1e-5)
+    assert loss("micro", 24) != pytest.approx(whole, rel=1e-5)
+
+
 def test_frozen_policies_keep_the_log_probs_of_the_beginning(saved_model):
     """The KL to a reference is 0 at first, and then as large as the log-probs have changed; the mismatch between actor
     and engine does not change while the policy does."""

@@ -68,12 +68,9 @@ def allocated(folder, text, ranks, rank):
             for parameter in owned:
                 parameter.grad = torch.empty_like(parameter)
             part.optimizer.step()
-            found["optimizer"] += distinct([*owned, *_tensors(part.optimizer.state)])
+            state = [x for values in part.optimizer.state.values() for x in values.values()]
+            found["optimizer"] += distinct([*owned, *(x for x in state if isinstance(x, torch.Tensor) and x.dim())])
         return found
     finally:
         mpu.destroy_model_parallel()
         dist.destroy_process_group()
-
-
-def _tensors(state):
-    return [t for values in state.values() for t in values.values() if isinstance(t, torch.Tensor) and t.dim()]
