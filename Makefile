@@ -15,7 +15,7 @@ smollm2: .venv/.stamp
 	OMP_NUM_THREADS=2 $(RUN) -m megarl.cli train examples/smollm2/$(or $(TASK),sums).toml \
 	    --run-dir runs/smollm2-$(or $(TASK),sums)
 
-check: .venv/.stamp  # the tests that a change reaches, for five minutes at most
+check: .venv/.stamp  # the tests beside a change and those that import it, for five minutes at most
 	$(RUN) -m tests.check $(if $(BASE),--base $(BASE))
 
 test: .venv/.stamp  # all that needs neither vLLM, SGLang nor Slurm, on the CPU's path

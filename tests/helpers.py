@@ -1,6 +1,7 @@
 """Helpers of tests in several folders: the root of the repository, the command line, a tiny recipe, reading a run."""
 
 import contextlib
+import ctypes
 import io
 import itertools
 import json
@@ -197,6 +198,19 @@ def lines_so_far(path):
     """The objects of the whole lines of a file to which a process may be appending; it may not exist yet."""
     text = path.read_text() if path.exists() else ""
     return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+def peak_memory(call):
+    """The call's result, and by how many bytes it let the resident set grow, with mapped files."""
+
+    def resident(name):
+        return int(re.search(name + r":\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
+
+    ctypes.CDLL(None).malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = resident("VmRSS")
+    result = call()
+    return result, resident("VmHWM") - before
 
 
 def five_letters():

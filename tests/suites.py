@@ -109,7 +109,7 @@ SUITES = {
         (
             *("-m", IN_PROCESS),
             *("tests/actor", "tests/models", "tests/rollout", "tests/recipe", "tests/data", "tests/planner"),
-            *("tests/storage", "tests/views/test_doctor.py", "tests/rehearsal/test_rehearsals.py"),
+            *("tests/storage", "tests/rehearsal/test_rehearsals.py"),
         ),
         before=DEVICE,
         packages=(

@@ -1,8 +1,6 @@
 """Starts the ranks of a test as forks of one process that has imported torch, Megatron and transformers once."""
 
-import fcntl
 import os
-import shutil
 import time
 from multiprocessing import forkserver
 from unittest import mock
@@ -11,22 +9,6 @@ import torch
 import torch.multiprocessing
 
 from tests.fork_servers import RANKS, functions
-
-
-def once(tmp_path_factory, name, compute):
-    """The folder ``name``, filled by ``compute(folder)``, with pytest-xdist by one worker while the others wait."""
-    root = tmp_path_factory.getbasetemp()
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        root = root.parent  # the workers share this one
-    folder, done = root / name, root / f"{name}.done"
-    with open(root / f"{name}.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not done.exists():
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.mkdir()
-            compute(folder)
-            done.touch()
-    return folder
 
 
 def run_ranks(function, arguments, ranks, timeout=900):

@@ -1,13 +1,14 @@
-"""Dispatch of tokens to their experts and back: order, sums, and no waits for the device."""
+"""Dispatch of tokens to their experts and back: order and sums.
+
+`tests/rehearsal/on_device/test_updates.py` counts waits for the device.
+"""
 
 import pytest
 import torch
 
 from megarl.actor.dispatch import IndexDispatcher, chunk_order, get_default_pg_collection
 from megarl.actor.model import build_model, transformer_config
-from megarl.actor.packing import micro_batches
-from tests.actor.conftest import EXPERTS, make_recipe, read_settings
-from tests.actor.test_step import make_samples
+from tests.actor.conftest import EXPERTS, make_recipe
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -48,24 +49,6 @@ def test_every_token_gets_the_sum_of_its_experts(dtype):
 def test_chunks_of_several_ranks_are_sorted_by_expert():
     chunks = torch.tensor([[2, 0, 3], [1, 4, 0]])  # rank 0 sent 2 rows to expert 0 and 3 to expert 2
     assert chunk_order(chunks, 10).tolist() == [0, 1, 5, 6, 7, 8, 9, 2, 3, 4]
-
-
-@pytest.mark.parametrize("family", ["qwen3_moe", "glm4_moe", "deepseek_v3_moonlight"])
-def test_layers_do_not_wait_for_the_device(tmp_path, family):
-    """Forward and backward pass on the meta device, where `.item()`, `.tolist()` and indexing by a mask raise."""
-    meta = torch.device("meta")
-    recipe = make_recipe(actor={"recompute": "full", "kernels": "torch"})
-    (model,) = build_model(read_settings(tmp_path, family), recipe)
-    (batch,) = micro_batches(make_samples(), 100, meta)
-    model.to(meta, torch.bfloat16)  # as on GPUs; `grouped_mm` takes no float32 on the meta device
-    model.config.params_dtype = torch.bfloat16
-    latent = model.config.multi_latent_attention
-    rotary = model.decoder.layers[0].self_attention.rotary_pos_emb if latent else model.rotary_pos_emb
-    rotary.inv_freq = rotary.inv_freq.to(meta)
-    model.post_process = False  # the log-probs are not part of the layers
-    output = model(batch.tokens, batch.positions, None, packed_seq_params=batch.packed)
-    output.backward(torch.empty_like(output))
-    assert all(p.grad is not None for name, p in model.decoder.named_parameters() if "final" not in name)
 
 
 def test_megatron_logs_no_warning_about_layers_of_experts(caplog):

@@ -40,18 +40,14 @@ def save(tensors, folder):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def random_sequences(lengths, vocab=67):
-    rng = np.random.default_rng(0)
-    return [rng.integers(0, vocab, n).astype(np.int32) for n in lengths]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_equal_those_of_transformers_and_an_export_has_the_same_tensors(family, tmp_path):
     """The longest sequences are several chunks of a gated delta net."""
     reference = make_hf_model(family, max_position_embeddings=256)
     reference.save_pretrained(tmp_path / "in")
     (model,) = models = load_models(tmp_path / "in")
-    sequences = random_sequences([9, 4, 151, 9, 2, 66, 17])
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, 67, n).astype(np.int32) for n in (9, 4, 151, 9, 2, 66, 17)]
     for index, logits in packed_logits(model, sequences).items():
         expected = reference(torch.from_numpy(sequences[index][None, :-1]).long()).logits[0]
         assert logits.shape == expected.shape
@@ -61,16 +57,6 @@ def test_logits_equal_those_of_transformers_and_an_export_has_the_same_tensors(f
     one, two = load(tmp_path / "in"), load(tmp_path / "out")
     assert one.keys() == two.keys()
     assert all(torch.equal(one[name], two[name]) for name in one)
-
-
-def test_weights_hash_changes_with_the_weights_alone(tmp_path):
-    make_hf_model("qwen3").save_pretrained(tmp_path / "in")
-    models = load_models(tmp_path / "in")
-    hashes = [export_hf(models, tmp_path / n, tmp_path / "in", 0).weights_hash for n in ("a", "b")]
-    assert hashes[0] == hashes[1]
-    with torch.no_grad():
-        models[0].decoder.final_layernorm.weight[0] += 1e-3
-    assert export_hf(models, tmp_path / "c", tmp_path / "in", 0).weights_hash != hashes[0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

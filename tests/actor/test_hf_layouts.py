@@ -2,7 +2,6 @@
 
 import ctypes
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +11,9 @@ from safetensors import safe_open
 from megarl.storage.policies import weight_files
 from tests.actor import layout_ranks
 from tests.actor.conftest import make_hf_model
-from tests.actor.ranks import once, run_ranks
+from tests.actor.ranks import run_ranks
 from tests.extent import few
+from tests.helpers import peak_memory
 
 pytestmark = pytest.mark.layouts
 
@@ -76,20 +76,6 @@ def stored(directory):
     return tensors
 
 
-def peak_memory(function):
-    """Bytes of resident memory at the peak of ``function``, beyond those that were resident before."""
-
-    def status(field):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        return int(next(x for x in lines if x.startswith(field)).split()[1]) * 1024
-
-    ctypes.CDLL(None).malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = status("VmRSS")
-    function()
-    return status("VmHWM") - before
-
-
 def take_models_through_layouts(rank, root):
     """One of the ranks. Each layout loads what the one before it exported, so a model goes from layout to layout.
 
@@ -117,8 +103,8 @@ def take_models_through_layouts(rank, root):
                 source = sources[name]
                 models = build_model(read_hf_config(source), layout_ranks.recipe_of(LAYOUTS[layout], source))
                 assert len(models) == (2 if layout == "PP2 VPP2" else 1)
-                used = [peak_memory(lambda: load_hf(models, source))]  # noqa: B023, called at once
-                used.append(peak_memory(lambda: export_hf(models, target, like=source, version=3)))  # noqa: B023
+                used = [peak_memory(lambda: load_hf(models, source))[1]]  # noqa: B023, called at once
+                used.append(peak_memory(lambda: export_hf(models, target, like=source, version=3))[1])  # noqa: B023
                 (root / "results" / f"{layout}-{name}-{rank}.json").write_text(json.dumps(used))
             mpu.destroy_model_parallel()
             dist.destroy_process_group()
@@ -128,14 +114,12 @@ def take_models_through_layouts(rank, root):
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     """The directory in which four processes have taken every model through its layouts."""
-
-    def compute(root):
-        (root / "results").mkdir()
-        for name in MODELS:
-            make_model(root / "models" / name, name)
-        run_ranks(take_models_through_layouts, (root,), WORLD)
-
-    return once(tmp_path_factory, "hf_layouts", compute)
+    root = tmp_path_factory.mktemp("layouts")
+    (root / "results").mkdir()
+    for name in MODELS:
+        make_model(root / "models" / name, name)
+    run_ranks(take_models_through_layouts, (root,), WORLD)
+    return root
 
 
 @pytest.mark.parametrize(("layout", "name"), [(layout, name) for layout in TAKEN for name in models_of(layout)])

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.actor.layout_ranks import CASES, LAYOUTS, MATRIX, SEQUENCES, seal_models, worker
-from tests.actor.ranks import once, run_ranks
+from tests.actor.ranks import run_ranks
 
 pytestmark = pytest.mark.layouts
 BIAS = "e_score_correction_bias"
@@ -20,12 +20,11 @@ CONTINUED = [name for name, case in CASES.items() if case.continued]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    def compute(folder):
-        seal_models(folder)
-        for ranks in sorted({LAYOUTS[layout].ranks for case in CASES.values() for layout in case.layouts}):
-            run_ranks(worker, (ranks, folder), ranks, timeout=3600)
-
-    return once(tmp_path_factory, "layouts", compute)
+    folder = tmp_path_factory.mktemp("layouts")
+    seal_models(folder)
+    for ranks in sorted({LAYOUTS[layout].ranks for case in CASES.values() for layout in case.layouts}):
+        run_ranks(worker, (ranks, folder), ranks, timeout=3600)
+    return folder
 
 
 @pytest.fixture(scope="module")

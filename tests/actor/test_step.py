@@ -10,14 +10,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megarl.actor import packing, step
+from megarl.actor.frozen import FrozenPolicy
 from megarl.actor.hf import export_hf
 from megarl.actor.nonfinite import NonFiniteUpdate
 from megarl.actor.packing import Sample, micro_batches
 from megarl.actor.step import Actor, train_step
 from megarl.batch import TokenBatch
 from megarl.objectives import build_objective
-from tests.actor.conftest import FAMILIES, make_hf_model, make_recipe
+from tests.actor.conftest import make_hf_model, make_recipe
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 CPU = torch.device("cpu")
@@ -196,25 +196,30 @@ def test_a_gradient_that_is_not_finite_by_itself_is_named_by_its_parameter(saved
         update(actor, make_samples(), "reinforce")
 
 
-@pytest.mark.parametrize(
-    ("family", "adapters"), [*((name, False) for name in FAMILIES), ("qwen3_moe", True), ("deepseek_v3", True)]
-)
-def test_every_trained_parameter_is_read_in_a_call_of_its_module(family, adapters, saved_model):
-    """Megatron's DDP waits for a gathered weight only before the call of the module that owns it, so an actor that read
-    one without a call would compute with a weight of before the update."""
-    actor = build(saved_model(family), **({"actor": {"lora": {"rank": 2}}} if adapters else {}))
-    (model,) = actor.models
-    called = set()
-    for module in model.modules():
-        module.register_forward_pre_hook(lambda module, _: called.add(module))
-    step.compute_gradients(actor, packing.micro_batches(make_samples(), 64, CPU), build_objective("reinforce", {}))
-    owners = {
-        name: model.get_submodule(name.rpartition(".")[0])
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad
-    }
-    assert len(owners) > 10
-    assert [name for name, owner in owners.items() if owner not in called] == []
+def test_statistics_are_those_of_the_optimizer_batch_or_of_each_micro_batch(saved_model):
+    def loss(scope, budget):
+        actor = build(saved_model("qwen3"), actor={"statistics_scope": scope})
+        return update(actor, make_samples(12), "m2po", budget, m2_threshold=0.3)["loss"]
+
+    whole = loss("exact", 10_000)
+    assert loss("exact", 24) == pytest.approx(whole, rel=1e-5)
+    assert loss("micro", 24) != pytest.approx(whole, rel=1e-5)
+
+
+def test_frozen_policies_keep_the_log_probs_of_the_beginning(saved_model):
+    """The KL to a reference is 0 at first, and then as large as the log-probs have changed; the mismatch between actor
+    and engine does not change while the policy does."""
+    model_dir = saved_model("qwen3")
+    actor, options = build(model_dir), {"kl": {"coefficient": 0.1}, "truncated_importance": {"maximum": 1e6}}
+    actor.frozen = [FrozenPolicy.build((name,), actor.recipe, model_dir) for name in ("ref_logprobs", "old_logprobs")]
+    first, second = (update(actor, make_samples(12), "reinforce", 60, **options) for _ in range(2))
+    plain = update(build(model_dir), make_samples(12), "reinforce", 60)
+    assert abs(first["kl_ref/k3"]) < 1e-9 and second["kl_ref/k3"] > 1e-4
+    moved = second["kl/k1"] - first["kl/k1"]  # mean of -(log pi - log pi_rollout)
+    assert second["kl_ref/k1"] == pytest.approx(-moved, rel=1e-4)
+    assert first["mismatch/mean"] == second["mismatch/mean"]
+    assert first["mismatch/mean"] == pytest.approx(plain["ratio/mean"], rel=1e-6)
+    assert first["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
 
 
 def test_an_actor_that_is_dropped_is_freed(saved_model):

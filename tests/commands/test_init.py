@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import runpy
-import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -43,22 +38,3 @@ def test_a_recipe_names_the_script_that_makes_its_model(tmp_path: Path) -> None:
     assert f"python {ROOT}/examples/smollm2/tasks.py\n" in init("smollm2/instructions", tmp_path)
     recipe = load_recipe(tmp_path / "smollm2-instructions.toml")
     assert recipe.reward.path == f"{ROOT}/examples/smollm2/tasks.py:follows"
-
-
-def test_the_scripts_of_examples_write_below_the_working_directory(tmp_path: Path) -> None:
-    """Installed, they stand in a folder that is not the user's."""
-    shipped = shutil.copytree(ROOT / "examples/quickstart", tmp_path / "site", ignore=shutil.ignore_patterns("base*"))
-    before, work = sorted(shipped.iterdir()), tmp_path / "work"
-    work.mkdir()
-    run = multiprocessing.get_context("forkserver").Process(target=run_script, args=(shipped / "make_base.py", work))
-    run.start()
-    run.join()
-    assert run.exitcode == 0 and (work / "examples/quickstart/base/model.safetensors").exists()
-    assert sorted(shipped.iterdir()) == before
-
-
-def run_script(script: Path, folder: Path) -> None:
-    """`python make_base.py --steps 0`, in a fork that has imported what the script does."""
-    os.chdir(folder)
-    sys.argv, sys.dont_write_bytecode = [str(script), "--steps", "0"], True
-    runpy.run_path(str(script), run_name="__main__")

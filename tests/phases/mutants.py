@@ -33,10 +33,6 @@ def an_engine_errs_now_and_then():
     rollout_worker._Requests.receive = returning(lambda one: next(ways)(one), lambda number: number % 7 == 2)
 
 
-def an_engine_only_returns_nan():
-    rollout_worker._Requests.receive = returning(nan, lambda number: True)
-
-
 def an_export_has_the_head_of_before_the_third_update():
     """As if a shard of the third update, the last, had not arrived."""
     from megarl.phases import export, updates

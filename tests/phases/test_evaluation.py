@@ -16,6 +16,7 @@ from megarl.storage.policies import read_info, read_reference
 from megarl.storage.run_dir import RunDir
 from megarl.storage.run_dir.evaluations import SuiteResponses
 from megarl.storage.run_dir.retention import best_version
+from tests.data.prompt_sources import write
 from tests.helpers import events, megarl, read_lines
 from tests.phases.commands import settings, succeed, train
 from tests.phases.test_kill import assert_same_weights, kill_command
@@ -26,16 +27,11 @@ SMALL = ("schedule.updates_per_stage=4", "schedule.prompts_per_update=2", "rollo
 TIMES = ("time", "seconds", "generate_seconds", "crc")
 
 
-def write_lines(path, lines):
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return path
-
-
 @pytest.fixture(scope="module")
 def suites(recipe, tmp_path_factory):
     """The tiny recipe with three suites."""
     folder = tmp_path_factory.mktemp("suites")
-    exam = write_lines(folder / "exam.jsonl", [{"prompt": word, "answer": word[0]} for word in ("ab", "bc", "ca", "a")])
+    exam = write(folder / "exam.jsonl", [{"prompt": word, "answer": word[0]} for word in ("ab", "bc", "ca", "a")])
     path = folder / "recipe.toml"
     path.write_text(recipe.read_text().replace("[run]", SUITES.format(suite=exam) + "[run]"))
     return path
@@ -97,20 +93,6 @@ def test_events_agree_with_the_stored_responses(whole):
             assert len(row["prompt_tokens"]) == len(line["text"])
 
 
-def test_greedy_responses_are_the_most_probable_ones(whole):
-    """The model answers with one of three letters: greedily with the one that it samples most often."""
-    (first,) = {tuple(row["response_tokens"][:1]) for row in table(whole, "greedy", 0)}
-    sampled = [tuple(row["response_tokens"][:1]) for row in table(whole, "heldout", 0)]
-    assert max(set(sampled), key=sampled.count) == first and len(set(sampled)) > 1
-
-
-def test_best_is_the_policy_with_the_highest_accuracy_and_the_earliest_of_equals(whole):
-    accuracies = {e["update"]: e["accuracy"] for e in events(whole, "evaluation") if e["suite"] == "heldout"}
-    best = min(update for update in accuracies if accuracies[update] == max(accuracies.values()))
-    assert best_version(whole) == read_info(whole.best).version == best
-    assert all((whole.best / file).exists() for file in ("model.safetensors", "config.json", "tokenizer.json"))
-
-
 @pytest.mark.crash
 def test_a_killed_run_repeats_no_stored_response_and_gives_the_same_figures(whole, suites, tmp_path):
     run, arguments = tmp_path / "run", ("train", suites, "--run-dir", tmp_path / "run", *settings(*SMALL))
@@ -153,7 +135,7 @@ def test_an_evaluation_with_other_settings_starts_anew(whole, tmp_path):
 
 @pytest.mark.crash
 def test_eval_of_a_model_on_several_suites_resumes_after_a_kill(whole, suites, tmp_path):
-    exam = write_lines(tmp_path / "another.jsonl", [{"prompt": word, "answer": word[0]} for word in ("abc", "bca")])
+    exam = write(tmp_path / "another.jsonl", [{"prompt": word, "answer": word[0]} for word in ("abc", "bca")])
     arguments = ["eval", whole.best, "--recipe", suites, "--suite", "heldout", "--suite", exam]
     arguments += settings("eval.samples=2", *SMALL)
     output, kept = tmp_path / "evals", [*arguments, "--output", tmp_path / "evals"]
@@ -198,7 +180,7 @@ def test_compare_refuses_other_prompts_and_missing_updates(whole, tmp_path, chan
     path = other / "evaluations/heldout/prompts.jsonl"
     lines = [{key: line[key] for key in line if key != "crc"} for line in read_lines(path)]
     if change:
-        write_lines(path, change(lines))
+        write(path, change(lines))
     result = megarl("compare", whole.root, f"{other}:{8 if change else 3}")
     assert result.returncode == 2 and words.format(**lines[3]) in result.stderr, result.stderr
 
@@ -210,7 +192,7 @@ def test_runs_of_different_lengths_are_compared_after_equal_updates(whole, tmp_p
         for place in short.glob(f"evaluations/*/update_{update:06d}"):
             shutil.rmtree(place)
     lines = [line for line in read_lines(short / "events.jsonl") if line.get("update", 0) <= 4]
-    write_lines(short / "events.jsonl", lines)
+    write(short / "events.jsonl", lines)
     place = SuiteResponses.of(short, "greedy")
     write_checked(place.directory / "settings_000004.json", place.settings(4) | {"temperature": 0.5, "samples": 9})
     head, accuracy, *rest = succeed("compare", whole.root, short).stdout.splitlines()

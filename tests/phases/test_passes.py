@@ -28,11 +28,11 @@ def test_every_pass_trains_the_same_batches_in_the_same_order(twice):
 
 
 def test_a_branch_trains_the_same_rollouts_in_batches_of_another_size(twice, tmp_path):
-    """By two ranks. 12 groups would fill 6 updates of 2 groups; the setting asks for 5."""
+    """By two pipeline stages. 12 groups would fill 6 updates of 2 groups; the setting asks for 5."""
     branch = tmp_path / "branch"
     changes = ("schedule.prompts_per_update=2", "schedule.passes=1", "schedule.updates_per_stage=5")
-    ranks = "actor.processes_per_node=2"
-    succeed("optimize", twice, "--stage", "0", "--output", branch, *settings(*changes, ranks))
+    ranks = ("actor.processes_per_node=2", "actor.pipeline_parallel=2")
+    succeed("optimize", twice, "--stage", "0", "--output", branch, *settings(*changes, *ranks))
     once, updates = read_lines(twice / "metrics.jsonl")[:3], read_lines(branch / "metrics.jsonl")
     assert [line["staleness"] for line in updates] == list(range(5)) and "pass" not in updates[0]
     # two updates of the branch train the groups of one update of the origin

@@ -18,16 +18,13 @@ def test_options_have_units_of_their_own():
     assert found == Assumptions(mfu=0.4, storage=5e9, runtime_memory=3 * GIB)
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "message"),
-    [
+def test_values_out_of_range_are_refused():
+    for option, value, message in (
         ("mfu", 1.5, "--mfu 1.5: expected more than 0, and at most 1"),
         ("engine_start", float("nan"), "--engine-start nan: expected more than 0, and at most inf"),
-    ],
-)
-def test_values_out_of_range_are_refused(option, value, message):
-    with pytest.raises(UserError, match=message):
-        assume({option: value})
+    ):
+        with pytest.raises(UserError, match=message):
+            assume({option: value})
 
 
 @pytest.mark.usefixtures("shared_counter")

@@ -6,8 +6,6 @@ of 16384; docs/gpu.md has the table.
 
 import csv
 
-import pytest
-
 from megarl.models.hf_config import read_hf_config
 from megarl.planner.assumptions import GIB, WITHIN, Assumptions
 from megarl.planner.parameter_counts import StageParameters
@@ -48,20 +46,18 @@ def plan(gpu, way):
     return Plan(recipe, hf, 1, gpu, Layout(1), counts, [counts], assume)
 
 
-@pytest.mark.parametrize(("gpu", "way", "peak", "seconds"), measured())
-def test_planned_memory_is_at_least_what_an_update_took(gpu, way, peak, seconds):
-    """torch's peak does not have the context of CUDA, the first item of the plan."""
-    items = plan(gpu, way).optimize
-    planned = (sum(items.values()) - items["CUDA, NCCL and workspaces"]) / GIB
-    assert peak < planned < MOST * peak
-
-
 def test_the_factors_of_the_documents_are_those_of_the_measurements():
-    """One card alone computes faster than the whole models of other systems, for which the range of hours is."""
+    """A plan is never below its measurement.
+
+    One card alone computes faster than the whole models of other systems, for which the range of hours is.
+    """
     rows = [(plan(gpu, way), peak, seconds) for gpu, way, peak, seconds in measured()]
-    memory = [sum(p.optimize.values()) / GIB - 4 for p, _, _ in rows]
+    # torch's peak does not have the context of CUDA
+    items = [p.optimize for p, _, _ in rows]
+    memory = [(sum(of.values()) - of["CUDA, NCCL and workspaces"]) / GIB for of in items]
     larger = [planned / peak for planned, (_, peak, _) in zip(memory, rows, strict=True)]
     slower = [p.update_seconds() / seconds for p, _, seconds in rows]
     text = (ROOT / "docs/scale.md").read_text().replace("\n", " ")
+    assert min(larger) > 1 and max(larger) < MOST
     assert f"{min(larger):.2f} to {max(larger):.2f} times the peaks" in text
     assert f"{min(slower):.1f} to {max(slower):.1f} times the seconds" in text and min(slower) > 1 / WITHIN

@@ -58,18 +58,15 @@ def test_a_layout_that_cannot_be_built_is_reported(counter):
     assert len(counter.count(hf, recipe, 32)) == 1
 
 
-def test_only_adapters_have_optimizer_state_and_checkpoints(moe_plan, plan_of):
-    """Adapters of rank 16, with tensor 4 and expert 8 on 32 GPUs, counted by hand."""
+def test_only_adapters_are_in_checkpoints(moe_plan, plan_of):
+    """Adapters of rank 16, with tensor 4 and expert 8 on 32 GPUs, counted by hand; `test_allocated` has Adam's."""
     plan, without = moe_plan(4, changes=["actor.lora.rank=16"]), moe_plan(4)
     # A of query, key and value, and B of the output, are on every tensor-parallel rank
     qkv, output = 16 * (2048 + 5120 / 4), 16 * (4096 / 4 + 2048)
     expert = 16 * (2048 + 2 * 768) + 16 * (768 + 2048)
     (stage,) = plan.stages
     assert (stage.dense_adapters, stage.expert_adapters) == (48 * (qkv + output), 48 * 16 * expert)
-    ours, theirs = plan.optimize, without.optimize
-    owned = 12 * (stage.dense_adapters / 8 + stage.expert_adapters / 4)
-    assert ours["optimizer, fp32 master and two moments"] == owned
-    assert ours["activations"] == theirs["activations"]
+    assert plan.optimize["activations"] == without.optimize["activations"]
     whole = 48 * (16 * (2048 + 5120) + 16 * (4096 + 2048) + 128 * expert)
     assert plan.disk["one checkpoint"] == 14 * whole
     assert plan.disk["one policy"] == without.disk["one policy"]

@@ -4,36 +4,23 @@ benchmarks/large_run.py measures this on a million responses. Here the same scri
 """
 
 import multiprocessing
-import re
-from pathlib import Path
 
 from megarl.views.audit import audit
 from megarl.views.responses.select import Filter, decoder, select
 from megarl.views.sql import query
+from tests.helpers import peak_memory
 from tests.kernels.benchmark import load_benchmark
 
 SHARDS, TOKENS = 16, 500  # shards of 1,000 responses each; mean tokens of a response
 
 
-def resident(name):
-    return int(re.search(name + r":\s+(\d+)", Path("/proc/self/status").read_text())[1]) * 1024
-
-
-def peak(call):
-    """The call's result, and by how many bytes it let the resident set grow, with mapped files."""
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before = resident("VmRSS")
-    result = call()
-    return result, resident("VmHWM") - before
-
-
 def measure(root):
     list(query(root, "select 1"))  # DuckDB itself
     return [
-        peak(lambda: len(list(select(root, Filter(reward=(2, 2)), decoder(root))))),
-        peak(lambda: sum(len(one.response.tokens) for one in select(root, Filter(), decoder(root)))),
-        peak(lambda: list(query(root, "select sum(list_sum(rollout_logprobs)) as total from responses"))),
-        peak(lambda: audit(root, 0).problems),
+        peak_memory(lambda: len(list(select(root, Filter(reward=(2, 2)), decoder(root))))),
+        peak_memory(lambda: sum(len(one.response.tokens) for one in select(root, Filter(), decoder(root)))),
+        peak_memory(lambda: list(query(root, "select sum(list_sum(rollout_logprobs)) as total from responses"))),
+        peak_memory(lambda: audit(root, 0).problems),
     ]
 
 

@@ -22,7 +22,6 @@ from megarl.data.tokenizer import load_tokenizer
 from megarl.errors import UserError
 from megarl.phases.serve import KEY
 from megarl.recipe.load import load_recipe
-from megarl.rollout.engine import Request, Sampling, answers, continuation_seed, response_seed
 from megarl.storage.rollouts import RolloutStore
 from megarl.storage.run_dir import RunDir
 from megarl.views.audit import audit
@@ -175,38 +174,16 @@ def test_conversations_of_an_openai_client_become_a_stage(recipe, agent_model, t
     texts = [tokenizer.decode(tokens, skip_special_tokens=False) for tokens in sequences]
     assert sorted(texts) == sorted(map(as_text, said.values()))
     assert all(not r.sampled.all() for g in groups for r in g.responses)
+    assert not any(r.rollout_logprobs[~r.sampled].any() for g in groups for r in g.responses)
     if not engine:
         calls = [m for messages in said.values() for m in messages if getattr(m, "tool_calls", None)]
         assert 0 < len(calls) < 8
-        check_tokens(run, agent_model, groups)
         succeed("optimize", run.root, "--stage", 0)
         (line,) = read_lines(run.metrics)
         assert line["trained_tokens"] == sum(r.sampled_tokens for g in groups for r in g.responses)
         assert len(events(run, "weight_drift")) == 1
     found = audit(run.root, 10)
     assert found.problems == [] and (engine or found.stages[0].trained == 2)
-
-
-def check_tokens(run, model, groups):
-    """Sample every turn again, with the engine alone: the stored tokens and log-probs must be the same bytes."""
-    from megarl.rollout.builtin import BuiltinEngine
-
-    engine = BuiltinEngine(model, 0)
-    for group in groups:
-        for sample, response in enumerate(group.responses):
-            prompt, tokens = group.prompt_tokens.tolist(), response.tokens.tolist()
-            places, own = np.arange(len(tokens)), response.sampled
-            turns = np.split(places, np.flatnonzero(np.diff(own)) + 1)
-            sampled = [turn.tolist() for turn in turns if own[turn[0]]]
-            assert len(sampled) == 2 and own[0] and own[-1]
-            for turn in sampled:
-                seed = continuation_seed(response_seed(run.recipe.run.seed, group.group_id, sample), turn[0])
-                sampling = Sampling(1.0, 40 - turn[0], 1, (1,), (seed,))
-                (alone,) = answers(engine, Request([prompt + tokens[: turn[0]]], sampling))
-                assert alone.tokens.tolist() == [tokens[i] for i in turn]
-                assert alone.logprobs.tobytes() == response.rollout_logprobs[turn].tobytes()
-            assert not response.rollout_logprobs[~own].any()
-    engine.close()
 
 
 def as_text(messages):

@@ -49,12 +49,6 @@ def test_engines_see_the_gpus_that_trainers_leave(recipe, tmp_path, monkeypatch,
     assert (environment["LOCAL_RANK"], environment["CUDA_VISIBLE_DEVICES"]) == expected
 
 
-def test_a_live_run_needs_devices_for_trainers_and_engines(recipe):
-    assert load_recipe(recipe, MANY).devices_per_node == 3
-    assert load_recipe(recipe, [*MANY, *LIVE]).devices_per_node == 5
-    assert load_recipe(recipe, [*MANY, *LIVE, "schedule.colocate=true"]).devices_per_node == 3
-
-
 def test_phases_of_a_live_run_cannot_run_alone(recipe, tmp_path):
     run, nodes = RunDir.create(tmp_path / "run", load_recipe(recipe, LIVE)), Nodes(NodeRank())
     for command in (

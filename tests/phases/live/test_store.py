@@ -1,4 +1,4 @@
-"""The rollout store of a live stage: several policies, responses of several versions, a reader beside the writers."""
+"""The rollout store of a live stage: several policies, and responses of several versions."""
 
 from dataclasses import replace
 
@@ -52,23 +52,3 @@ def test_wrong_versions_are_refused(tmp_path):
             wrong = replace(group.responses[0], policy_version=first, policy_versions=versions)
             with pytest.raises(UserError, match="policy_versions must be int32"):
                 writer.append([replace(group, responses=(wrong,))], "a" * 64)
-
-
-def test_a_reader_sees_what_several_writers_append_and_the_seal(tmp_path):
-    with live_writer(tmp_path) as one, live_writer(tmp_path, 1) as two:
-        store = RolloutStore(tmp_path, one_policy=False)
-        for group in range(6):
-            (one, two)[group % 2].append([make_group(group)], "a" * 64)
-            assert store.missing(range(group + 1)) == [group]
-            store.refresh()
-            assert store.missing(range(group + 1)) == []
-            assert as_bytes(store.read([group])[0]) == as_bytes(make_group(group))
-        with open(tmp_path / "ledger.00001.jsonl", "ab") as ledger:
-            ledger.write(b'{"shard": "half a li')
-        store.refresh()  # a line does not count before it is complete
-        assert store.group_ids == list(range(6))
-    with live_writer(tmp_path, 1):  # opening a writer removes the incomplete line
-        pass
-    seal(tmp_path, range(6), one_policy=False)
-    store.refresh()
-    assert [as_bytes(g) for g in store.read(range(6))] == [as_bytes(make_group(i)) for i in range(6)]

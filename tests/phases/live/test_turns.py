@@ -92,18 +92,6 @@ def test_all_trainers_stop_if_one_is_asked_to_while_they_wait(monkeypatch, coloc
     assert trainers.end() == {0: None, 1: None}
 
 
-@pytest.mark.parametrize("colocate", [True, False])
-def test_engines_on_shared_devices_start_after_the_trainers(colocate):
-    """An engine measures the free memory when it starts."""
-    state = LiveState(dist.HashStore(), 1)
-    worker = object.__new__(LiveRolloutWorker)
-    worker.schedule, worker.state = SimpleNamespace(colocate=colocate), state
-    state.publish(10)  # which trainers do before they load the model
-    assert worker._newest() == (None if colocate else 10)
-    state.begin_turns()
-    assert worker._newest() == 10
-
-
 def test_an_engine_that_is_asked_to_stop_still_needs_its_version_in_the_next_attempt(publisher):
     """The trainer is stopped later, perhaps after it has published one more version and removed those not in use."""
     inner = SimpleNamespace(repeats_chunks=False, decoding=0, decoding_tokens=0)
