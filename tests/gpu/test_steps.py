@@ -62,15 +62,6 @@ def test_a_step_that_fails_does_not_affect_the_others(tmp_path, monkeypatch):
         time.sleep(0.01)  # the step's process group has been sent a SIGKILL, which may take a moment
 
 
-def test_steps_beside_each_other_are_all_run(tmp_path):
-    meet = "touch {0}; until test -e {1}; do sleep 0.01; done"
-    both = [["sh", "-c", meet.format(tmp_path / a, tmp_path / b)] for a, b in ("xy", "yx")]
-    chosen = [Step("x", "", both[0], beside=True), Step("y", "", both[1], beside=True), Step("z", "", python("pass"))]
-    results = gpu.run_steps(chosen, tmp_path, lambda result: None)
-    assert {result.name: result.outcome for result in results} == dict.fromkeys("xyz", "passed")
-    assert results[-1].name == "z"
-
-
 def test_without_a_gpu_the_error_is_one_line(tmp_path):
     command = [sys.executable, "-m", "tests.gpu"]
     environment = os.environ | {"OUT": str(tmp_path / "out"), "CUDA_VISIBLE_DEVICES": ""}
