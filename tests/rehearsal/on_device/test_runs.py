@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shlex
 import signal
 import socket
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.helpers import ROOT, events, metrics, read_lines
 from tests.phases.commands import settings
@@ -117,19 +117,30 @@ def test_a_phase_is_started_again_after_errors_of_nccl(recipe, tmp_path, monkeyp
     assert [line["update"] for line in metrics(run)] == [1, 2, 3] and run.final.exists()
 
 
-LIVE = settings(
-    *("run.rehearse=false", "eval.every=0", 'schedule.kind="live"', "schedule.stages=1", "schedule.sync_every=2"),
-    *("rollout.workers=2", "rollout.groups_per_chunk=1"),  # two engines
-)
+READ_BY_CUDA = ("RANK", "CUDA_VISIBLE_DEVICES", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-def test_each_engine_has_its_device_beside_a_package_that_asks_for_all_of_them(recipe, tmp_path):
-    """In new interpreters, as on GPUs. No process initialises CUDA before it has set what CUDA and torch read then."""
-    paths = [str(ROOT / "tests/rehearsal/installation"), os.environ["PYTHONPATH"]]
-    environment = {"PYTHONPATH": os.pathsep.join(paths), "MEGARL_TEST_CUDA": str(tmp_path / "starts")}
-    few = settings("schedule.updates_per_stage=2", "schedule.max_lag=1")
-    command = [sys.executable, "-m", "megarl.cli", "train", recipe, "--run-dir", tmp_path / "run", *CUDA]
-    subprocess.run([*command, *LIVE, *few], env=os.environ | environment, cwd=ROOT, check=True)
+def test_each_engine_has_its_device(recipe, tmp_path, monkeypatch):
+    """No process initialises CUDA before it has set what CUDA and torch read then. The engines start as vLLM's do."""
+    from megarl.rollout import builtin, vllm
+    from megarl.rollout.continuous import Settings
+
+    initialise = torch._C._cuda_init
+
+    def noting():
+        with open(tmp_path / "starts", "a") as file:
+            file.write(json.dumps([os.environ.get(name) for name in READ_BY_CUDA]) + "\n")
+        initialise()
+
+    def build(recipe, stage, policy_dir, version, routed_experts):
+        vllm._prepare_process(Settings("cuda", context=1, responses=1))
+        return builtin.BuiltinEngine(policy_dir, version, "cuda:0")
+
+    monkeypatch.setattr(torch._C, "_cuda_init", noting)
+    monkeypatch.setattr(builtin, "build", build)
+    live = ("schedule.kind=live", "schedule.sync_every=2", "schedule.max_lag=1", "run.rehearse=false")
+    two_engines = ("rollout.workers=2", "rollout.groups_per_chunk=1", "schedule.updates_per_stage=2")
+    megarl("train", recipe, "--run-dir", tmp_path / "run", *CUDA, *SHORT, *settings(*live, *two_engines))
     trainer, *engines = sorted(read_lines(tmp_path / "starts"))
     assert trainer == ["0", None, "expandable_segments:True"]
     assert engines == [["1", "1", None], ["2", "2", None]]  # vLLM's allocator has settings of its own
