@@ -166,6 +166,7 @@ def test_the_commands_of_the_readme_work(recipe, tmp_path):
     run, other = (RunDir.open(tmp_path / f"runs/{name}") for name in "ab")
     assert [line["update"] for line in metrics(run)] == [1, 2, 3] and run.final.exists()
     assert events(run, "resume"), "the run was not resumed"
+    assert events(run, "evaluation") and events(run, "weight_drift") and not (run.root / "rehearsal").exists()
     assert [line["update"] for line in metrics(other)] == [1, 2, 3] and other.recipe.objective.name == "grpo"
     assert len({line["loss"] for line in metrics(run)}) == 3 and any(line["grad_norm"] > 0 for line in metrics(run))
     page = (tmp_path / "runs/compare.html").read_text()
