@@ -13,7 +13,7 @@ from tests.rehearsal.build import build
 
 HERE = Path(__file__).parent
 # the longest first, for workers side by side
-LONG = ("test_updates", "test_runs", "test_memory", "test_kernels", "test_moe_bytes")
+LONG = ("test_updates", "test_runs", "test_memory", "test_kernels")
 FILES = sorted((HERE / "on_device").glob("test_*.py"), key=lambda f: (*(f.stem != name for name in LONG), f.stem))
 
 

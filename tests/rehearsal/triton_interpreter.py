@@ -7,15 +7,12 @@ other operation on bfloat16 raises.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 
 from tests.rehearsal.device import lib
-
-launches_seen: list[Callable[[str, int], None]] = []  # are told of each launch, with the bytes of its tensors
 
 
 def widened(bits: np.ndarray) -> np.ndarray:
@@ -76,9 +73,6 @@ def _take_device_tensors(interpreter: Any) -> None:
             if isinstance(x, torch.Tensor) and not x.is_cuda:
                 raise ValueError("Pointer argument cannot be accessed from Triton (cpu tensor?)")
         lib.launched(self.fn.__name__)
-        size = sum(x.nbytes for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor))
-        for listener in launches_seen:
-            listener(self.fn.__name__, size)
         return args, kwargs
 
     executor._init_args_hst = to_host

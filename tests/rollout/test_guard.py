@@ -51,19 +51,14 @@ def wait_until_ended(processes):
         time.sleep(0.02)
 
 
-def test_the_guard_ignores_signals_that_stop_a_run(tree):
-    client, guarded, *below = tree
+@pytest.mark.parametrize("asked", [True, False])
+def test_the_guard_and_all_descendants_end_with_the_server_or_when_it_is_asked(tree, asked):
+    """The guard ignores signals that stop a run."""
+    client, guarded, server, *_ = tree
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         guarded.send_signal(number)
-    guarded.send_signal(guard.END)
-    wait_until_ended([guarded, *below])  # else the server's descendants would live
-    assert client.is_running()
-
-
-def test_the_guard_and_all_descendants_end_with_the_server(tree):
-    client, guarded, server, *below = tree
-    server.kill()
-    wait_until_ended([guarded, *below])
+    guarded.send_signal(guard.END) if asked else server.kill()
+    wait_until_ended(tree[1:])
     assert client.is_running()
 
 

@@ -36,14 +36,6 @@ def decoded(monkeypatch):
     return lines
 
 
-def test_each_event_is_decoded_once(run, decoded):
-    for stage in range(1200):
-        run.log_event("evaluation", update=run.stage(stage).first_update, suite="heldout", accuracy=stage / 1200)
-        assert run.stage(stage).evaluation()["accuracy"] == stage / 1200
-    assert run.stage(3).evaluation()["accuracy"] == 3 / 1200 and run.stage(1200).evaluation() is None
-    assert len(decoded) == 1200
-
-
 def test_each_ledger_line_of_a_growing_store_is_decoded_once(tmp_path, decoded):
     with RolloutWriter(tmp_path / "store", **POLICY) as writer:
         writer.append([make_group(0)])

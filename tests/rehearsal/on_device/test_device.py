@@ -58,16 +58,6 @@ def test_a_fork_cannot_use_cuda_that_its_parent_initialised():
         in_fork(lambda: torch.ones(1, device="cuda"))
 
 
-def test_nccl_takes_only_cuda_tensors():
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    assert dist.get_backend() == "nccl"
-    out = torch.empty(3, device="cuda")
-    dist.all_gather_into_tensor(out, torch.arange(3.0, device="cuda"))
-    assert out.tolist() == [0, 1, 2]
-    with pytest.raises(RuntimeError, match="No backend type associated with device type cpu"):
-        dist.all_reduce(torch.ones(2))
-
-
 def test_a_collective_is_unread_until_somebody_waits_for_it():
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     whole = torch.arange(4.0, device="cuda")

@@ -1,14 +1,15 @@
-"""``best/`` after a change of ``eval.best``, where it is the only copy of its policy, and after kills."""
+"""``best/`` after a change of ``eval.best``, where it is the only copy of its policy.
+
+tests/phases/test_evaluation.py kills runs while it is written.
+"""
 
 import shutil
-from unittest.mock import Mock
 
 import pytest
 
 from megarl.recipe.load import load_recipe
 from megarl.storage.policies import PolicyInfo, read_info, write_info
 from megarl.storage.run_dir import RunDir
-from megarl.storage.run_dir import retention as best
 from megarl.storage.run_dir.retention import best_version, keep_best, update_best_and_remove_policies
 
 SUITES = 'every = 1\n[[eval.suites]]\nname = "heldout"\n[[eval.suites]]\nname = "other"\ngreedy = true\n'
@@ -88,16 +89,3 @@ def test_best_is_replaced_only_by_a_higher_score(settings, tmp_path):
     evaluate(run, 2, (0.3, 0.5))
     keep_best(run)
     assert held(run) == 1
-
-
-def test_a_kill_while_best_is_replaced_costs_no_policy(settings, tmp_path, monkeypatch):
-    run = RunDir.create(tmp_path / "run", settings())
-    finish(run, 1, (0.2, 0.2))
-    keep_best(run)
-    finish(run, 2, (0.5, 0.5))
-    with monkeypatch.context() as patch:
-        patch.setattr(best.os, "link", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt):
-            keep_best(run)
-    update_best_and_remove_policies(RunDir.open(run.root).end)
-    assert held(run) == 2

@@ -1,15 +1,11 @@
 """Settings that may change from a stage on."""
 
-import shlex
-
 import pytest
 
 from megarl.errors import UserError
 from megarl.recipe.load import load_recipe
 from megarl.storage.run_dir import RunDir
-from megarl.storage.run_dir.recipes import from_next_stage
-from tests.helpers import events, metrics
-from tests.phases.commands import settings, succeed, train
+from megarl.storage.run_dir.recipes import from_next_stage, refuse_changes
 
 REWARD = ["reward.require_stop: True -> False"]
 
@@ -55,22 +51,8 @@ def test_a_run_continues_without_a_setting_that_this_version_does_not_know(recip
     assert RunDir.create(run.root, load_recipe(recipe)).recipe == run.recipe
 
 
-def test_an_objective_changes_in_place_and_later_by_the_command_that_is_named(recipe, tmp_path):
-    root = tmp_path / "run"
-    given = ("schedule.updates_per_stage=2", "eval.every=0")
-    train(recipe, root, *settings(*given), "--until", "optimize:0")
-    train(recipe, root, *settings(*given, "objective.name=grpo", "objective.eps_low=0.1"))
-    run = RunDir.open(root)
-    assert [run.stage(n).run.recipe.objective.name for n in (0, 1)] == ["mu_grpo", "grpo"]
-    assert [event["stage"] for event in events(run, "recipe_changed")] == [1]
-    assert [("veto_fraction" in line) for line in metrics(run)] == [True, True, False, False]
-    assert succeed("audit", root).stdout.splitlines()[-1] == "everything that was checked agrees"
-
-    refused = train(recipe, root, *settings(*given, "objective.name=dapo", "objective.eps_high=0.3"), code=2)
-    assert "objective.name: 'grpo' -> 'dapo'" in refused.stderr
-    named = refused.stderr.rpartition("on the same rollouts: `megarl ")[2].partition(" --set")[0]
-    branch = tmp_path / "branch"
-    words = shlex.split(named.replace("--stage N", "--stage 1").replace("NEW", str(branch)))
-    succeed(*words, *settings("objective.name=dapo", "objective.eps_high=0.3"))
-    assert [line["update"] for line in metrics(RunDir.open(branch))] == [3, 4]
-    assert f"megarl train RECIPE --run-dir NEW --continue-from {root}" in refused.stderr
+def test_a_refused_change_names_the_commands_that_take_it(recipe, tmp_path):
+    """tests/phases/test_changes.py runs both."""
+    with pytest.raises(UserError, match="(?s)'grpo' -> 'dapo'.*on the same rollouts: `megarl optimize ") as error:
+        refuse_changes(tmp_path / "run", ["objective.name: 'grpo' -> 'dapo'"], load_recipe(recipe))
+    assert f"megarl train RECIPE --run-dir NEW --continue-from {tmp_path}/run`" in str(error.value)
