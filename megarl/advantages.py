@@ -29,17 +29,23 @@ def group_advantages(rewards: torch.Tensor | np.ndarray, kind: str = "group_mean
     FILE.py:FUNCTION  what the user's own function makes of the rewards, float64 [N, G], as a tensor of the same shape
 
     Pass the whole optimizer batch, because batch_normalised depends on all of it. With the others of megarl, groups
-    whose rewards are all equal get exactly 0. Rewards are finite, and G is at least 2 where responses to a prompt are
-    compared, as recipes and stores see to. Raises `UserError` for an unknown kind, and for whatever goes wrong in the
-    user's own function.
+    whose rewards are all equal get exactly 0. Raises `UserError` for an unknown kind, non-finite rewards or G = 1, and
+    for whatever goes wrong in the user's own function.
     """
-    r = torch.as_tensor(rewards).detach().double()
+    r = _rewards(rewards)
     if is_own(kind):
         return _own(kind, r)
     if kind not in ADVANTAGES:
         raise UserError(f"objective.advantage is {kind!r}; expected one of {', '.join(ADVANTAGES)}")
     if kind == "batch_normalised":
+        if r.numel() < 2:
+            raise UserError(f"objective.advantage = {kind!r} needs at least 2 responses in the batch, got {r.numel()}")
         return ((r - r.mean()) / (r.std() + STD_FLOOR)).float()
+    if r.shape[1] < 2:
+        raise UserError(
+            f"objective.advantage = {kind!r} compares the responses of a prompt: "
+            "rollout.responses_per_prompt must be at least 2"
+        )
     if kind == "optimal":
         value = TEMPERATURE * (r / TEMPERATURE).logsumexp(1, keepdim=True) - TEMPERATURE * math.log(r.shape[1])
         return torch.where(zero_variance(r)[:, None], 0, r - value).float()
@@ -75,5 +81,16 @@ def zero_variance(rewards: torch.Tensor | np.ndarray) -> torch.Tensor:
     ``objective.zero_variance = "keep"`` counts their tokens in the loss's denominator, ``"drop"`` removes the groups
     from the batch.
     """
-    r = torch.as_tensor(rewards).detach().double()
+    r = _rewards(rewards)
     return r.amax(1) == r.amin(1)
+
+
+def _rewards(rewards: torch.Tensor | np.ndarray) -> torch.Tensor:
+    r = torch.as_tensor(rewards).detach().double()
+    if r.dim() != 2 or r.numel() == 0:
+        raise UserError(f"rewards have shape {tuple(r.shape)}; expected [prompts, responses]")
+    bad = (~torch.isfinite(r)).nonzero()
+    if bad.numel():
+        n, g = bad[0].tolist()
+        raise UserError(f"rewards[{n}, {g}] is {float(r[n, g])}; every response needs a finite reward")
+    return r

@@ -65,6 +65,8 @@ def check_policy(policy_dir: Path) -> None:
         raise UserError(f"{policy_dir / INFO_FILE} is gone")
     info = read_info(policy_dir)
     for name, expected in info.files.items():
+        if (policy_dir / name).exists() and not (policy_dir / name).is_file():
+            raise UserError(f"{policy_dir / name} is not a regular file")
         if file_sha256(policy_dir / name) != expected:
             raise UserError(f"{policy_dir / name} does not match its checksum in {INFO_FILE}")
     if _hash_weights(policy_dir) != info.weights_hash:

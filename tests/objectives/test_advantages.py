@@ -49,6 +49,16 @@ def test_groups_without_variance_get_exactly_zero() -> None:
     assert zero_variance(REWARDS).tolist() == [False, False, True]
 
 
-def test_an_unknown_kind_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(UserError, match="'mean'; expected one of group_mean_std"):
-        group_advantages(REWARDS, "mean")
+@pytest.mark.parametrize(
+    ("rewards", "kind", "words"),
+    [
+        (REWARDS, "mean", ["'mean'", "group_mean_std"]),
+        (REWARDS[:, :1], "group_mean_std", ["group_mean_std", "responses_per_prompt", "2"]),
+        (REWARDS[0], "group_mean", ["(4,)"]),
+        (torch.tensor([[0.0, math.nan]]), "group_mean", ["rewards[0, 1]", "nan"]),
+    ],
+)
+def test_error_names_the_wrong_kind_shape_or_reward(rewards: torch.Tensor, kind: str, words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        group_advantages(rewards, kind)
+    assert all(word in str(error.value) for word in words), str(error.value)
