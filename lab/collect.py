@@ -67,7 +67,7 @@ def collect(
     kept = load(archive) if archive.exists() else {}
     if beside:
         for name in [name for name in files if name.endswith(".csv")]:
-            files[name] = _beside(kept[f"{sweep.stem}/{name}"], files[name])
+            files[name] = joined(kept[f"{sweep.stem}/{name}"], files[name])
     save(kept | {f"{sweep.stem}/{name}": text for name, text in files.items()}, archive)
     print(f"{len(made)} of {len(plan.jobs)} runs -> {sweep.stem}/ in {archive}")
 
@@ -116,7 +116,7 @@ def _csv(columns: list[str], lines: Iterator[dict[str, Any]]) -> str:
     return text.getvalue()
 
 
-def _beside(kept: str, new: str) -> str:
+def joined(kept: str, new: str) -> str:
     """The lines of both CSVs; of a seed that both have, those of ``new``."""
     old, made = (list(csv.DictReader(io.StringIO(text))) for text in (kept, new))
     again = {line["seed"] for line in made}

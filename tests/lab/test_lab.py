@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from lab.claims import FIRST, SECOND, Part, collapse, find, lead, verdict
+from lab.collect import joined
 from lab.figures import charts
 from lab.results import Sweep, at, difference
 from lab.tables import read_all
@@ -33,6 +34,11 @@ def test_the_committed_charts_show_the_committed_results(monkeypatch):
         assert len(heights) == len(values), name
         line = np.polynomial.Polynomial.fit(values, heights, 1)
         assert heights == pytest.approx(line(values), abs=0.05), f"{name}: run `python -m lab.figures`"
+
+
+def test_runs_of_further_seeds_are_collected_beside_the_others():
+    kept, new = "point,seed,update\na,0,1\na,1,1\nb,1,1\n", "point,seed,update\na,1,2\n"
+    assert joined(kept, new) == "point,seed,update\na,0,1\na,1,2\n"
 
 
 def sweep_of(**finals):
