@@ -16,7 +16,7 @@ _UNSUPPORTED = {
         "attention_dropout", "hidden_dropout", "moe_input_jitter_eps", "mtp_num_layers", "no_rope_freq",
         "rotary_interleaved", "moe_apply_probs_on_input", "moe_latent_size", "moe_expert_capacity_factor",
         "moe_shared_expert_overlap", "cuda_graph_impl", "enable_cuda_graph", "external_cuda_graph", "fp4", "fp8",
-        "fp8_param",
+        "fp8_param", "params_dtype", "pipeline_dtype", "autocast_dtype",
     ),
     "megatron_ddp": ("use_megatron_fsdp", "use_custom_fsdp", "align_param_gather", "fp8_param_gather", "nccl_ub"),
 }  # fmt: skip

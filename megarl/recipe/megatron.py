@@ -26,7 +26,6 @@ CONFIGS = {  # table of the recipe -> (file, dataclass), base classes last
     "megatron_ddp": (("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),),
     "megatron_optimizer": (("optimizer/optimizer_config.py", "OptimizerConfig"),),
 }
-_DTYPES = ("float32", "bfloat16", "float16", "uint8")  # the names for a torch.dtype in a recipe
 _TYPES: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (int, float), "str": (str,)}
 
 
@@ -80,8 +79,6 @@ def problems(table: str, settings: Mapping[str, Any]) -> Iterator[str]:
 def _fits(value: Any, annotation: str) -> bool:
     """Whether a TOML value fits a type annotation; True for all types that are not checked, such as unions."""
     kind = annotation.removeprefix("Optional[").removesuffix("]") if annotation.startswith("Optional[") else annotation
-    if kind == "torch.dtype":
-        return value in _DTYPES
     if kind.startswith("Literal["):
         return value in ast.literal_eval(f"({kind[len('Literal[') : -1]},)")
     if kind not in _TYPES:

@@ -38,6 +38,7 @@ def parts(*names):
         ("qwen3_moe", FUSED | parts("moe_act"), {}, None),
         ("qwen3_moe", FUSED, {"fp8": "hybrid"}, "fp8 = 'hybrid': megarl does not support it"),
         ("qwen3_moe", FUSED, {"fp4": "e2m1"}, "fp4 = 'e2m1'"),
+        ("qwen3_moe", FUSED, {"params_dtype": "float32"}, "params_dtype = 'float32': megarl does not support it"),
     ],
 )
 def test_settings_that_the_layers_do_not_support_are_refused(tmp_path, family, actor, megatron, refused):

@@ -60,7 +60,6 @@ SERVICE = "reward.service={url='http://a'"
         (["megatron.moe_router_topk_scaling_facto=1.0"], "did you mean 'moe_router_topk_scaling_factor'"),
         (["megatron_ddp.overlap_grad_reduce=1"], "overlap_grad_reduce = 1: Megatron-Core expects a value of type bool"),
         (["megatron_ddp.bucket_size=true"], r"_size = True: Megatron-Core expects a value of type Optional\[int\]"),
-        (["megatron_optimizer.exp_avg_dtype=bf16"], "exp_avg_dtype = 'bf16': Megatron-Core expects a value of type"),
         # objectives of one's own
         (["objective.path=mine.py"], "expected FILE.py:CLASS"),
     ],

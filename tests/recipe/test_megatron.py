@@ -11,10 +11,10 @@ from tests.actor.conftest import make_recipe
 
 def test_known_fields_with_values_of_the_right_types_are_accepted(recipe):
     given = ["megatron.recompute_modules=['core_attn']", "megatron.moe_router_topk_scaling_factor=2"]
-    given += ["megatron_ddp.bucket_size=1000", "megatron_optimizer.exp_avg_dtype=bfloat16"]
+    given += ["megatron_ddp.bucket_size=1000", "megatron_optimizer.decoupled_weight_decay=false"]
     loaded = load_recipe(recipe, given)
     assert loaded.megatron_ddp == {"bucket_size": 1000}
-    assert loaded.megatron_optimizer == {"exp_avg_dtype": "bfloat16"}
+    assert loaded.megatron_optimizer == {"decoupled_weight_decay": False}
 
 
 def test_the_known_fields_are_those_of_megatrons_dataclasses():
