@@ -122,17 +122,20 @@ def _experts(hf: dict[str, Any], rng: np.random.Generator, tokens: int) -> np.nd
 
 
 def read_back(actor: Actor, path: Path) -> None:
-    """Set the optimizer's weights to zeros and load the checkpoint; `RuntimeError` if it is damaged. Collective.
+    """Set the actor to zeros and load the checkpoint; `RuntimeError` unless weights and optimizer are as before.
 
-    `compare_export`, which comes next, sees whether they are as before.
+    Collective.
     """
     if damage := checkpoint.verify(path):
         raise RuntimeError(f"the checkpoint {path} is damaged right after it was written: {damage}")
+    state = dict(_state(actor))
+    before = {name: _fingerprint(tensor) for name, tensor in state.items()}
     with torch.no_grad():
-        for part in distributed_optimizers(actor.optimizer):
-            for weights in (weights for group in part.optimizer.param_groups for weights in group["params"]):
-                part.optimizer.state.get(weights, {}).get("master_param", weights).zero_()
+        for tensor in state.values():
+            tensor.zero_()
     checkpoint.load(actor, path)
+    lost = [name for name, tensor in _state(actor) if _fingerprint(tensor) != before[name]]
+    _refuse("a checkpoint does not restore", lost)
 
 
 def compare_export(actor: Actor, policy: Path) -> None:
@@ -152,12 +155,7 @@ def compare_export(actor: Actor, policy: Path) -> None:
             owned.append((names[parameter], parameter.detach().view(-1)[place.start : place.end], master))
     hf.load_hf(actor.models, policy)
     wrong = [name for name, exported, master in owned if not _same(exported, master)]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, wrong)
-    for rank, found in enumerate(everyone):
-        if found:
-            what = f"{found[0]} ({len(found)} tensors of rank {rank})"
-            raise RuntimeError(f"the exported policy has not the optimizer's weights of {what}")
+    _refuse("the exported policy has not the optimizer's weights of", wrong)
 
 
 def _same(exported: torch.Tensor, master: torch.Tensor) -> bool:
@@ -166,3 +164,32 @@ def _same(exported: torch.Tensor, master: torch.Tensor) -> bool:
     if exported.dtype == torch.float32:
         return torch.allclose(exported, rounded, rtol=2**-7, atol=1e-7)  # rounded up or down
     return torch.equal(exported, rounded)
+
+
+def _refuse(what: str, names: list[str]) -> None:
+    """`RuntimeError` if any rank has ``names`` of tensors that are wrong. Collective."""
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, names)
+    for rank, wrong in enumerate(everyone):
+        if wrong:
+            raise RuntimeError(f"{what} {wrong[0]} ({len(wrong)} tensors of rank {rank})")
+
+
+def _state(actor: Actor) -> Iterator[tuple[str, torch.Tensor]]:
+    for index, model in enumerate(actor.models):
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:  # weights that are frozen because of adapters are in no checkpoint
+                yield f"{name} of chunk {index}", parameter
+    for index, part in enumerate(distributed_optimizers(actor.optimizer)):
+        for parameter, tensors in enumerate(part.optimizer.state.values()):
+            for name, tensor in tensors.items():
+                if torch.is_tensor(tensor) and tensor.is_floating_point() and tensor.numel() > 1:
+                    yield f"{name} of parameter {parameter} of optimizer {index}", tensor
+        masters = (parameter for group in part.optimizer.param_groups for parameter in group["params"])
+        for parameter, tensor in enumerate(masters):
+            yield f"master weights of parameter {parameter} of optimizer {index}", tensor
+
+
+def _fingerprint(tensor: torch.Tensor) -> tuple[float, float]:
+    wide = tensor.detach().double()
+    return float(wide.sum()), float(wide.square().sum())
