@@ -96,7 +96,7 @@ def routings(model: torch.nn.Module) -> list[LayerRouting]:
 
 def hold_biases(models: Sequence[torch.nn.Module]) -> Callable[[], None]:
     """A function that gives routers their biases of now, which Megatron moves with each gradient that it computes."""
-    routers = [module for model in models for module in model.modules() if isinstance(module, TopKRouter)]
+    routers = [layer.router for model in models for layer in routings(model)]
     held = [(r.expert_bias, r.expert_bias.clone()) for r in routers if r.expert_bias is not None]
 
     def restore() -> None:
